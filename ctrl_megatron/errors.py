@@ -15,9 +15,10 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -25,6 +26,12 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 _SAID_FULL = "No space left on device"
 """The message of libraries that do not raise an OSError (safetensors, torch)."""
+
+_NOTES, _NOTE, _NOTE_BYTES = "/dev/shm", "ctrl_running_", 300
+_running: list[str] = []
+"""What the open ``users_code`` blocks of this process run, in the order of their starts."""
+_note: list[int] = []
+"""The descriptor of this process's note of it, if it keeps one."""
 
 
 class UserError(ValueError):
@@ -168,8 +175,11 @@ def users_code(what: str) -> Iterator[None]:
     """Turn what a block of the user's code raises into a UserError that names the line.
 
     This includes ``sys.exit``, which would end the thread or the event loop that runs the block. A
-    KeyboardInterrupt on the main thread is a Ctrl-C and passes.
+    KeyboardInterrupt on the main thread is a Ctrl-C and passes. For code that ends the process,
+    see ``users_code_of``.
     """
+    _running.append(what)
+    _note_running()
     try:
         yield
     except UserError:
@@ -185,6 +195,42 @@ def users_code(what: str) -> Iterator[None]:
             remedy = "; raise an error instead, or guard a script by if __name__ == '__main__'"
             raise UserError(f"{what}: {problem}{place}{remedy}") from error
         raise UserError(f"{what}: {type(error).__name__}: {_first_line(error)}{place}") from error
+    finally:
+        _running.remove(what)
+        _note_running()
+
+
+def note_users_code() -> Callable[[], None]:
+    """Let ``users_code_of`` work for this process, until the returned function is called."""
+    for old in Path(_NOTES).glob(f"{_NOTE}*"):
+        if not Path("/proc", old.name.removeprefix(_NOTE)).exists():
+            with suppress(OSError):  # another user's
+                old.unlink()
+    path = Path(_NOTES, f"{_NOTE}{os.getpid()}")
+    _note.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+
+    def end() -> None:
+        os.close(_note.pop())
+        path.unlink(missing_ok=True)
+
+    return end
+
+
+def users_code_of(pid: int) -> str:
+    """``, while this ran: WHAT`` of a process of this host that has ended within ``users_code``,
+    for the end of a message; empty if it did not, or noted nothing.
+    """
+    try:
+        what = Path(_NOTES, f"{_NOTE}{pid}").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return f", while this ran: {what.removesuffix(' failed')}" if what else ""
+
+
+def _note_running() -> None:
+    for descriptor in _note:
+        text = (_running[-1] if _running else "").encode(errors="replace")
+        os.pwrite(descriptor, text[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
 
 def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

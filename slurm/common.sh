@@ -182,7 +182,8 @@ run_training() {
   stopping='' waiting_to_stop=''
   trap 'rm -rf "$scratch"; [[ -z $waiting_to_stop ]] || kill "$waiting_to_stop" 2>/dev/null || true' EXIT
   trap 'stop_training USR1' USR1
-  trap 'stop_training TERM' TERM
+  # HUP: the terminal of an interactive allocation is gone; bash keeps an ignored HUP ignored.
+  trap 'stop_training TERM' TERM HUP
 
   "${python[@]}" tools/plan.py --config "$config" --nodes "$SLURM_JOB_NUM_NODES" \
     --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" \

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.parent_watch import group_members

@@ -81,10 +81,10 @@ here, or with an explanation.
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """The string that follows each field in the source of a dataclass, on one line."""
+    """The string that follows each field in the source of a dataclass or its base, on one line."""
     (tree,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(tree, ast.ClassDef)
-    texts = {}
+    texts = field_texts(base) if dataclasses.is_dataclass(base := cls.__bases__[0]) else {}
     for field, after in zip(tree.body, tree.body[1:], strict=False):
         if not (isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr)):
             continue

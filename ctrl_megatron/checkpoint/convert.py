@@ -61,11 +61,12 @@ def hf_to_megatron(
     source = SafetensorsDirectory(hf, mapped=False)
     source.check(shape)
     specs, done = hf_specs(shape, dtype), 0
+    types = {spec.name: DTYPES[spec.dtype] for spec in specs}
     total = sum(spec_bytes(spec) for spec in specs)
 
     def read(name: str) -> torch.Tensor:
         nonlocal done
-        tensor = source.read(name).to(DTYPES[dtype])
+        tensor = source.read(name).to(types[name])
         done += tensor.nbytes
         progress(done, total)
         return tensor
@@ -73,7 +74,7 @@ def hf_to_megatron(
     require_space(out, total, "the checkpoint")
     with new_directory(out, "convert_hf_to_megatron", overwrite=overwrite) as work:
         (work / folder).mkdir()
-        tensors = {s.name: _FileTensor(s.name, s.shape, DTYPES[dtype], read) for s in specs}
+        tensors = {s.name: _FileTensor(s.name, s.shape, types[s.name], read) for s in specs}
         save_tensors(tensors, work / folder, None)
         (work / STATE_FILE).write_text(json.dumps({"step": 0, "weights_only": True}))
         copy_side_files(hf, work / HF_FOLDER)
@@ -129,8 +130,7 @@ def megatron_to_hf(
     held, first = saved_tensors(checkpoint / folder), hf_specs(shape, "float32")[0].name
     if first not in held:
         raise UserError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")
-    kind = held[first].properties.dtype
-    dtype = str(kind).removeprefix("torch.")
+    dtype = str(held[first].properties.dtype).removeprefix("torch.")
     places = place_in_buckets(hf_specs(shape, dtype), file_bytes)
     done, total = 0, sum(spec_bytes(place.spec) for place in places)
     require_space(out, total, "the model")
@@ -138,17 +138,16 @@ def megatron_to_hf(
         files = HfFiles(work)
         for _, bucket in groupby(places, key=lambda place: place.bucket):
             specs = [place.spec for place in bucket]
-            files.add(_read_whole(specs, kind, checkpoint / folder))
+            files.add(_read_whole(specs, checkpoint / folder))
             done += sum(spec_bytes(spec) for spec in specs)
             progress(done, total)
         files.finish(side, dtype, value_head=shape.value_head)
 
 
-def _read_whole(
-    specs: Iterable[TensorSpec], kind: torch.dtype, folder: Path
-) -> dict[str, torch.Tensor]:
+def _read_whole(specs: Iterable[TensorSpec], folder: Path) -> dict[str, torch.Tensor]:
     tensors, wanted = {}, {}
     for spec in specs:
+        kind = DTYPES[spec.dtype]
         tensors[spec.name] = torch.empty(spec.shape, dtype=kind)
         wanted[spec.name] = whole = TensorParts(spec.shape, kind)
         whole.parts[torch.Size([0] * len(spec.shape))] = tensors[spec.name]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, naming
 
 MARKER = ".ctrl_megatron.json"
 """A file in a directory that a tool wrote: the name of the tool, and the size of every file."""
@@ -219,7 +219,8 @@ def write_whole(path: str | Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        work.write_text(text, encoding="utf-8")
-        os.replace(work, path)
+        with naming(path):
+            work.write_text(text, encoding="utf-8")
+            os.replace(work, path)
     finally:
         work.unlink(missing_ok=True)

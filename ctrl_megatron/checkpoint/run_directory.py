@@ -109,22 +109,15 @@ class RunLock:
                 if _holder(self._path) == self.holder:
                     self._write(beat)
                 elif not self._ended.is_set():
-                    self._lost = self._why_lost()
-
-    def _why_lost(self) -> UserError:
-        if not self._path.parent.is_dir():
-            return removed(self._path.parent)
-        return UserError(
-            f"{self._path} is not this run's lock any more",
-            remedy="leave the file alone while a run writes to its directory",
-        )
+                    self._lost = removed(self._path.parent)
 
 
 def removed(run_dir: Path) -> UserError:
-    """The error of a run whose directory is gone."""
+    """The error of a run that does not own its directory any more."""
     return UserError(
-        f"the directory {run_dir} was removed while the run wrote to it",
-        remedy="start the run again; it begins anew",
+        f"the directory {run_dir}, or {LOCK_FILE} in it, was removed or replaced while the run "
+        "wrote to it",
+        remedy="leave the directory of a run alone until the run ends",
     )
 
 

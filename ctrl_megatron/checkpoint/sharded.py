@@ -44,7 +44,7 @@ from torch.futures import Future
 
 from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.optimizer import OwnedRange
+from ctrl_megatron.models.optimizer import SHARED_OVER, OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece, ShardParam
@@ -170,41 +170,46 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     owned: dict[int, list[OwnedRange]] = {}
     for own in model.optimization.owned() if model.optimization is not None else ():
         owned.setdefault(id(own.weight), []).append(own)
-    options, place = model.options.optimizer, model.groups.place
-    sharded = options is not None and options.distributed
-    bytes_of = [0] * model.groups.layout.data
+    options, groups = model.options.optimizer, model.groups
+    divided = options is not None and options.distributed
+    turns = _Turns(groups.rank)
     for param, weight in model.places():
-        if saving and not _is_original(param, model):
+        if saving and param.copy:
             continue
-        flats = [("", weight.detach().view(-1), 0, False)]
+        flats = [("", weight.detach().view(-1), 0, param.at)]
+        own_at = (*param.at, *groups.place.on(*(SHARED_OVER[param.mesh] if divided else ())))
         for own in owned.get(id(weight), ()):
             flats += [
-                (f"optimizer.{name}.", flat, own.start, sharded)
+                (f"optimizer.{name}.", flat, own.start, own_at)
                 for name, flat in own.tensors.items()
             ]
-        for prefix, device_flat, start, exclusive in flats:
-            flat = model.where_it_is(device_flat)
+        for prefix, device_flat, start, at in flats:
+            flat, holders = model.where_it_is(device_flat), groups.layout.holders(param.mesh, at)
             if not saving:
                 flat.zero_()
             for piece in param.pieces:
                 name = prefix + piece.hf
                 for offset, part in _rectangles(param, piece, flat, start):
-                    if saving and not exclusive:
-                        # Data-parallel replicas share the writing, the least loaded one next.
-                        replica = min(range(len(bytes_of)), key=bytes_of.__getitem__)
-                        bytes_of[replica] += part.nbytes
-                        if replica != place.dp:
-                            continue
+                    if saving and not turns.mine(holders, part.nbytes):
+                        continue
                     whole = TensorParts(hf_shapes(model.shape)[piece.hf], flat.dtype)
                     found.setdefault(name, whole).parts[torch.Size(offset)] = part
     return found
 
 
-def _is_original(param: ShardParam, model: ParallelModel) -> bool:
-    """False for a copy of what another tensor or pipeline rank saves."""
-    if model.shape.tied_embeddings and param.name == "output_layer.weight":
-        return False
-    return param.split_dim is not None or model.groups.place.tp == 0
+class _Turns:
+    """Decides which of the ranks with the same part writes it: the one with the fewest bytes so
+    far. All of them go through their parts in the same order, so that they agree."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._loads = rank, dict[tuple[int, ...], list[int]]()
+
+    def mine(self, holders: tuple[int, ...], size: int) -> bool:
+        """Assign ``size`` bytes to one of ``holders``; True if that is this rank."""
+        loads = self._loads.setdefault(holders, [0] * len(holders))
+        writer = loads.index(min(loads))
+        loads[writer] += size
+        return holders[writer] == self._rank
 
 
 def _rectangles(

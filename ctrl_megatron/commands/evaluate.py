@@ -26,7 +26,9 @@ _CRITIC = "a name and an HF model, or a .jsonl file of critiques with the rows' 
 
 @command("evaluate")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, check, run. Exit codes: 0 done, 2 wrong input, 13 a process failed, 130 stopped."""
+    """Parse, check, run. Exit codes: 0 done, 2 wrong input, 13 a process failed, 14 the
+    sandbox failed too often, 130 stopped.
+    """
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help=_CRITIC)

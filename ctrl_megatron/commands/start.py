@@ -29,7 +29,7 @@ import psutil
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.config.flags import CommandParser, count
-from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.errors import UserError, user_fault, users_code_of
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
 warnings.filterwarnings("ignore", module=r"megatron|torch")
@@ -303,7 +303,8 @@ def start_ranks(
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code not in (WRONG_INPUT, STOPPED, SERVICE, *expected):
-            print(f"{name}: rank {rank} ended with exit code {code}", file=sys.stderr)
+            ran = users_code_of(failure.pid)
+            print(f"{name}: rank {rank} ended with exit code {code}{ran}", file=sys.stderr)
         return code if code > 0 else 128 - code  # negative: the signal that killed it
     return 0
 

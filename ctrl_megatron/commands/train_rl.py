@@ -13,7 +13,9 @@ from ctrl_megatron.config import Config
 
 @command("train_rl")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 130 stopped by a signal."""
+    """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 14 a service that judges failed,
+    130 stopped by a signal.
+    """
     config = training_config("train_rl", "rl", arguments, __doc__, check_inputs)
     if isinstance(config, int):
         return config

@@ -35,6 +35,8 @@ Schedule = Literal["constant", "cosine"]
 """Schedules of the learning rate after the warm-up."""
 Dtype = Literal["bfloat16", "float32"]
 """Types of parameters; float16 would need a loss scale."""
+ProxyKind = Literal["shared", "engine", "api"]
+"""Where the proxy runs: on the actor's engines, on engines of its own, or on servers."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
@@ -181,44 +183,30 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A frozen model: the reference of the KL, or the proxy that writes the revisions."""
+    """The frozen reference of the KL."""
 
     model: ModelFiles = group(ModelFiles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """The inference engine and how it samples."""
+class EngineKeys:
+    """Inference engines of one model."""
 
     name: EngineName = "hf"
     """Engine; hf is transformers' own generation, embedded."""
     python: str | None = None
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""
-    n: int = key(8, AT_LEAST_1)
-    """Critiques per prompt (the group size of GRPO)."""
-    temperature: float = key(1.0, _SAMPLES)
-    """Sampling temperature of critiques; log-probs are taken at the same temperature."""
-    top_p: float = key(1.0, SOME_SHARE)
-    """Nucleus size of the critique sampling."""
-    top_k: int = key(-1, COUNT_OR_MINUS_1)
-    """Sample from the k most likely tokens; -1 samples from all."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Devices per engine; every host runs as many engines as fit on its devices."""
-    placement: Literal["colocated", "dedicated"] = "colocated"
-    """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     n_gpus_per_node: int | None = key(None, AT_LEAST_1)
-    """GPUs per host for dedicated engines, in addition to trainer.n_gpus_per_node; on a CPU, engine
-    processes per host, None for one."""
+    """GPUs per host that belong to these engines alone, in addition to trainer.n_gpus_per_node;
+    on a CPU, engine processes per host, None for one."""
     gpu_memory_utilization: float = key(0.5, SOME_SHARE, read=_CACHING)
     """Share of device memory that the engine may use."""
     max_model_len: int | None = key(None, AT_LEAST_1)
     """Longest sequence of the engine, in tokens; None computes it from prompts, critiques and
     revisions."""
-    revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
-    """Longest revision, in tokens."""
-    seed: int = 0
-    """Base seed of the sampling."""
     dtype: Dtype | None = None
     """Parameter type inside the engine; None takes model.dtype."""
     max_num_seqs: int = key(64, AT_LEAST_1)
@@ -227,12 +215,67 @@ class Rollout:
     """Size of the key-value cache of an engine on a CPU, in GiB."""
     enforce_eager: bool = key(False, read=_CACHING)
     """Do not capture CUDA graphs; no effect on a CPU."""
-    free_cache_engine: bool = key(True, read=when(".placement", "colocated"))
-    """Free the engine's weights and cache on the device while the trainer computes."""
     threads: int | None = key(None, AT_LEAST_1)
     """CPU threads of the engine; None lets the engine decide."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyServer:
+    """Servers of OpenAI's protocol that write the revisions. The variable `OPENAI_API_KEY` is their
+    key."""
+
+    base_url: tuple[str, ...] = ()
+    """Address or list of addresses before /chat/completions, usually ending in /v1 (required).
+    Requests are dealt to all of them, and a request that one cannot answer goes to the next."""
+    model: str = ""
+    """Name of the model on the servers (required)."""
+    max_concurrency: int = key(32, AT_LEAST_1)
+    """Requests that run at the same time on each address, per model copy of the trainer."""
+    attempts: int = key(6, AT_LEAST_1)
+    """Attempts of a request on each address, with growing pauses between them."""
+    timeout: float = key(600.0, ABOVE_0)
+    """Seconds until an attempt has failed."""
+    token_budget: int | None = key(None, AT_LEAST_1)
+    """Most prompt and revision tokens of a run, per model copy of the trainer; a run that would
+    use more ends. None for no limit."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyKeys:
+    """The frozen proxy that writes the revisions, and where it runs."""
+
+    kind: ProxyKind = "shared"
+    """shared: on the actor's engines, in turn with the actor, whose shape, tokenizer and chat
+    template it has; engine: any model, on engines of its own; api: any model, on servers."""
+    model: ModelFiles = group(ModelFiles, read=when(".kind", "shared", "engine"))
+    engine: EngineKeys = group(EngineKeys, read=when(".kind", "engine"))
+    api: ProxyServer = group(ProxyServer, read=when(".kind", "api"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout(EngineKeys):
+    """The inference engines of the actor and how they sample."""
+
+    n: int = key(8, AT_LEAST_1)
+    """Critiques per prompt (the group size of GRPO)."""
+    temperature: float = key(1.0, _SAMPLES)
+    """Sampling temperature of critiques; log-probs are taken at the same temperature."""
+    top_p: float = key(1.0, SOME_SHARE)
+    """Nucleus size of the critique sampling."""
+    top_k: int = key(-1, COUNT_OR_MINUS_1)
+    """Sample from the k most likely tokens; -1 samples from all."""
+    placement: Literal["colocated", "dedicated"] = "colocated"
+    """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
+    revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
+    """Longest revision, in tokens."""
+    seed: int = 0
+    """Base seed of the sampling."""
+    free_cache_engine: bool = key(True, read=when(".placement", "colocated"))
+    """Free the engine's weights and cache on the device while the trainer computes."""
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
@@ -270,15 +313,19 @@ class ActorRolloutRef:
     """The actor, its reference, the proxy, and the engine that generates for them."""
 
     model: Model = group(Model, stage="both")
-    proxy: Frozen = group(Frozen, read=REVISIONS)
+    proxy: ProxyKeys = group(ProxyKeys, read=REVISIONS)
     actor: Actor = group(Actor)
     ref: Frozen = group(Frozen, read=REFERENCE)
     rollout: Rollout = group(Rollout)
 
     @property
     def rollout_dtype(self) -> Dtype:
-        """Parameter type inside the engine."""
-        return self.rollout.dtype or self.model.dtype
+        """Parameter type inside the actor's engines."""
+        return self.dtype_in(self.rollout)
+
+    def dtype_in(self, engine: EngineKeys) -> Dtype:
+        """Parameter type inside an engine."""
+        return engine.dtype or self.model.dtype
 
     @property
     def log_prob_token_budget(self) -> int:

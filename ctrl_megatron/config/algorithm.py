@@ -186,10 +186,18 @@ class Reward:
     """Seconds per test if the row has no time limit."""
     max_failed_share: float = key(0.2, SHARE)
     """Share of a step's programs that the sandbox or provider may fail to judge. Their samples are
-    left out of the loss; beyond it the step is not trained on and the run ends (exit code 14)."""
+    left out of the loss; beyond it, and where all of them failed, the step is not trained on and
+    the run ends (exit code 14)."""
     judging_retries: int = key(3, AT_LEAST_0)
     """How often a trainer process judges programs again, after 5, 10, 20, ... seconds, before more
     than this share counts as failed."""
+    function_timeout: float = key(1800.0, ABOVE_0)
+    """Seconds that a reward function of your own may take for one batch. Then the run ends and
+    names it."""
+    request_timeout: float = key(640.0, ABOVE_0)
+    """Seconds without a sign of life from the sandbox or provider after which a request has failed,
+    all its attempts together; one attempt may take half of it. Waiting in its queue does not
+    count."""
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
     """The service that runs programs: the sandbox of this package, or an external one."""
     provider_options: dict[str, Any] = key(

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, POLICY_LOSSES
+from ctrl_megatron.config.actor_rollout_ref import (
+    CTRL_PIPELINE,
+    GRPO_PIPELINE,
+    POLICY_LOSSES,
+    EngineKeys,
+)
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
@@ -20,6 +25,8 @@ Purpose = Literal["rl", "sft", "none"]
 """The kind of run, which determines the required keys; ``none`` requires no key."""
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _M = _A + "megatron."
+_P = "actor_rollout_ref.proxy."
+_PE = _P + "engine."
 _BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
@@ -36,7 +43,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _objective, _groups, _reward):
+    for relation in (_names, _parallelism, _proxy, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -198,7 +205,7 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     given, needed = model.rollout.max_model_len, config.needed_model_len
     if given is not None and given < needed:
         # A revision prompt holds the problem, the solution and the critique.
-        revision = f" + {_R}revision_max_tokens" if config.writes_revisions else ""
+        revision = f" + {_R}revision_max_tokens" if config.shares_engines else ""
         yield (
             f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
             f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
@@ -238,21 +245,37 @@ def _parallelism(config: Config) -> Iterator[str]:
     yield from override_problems(
         megatron.override_transformer_config, megatron.recompute_granularity
     )
-    size = rollout.tensor_model_parallel_size
-    able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
-    if size != 1 and rollout.name not in able:
-        yield (
-            f"{_R}tensor_model_parallel_size={size} is not possible with {_R}name={rollout.name}; "
-            f"use {' or '.join(able)}, or set it to 1"
-        )
-    gpus = rollout.n_gpus_per_node
-    if rollout.placement == "dedicated" and gpus is None:
+    if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
-    if gpus is not None and gpus % rollout.tensor_model_parallel_size:
+    yield from _engine(_R, rollout)
+    yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)
+
+
+def _engine(prefix: str, keys: EngineKeys) -> Iterator[str]:
+    size, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
+    able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
+    if size != 1 and keys.name not in able:
         yield (
-            f"{_R}n_gpus_per_node={gpus} is no multiple of {_R}tensor_model_parallel_size="
-            f"{rollout.tensor_model_parallel_size}, the devices of one engine; change one of them"
+            f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="
+            f"{keys.name}; use {' or '.join(able)}, or set it to 1"
         )
+    if gpus is not None and gpus % size:
+        yield (
+            f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"
+            f"tensor_model_parallel_size={size}, the devices of one engine; change one of them"
+        )
+
+
+def _proxy(config: Config) -> Iterator[str]:
+    proxy = config.actor_rollout_ref.proxy
+    if proxy.kind != "api":
+        return
+    for name, value, what in (
+        ("base_url", all(proxy.api.base_url) and proxy.api.base_url, "the servers' addresses"),
+        ("model", proxy.api.model, "the model's name on the servers"),
+    ):
+        if not value:
+            yield f"{_P}kind=api needs {_P}api.{name}; give {what}"
 
 
 def _objective(config: Config) -> Iterator[str]:

@@ -74,7 +74,7 @@ RENAMED: Mapping[str, str] = {
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
 _ALWAYS_MEGATRON = "the trainer is always Megatron-Core"
-_NO_EXPERTS = "mixtures of experts are not trained"
+_NO_EXPERTS = "mixtures of experts are not split over ranks"
 _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",

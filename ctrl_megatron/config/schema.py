@@ -224,11 +224,11 @@ class Config:
 
     @property
     def needed_model_len(self) -> int:
-        """Longest sequence of the engine with the built-in prompts, in tokens: a revision prompt
-        contains problem, solution and critique, so it counts as a whole critique sequence.
-        ``pipeline.inputs`` computes what the rows need."""
+        """Longest sequence of the actor's engines with the built-in prompts, in tokens: where the
+        proxy shares them, a revision prompt contains problem, solution and critique, so it counts
+        as a whole critique sequence. ``pipeline.inputs`` computes what the rows need."""
         revision = self.actor_rollout_ref.rollout.revision_max_tokens
-        return self.sequence_tokens + (revision if self.writes_revisions else 0)
+        return self.sequence_tokens + (revision if self.shares_engines else 0)
 
     @property
     def max_model_len(self) -> int:
@@ -240,6 +240,16 @@ class Config:
     def writes_revisions(self) -> bool:
         """False if the pipeline has no revisions, and therefore no proxy."""
         return REVISIONS.is_met(self)
+
+    @property
+    def shares_engines(self) -> bool:
+        """True if actor and proxy generate on the same engines."""
+        return self.writes_revisions and self.actor_rollout_ref.proxy.kind == "shared"
+
+    @property
+    def has_proxy_engines(self) -> bool:
+        """True if the proxy has engines of its own."""
+        return self.writes_revisions and self.actor_rollout_ref.proxy.kind == "engine"
 
     @property
     def needs_values(self) -> bool:

@@ -146,19 +146,23 @@ class TextCodec:
 
         Raises ``ValueError`` if there is none.
         """
-        file = self.path / "generation_config.json"
-        named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        more = named if isinstance(named, list) else [named]
-        ids = dict.fromkeys(i for i in (self.tokenizer.eos_token_id, *more) if i is not None)
+        ids = _end_tokens(self.path, self.tokenizer)
         if not ids:
             raise UserError(f"{self.path} names no end-of-text token (eos_token)")
-        return tuple(ids)
+        return ids
 
     @property
     def pad_token_id(self) -> int:
         """The token of padding, which is always masked; defaults to the first end-of-text token."""
         pad = self.tokenizer.pad_token_id
         return self.eos_token_ids[0] if pad is None else pad
+
+
+def _end_tokens(directory: Path, tokenizer: Any) -> tuple[int, ...]:
+    file = directory / "generation_config.json"
+    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    more = named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
 
 
 MEANING = ("vocabulary", "merges")
@@ -187,6 +191,9 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
         "way of splitting text": [state.get(name) for name in ("normalizer", "pre_tokenizer")],
         "special tokens": (tokenizer.bos_token, tokenizer.eos_token, special),
         "chat template": tokenizer.chat_template,
+        "end tokens (eos_token, generation_config.json)": set(
+            _end_tokens(Path(directory), tokenizer)
+        ),
     }
 
 

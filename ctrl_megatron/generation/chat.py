@@ -32,6 +32,8 @@ class ChatAnswer:
     """Tokens of the conversation; None where the server does not report them."""
     completion_tokens: int | None
     """Tokens of the answer with its stop token; None where the server does not report them."""
+    model: str | None = None
+    """The model that the server names; None where it names none."""
 
 
 class Chat(Protocol):

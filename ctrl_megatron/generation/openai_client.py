@@ -354,9 +354,14 @@ def read_answer(data: Any) -> ChatAnswer:
     if not all(count is None or (type(count) is int and count >= 0) for count in counts):
         raise ValueError(f"the usage counts no tokens: {str(usage)[:200]!r}")
     finish: FinishReason = "length" if reason == "length" else "stop"
+    model = data.get("model")
     # A model that reasons until its last token has no content; its answer is empty.
     return ChatAnswer(
-        text=text or "", finish_reason=finish, prompt_tokens=counts[0], completion_tokens=counts[1]
+        text=text or "",
+        finish_reason=finish,
+        prompt_tokens=counts[0],
+        completion_tokens=counts[1],
+        model=model if isinstance(model, str) and model else None,
     )
 
 

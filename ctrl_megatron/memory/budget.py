@@ -202,7 +202,7 @@ class _Stage:
         phases["start: models"] = self._building()
         if rl:
             phases["generate"] = self._generating()
-            if self.config.writes_revisions:
+            if self.config.shares_engines:
                 phases["sync proxy"] = self._pushing_proxy()
             phases["log-probs"] = self._log_probs()
         phases["update"] = self._updating()

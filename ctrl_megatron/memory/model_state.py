@@ -42,7 +42,11 @@ class ModelState:
 def stage_elements(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[tuple[int, ...], ...]:
     """Elements of every parameter of a stage, by virtual stage; equal on all tensor ranks."""
     return tuple(
-        tuple(math.prod(param.shape) for param in shard_params(shape, layout, tp=0, pp=pp, chunk=c))
+        tuple(
+            math.prod(param.shape)
+            for param in shard_params(shape, layout, layout.first_of(pp), chunk=c)
+            if not param.buffer
+        )
         for c in range(layout.virtual_pipeline)
     )
 
@@ -102,7 +106,7 @@ def _up(number: int, multiple: int) -> int:
 
 def largest_in_layer(shape: ModelShape, layout: Layout) -> int:
     """Elements of the largest parameter of a layer."""
-    params = shard_params(shape, layout, tp=0, pp=0, chunk=0)
+    params = shard_params(shape, layout, layout.first_of(0), chunk=0)
     return max(math.prod(param.shape) for param in params if ".layers." in param.name)
 
 

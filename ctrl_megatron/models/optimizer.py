@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,17 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn.utils import get_total_norm
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
+from ctrl_megatron.parallel.layout import Axis, MeshName
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
 """The float32 copy of a parameter of another dtype, which Adam updates."""
+SHARED_OVER: Mapping[MeshName, tuple[Axis, ...]] = {"dense": ("cp", "dp"), "expert": ("edp",)}
+"""The axes over whose ranks the distributed optimizer divides the state of a mesh's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,8 @@ class OptimizerOptions:
     clip_grad: float = 1.0
     distributed: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    lr_key: str = "lr"
+    """The configuration key of ``lr``, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class Optimization:
         self, chunks: Sequence[torch.nn.Module], options: OptimizerOptions, build: BuildOptions
     ) -> None:
         dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
+        self._options = options
         self._weights = [weight for chunk in chunks for weight in chunk.parameters()]
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
@@ -100,16 +108,27 @@ class Optimization:
         self.scheduler.step(increment=self._ahead)
 
     def step(self) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule."""
+        """Clip, update the weights, advance the schedule.
+
+        UserError if the gradient or the updated weights are not finite: they could only be saved
+        and sent to the engines. Weights above 1e19 count as infinite, because their squares are.
+        """
         lr = float(self.optimizer.param_groups[0]["lr"])
         _, grad_norm, _ = self.optimizer.step()
         norm = math.nan if grad_norm is None else float(grad_norm)
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm}; lower actor.optim.lr or look for bad rows"
-            )
+        self._require_finite(norm, "the norm of the gradient")
+        weights = [weight.detach() for weight in self._weights]
+        self._require_finite(float(get_total_norm(weights)), "the norm of the updated weights")
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
+
+    def _require_finite(self, norm: float, what: str) -> None:
+        if not math.isfinite(norm):
+            raise UserError(
+                f"{what} is {norm} in update {self.updates + 1}",
+                key=f"{self._options.lr_key}={self._options.lr:g}",
+                remedy="lower it, or look for rows whose rewards or log-probs are extreme",
+            )
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Master weights and moments, without the step counts."""

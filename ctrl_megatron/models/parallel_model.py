@@ -72,11 +72,11 @@ class ParallelModel:
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
         for param, weight in self.places():
-            if param.split_dim is not None:
+            for cut in param.cuts:
                 # Megatron marks split weights when it initialises them, which is skipped here;
                 # unmarked, they would count as copies and be missing in the gradient norm.
                 weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-                weight.partition_dim = param.split_dim  # type: ignore[attr-defined]
+                weight.partition_dim = cut.dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
         self._flops = (0, 0)
@@ -105,7 +105,8 @@ class ParallelModel:
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=optimizer.distributed,
                     overlap_grad_reduce=overlaps,
-                    check_for_nan_in_grad=True,
+                    # The optimizer looks at the norm of all gradients and names the key.
+                    check_for_nan_in_grad=False,
                 ),
                 model,
                 disable_bucketing=index > 0,
@@ -172,25 +173,24 @@ class ParallelModel:
         views = (tensors.host_view(tensor) for tensors in self._parts.values())
         return next((view for view in views if view is not None), tensor)
 
-    def shards(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
-        """This rank's parameters, on the device, with their places in the HF tensors."""
+    def shards(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
+        """This rank's parameters, and its buffers that have a rule, on the device, with their
+        places in the HF tensors."""
         self.onload("weights")
         yield from self.places()
 
-    def places(self) -> Iterator[tuple[ShardParam, torch.nn.Parameter]]:
+    def places(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
         """``shards``, wherever the weights' memory is."""
         for chunk, model in enumerate(self.models):
-            named = dict(model.named_parameters())
-            place = self.groups.place
+            parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
             for param in shard_params(
                 self.shape,
                 self.groups.layout,
-                tp=place.tp,
-                pp=place.pp,
+                self.groups.place,
                 chunk=chunk,
                 te_names=has_transformer_engine(),
             ):
-                yield param, named[param.name]
+                yield param, (buffers if param.buffer else parameters)[param.name]
 
     @torch.no_grad()
     def infer(
@@ -226,7 +226,7 @@ class ParallelModel:
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
-        ``lr``. Raises FloatingPointError on a gradient that is not finite.
+        ``lr``. Raises UserError on a gradient, or updated weights, that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
 from types import MappingProxyType
 from typing import Literal
 
 from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
+from ctrl_megatron.parallel.layout import MeshName
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Part = Literal["embedding", "layer", "final_norm", "output"]
@@ -30,8 +31,8 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class ParamRule:
-    """One Megatron parameter. ``{i}`` is the layer and ``{e}`` the expert: local in Megatron names,
-    global in HF names."""
+    """One Megatron parameter or buffer. ``{i}`` is the layer and ``{e}`` the expert: local in
+    Megatron names, global in HF names."""
 
     part: Part
     """The pipeline stage with the parameter."""
@@ -43,10 +44,16 @@ class ParamRule:
     """Name in the Transformer Engine spec, if that fuses the norm into a linear layer."""
     layers: tuple[int, ...] = (0,)
     """The layers, counted over all stages, that have the parameter; (0,) outside layers."""
+    mesh: MeshName = "dense"
+    """The mesh over whose tensor ranks the parameter is cut; the expert mesh also spreads the
+    experts over its expert ranks."""
     experts: int = 1
     """Number of experts of a layer, each with this parameter; 1 outside experts."""
     passed: int = 1
     """Number of these experts that a token passes."""
+    buffer: str | None = None
+    """The type of state that is no parameter, such as the bias by which a router balances experts;
+    None for a parameter, which has the model's type."""
 
     def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
         """The HF tensors of one of its layers and experts."""
@@ -140,7 +147,7 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
             for rule in _gated(layers, own, theirs, hidden, width):
-                yield replace(rule, experts=count, passed=top_k)
+                yield replace(rule, mesh="expert", experts=count, passed=top_k)
 
 
 def _gated(
@@ -151,6 +158,20 @@ def _gated(
     gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
     yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
     yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
+
+
+@lru_cache(maxsize=64)
+def hf_buffers(shape: ModelShape) -> Mapping[str, str]:
+    """Name -> type of every HF tensor that keeps its own type, whatever the model's is."""
+    return MappingProxyType(
+        {
+            tensor.name: rule.buffer
+            for rule in rules(shape)
+            if rule.buffer is not None
+            for layer, expert in product(rule.layers, range(rule.experts))
+            for tensor in rule.tensors(layer, expert)
+        }
+    )
 
 
 @lru_cache(maxsize=64)

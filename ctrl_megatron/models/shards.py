@@ -1,20 +1,21 @@
 """The shards of a model: which rectangles of Hugging Face tensors a rank's parameters consist of.
 
-``pieces`` turns a rule of ``models.rules`` into rectangles: these rows and columns of an HF
-tensor are at this place of a rank's shard. Import copies them in one direction, export and
-resharding in the other.
+A rule of ``models.rules`` becomes rectangles: these rows and columns of an HF tensor are at this
+place of a shard. Import copies them in one direction, export and resharding in the other. A rule
+names its mesh, and its kind says which axes of the mesh cut it; all other axes replicate it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import ParamRule, rules
+from ctrl_megatron.models.rules import HfTensor, Kind, ParamRule, rules
 from ctrl_megatron.models.shape import Experts, ModelShape
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.layout import Axis, Coordinates, Indices, Layout, MeshName
 from ctrl_megatron.parallel.vocab import vocab_range
 
 
@@ -39,14 +40,30 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A dimension of a parameter that is split over the ranks of an axis."""
+
+    dim: int
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardParam:
-    """One parameter of one (tensor, pipeline, virtual) shard with its pieces."""
+    """One parameter of one shard with its pieces."""
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    split_dim: int | None
-    """The dimension that is split over tensor ranks; None if every rank has the whole parameter."""
+    cuts: tuple[Cut, ...]
+    mesh: MeshName
+    at: Indices
+    """The indices that distinguish this shard from the parameter's others; ``Layout.holders`` of
+    ``mesh`` and ``at`` are the ranks that have it."""
+    copy: bool
+    """Another parameter, in another shard, has the same HF tensor and is the one to save and
+    send."""
+    buffer: bool
+    """The model has it as a buffer: neither gradient nor optimizer state belongs to it."""
 
 
 def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
@@ -65,37 +82,39 @@ def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def pieces(
-    rule: ParamRule, shape: ModelShape, *, layer: int, expert: int, tp: int, tensor: int
-) -> ShardParam:
-    """The part of ``rule`` for global ``layer`` and ``expert`` on tensor rank ``tp`` of ``tensor``;
-    its name keeps ``{i}`` and ``{e}``."""
-    tensors = list(rule.tensors(layer, expert))
+def _axes(rule: ParamRule) -> tuple[Axis, ...]:
+    """The axes of the rule's mesh that cut its parameter."""
+    split: Axis = "tp" if rule.mesh == "dense" else "etp"
+    own: tuple[Axis, ...] = () if rule.kind == "replicated" else (split,)
+    return own if rule.mesh == "dense" else (*own, "ep")
+
+
+def _pieces(
+    kind: Kind, tensors: Sequence[HfTensor], *, groups: int, index: int, parts: int
+) -> tuple[tuple[int, ...], list[Piece]]:
+    """(shape, pieces) of part ``index`` of ``parts`` of a parameter that consists of ``tensors``;
+    ``groups`` are the model's query groups."""
     first, full = tensors[0].name, tensors[0].shape
     tail = full[1:]
-    if rule.kind == "replicated":
-        placed, local = [_rows(first, 0, 0, full[0], tail)], full
-    elif rule.kind == "row":
-        local = (full[0], full[1] // tensor)
-        start = (0, tp * local[1])
-        placed = [Piece(hf=first, hf_start=start, start=(0, 0), extent=local)]
-    elif rule.kind == "vocab":
-        begin, real, share = vocab_range(full[0], tp, tensor)
-        local = (share, *tail)
-        placed = [_rows(first, begin, 0, real, tail)] if real else []
-    else:
-        # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and
-        # up projection of tensor rank 0, of rank 1, ...
-        parts = shape.attention.groups if rule.kind == "qkv" else tensor
-        placed, row = [], 0
-        for part in range(tp * parts // tensor, (tp + 1) * parts // tensor):
-            for whole in tensors:
-                count = whole.shape[0] // parts
-                placed.append(_rows(whole.name, part * count, row, count, tail))
-                row += count
-        local = (row, *tail)
-    split = {"replicated": None, "row": 1}.get(rule.kind, 0)
-    return ShardParam(name=rule.megatron, shape=local, pieces=tuple(placed), split_dim=split)
+    if kind == "replicated":
+        return full, [_rows(first, 0, 0, full[0], tail)]
+    if kind == "row":
+        local = (full[0], full[1] // parts)
+        start = (0, index * local[1])
+        return local, [Piece(hf=first, hf_start=start, start=(0, 0), extent=local)]
+    if kind == "vocab":
+        begin, real, share = vocab_range(full[0], index, parts)
+        return (share, *tail), [_rows(first, begin, 0, real, tail)] if real else []
+    # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and up
+    # projection of tensor rank 0, of rank 1, ...
+    blocks = groups if kind == "qkv" else parts
+    placed, row = [], 0
+    for block in range(index * blocks // parts, (index + 1) * blocks // parts):
+        for whole in tensors:
+            count = whole.shape[0] // blocks
+            placed.append(_rows(whole.name, block * count, row, count, tail))
+            row += count
+    return (row, *tail), placed
 
 
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
@@ -104,13 +123,34 @@ def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -
 
 
 def shard_params(
-    shape: ModelShape, layout: Layout, *, tp: int, pp: int, chunk: int, te_names: bool = False
+    shape: ModelShape, layout: Layout, place: Coordinates, *, chunk: int, te_names: bool = False
 ) -> Iterator[ShardParam]:
-    """Every parameter of one shard of the model.
+    """Every parameter of virtual stage ``chunk`` of the rank at ``place``.
 
     With tied embeddings the output layer has no parameter on a stage that also has the embedding,
     and a copy of the embedding (the same HF tensor) on any other last stage.
     """
+    return _stage(shape, layout, place.pp, chunk, te_names, lambda mesh, axes: (place.on(*axes),))
+
+
+def distinct_shards(
+    shape: ModelShape, layout: Layout, *, pp: int, chunk: int, te_names: bool = False
+) -> Iterator[ShardParam]:
+    """``shard_params`` of all ranks of a pipeline stage, each shard once however many have it."""
+    return _stage(
+        shape, layout, pp, chunk, te_names, lambda mesh, axes: layout.mesh(mesh).every(axes)
+    )
+
+
+def _stage(
+    shape: ModelShape,
+    layout: Layout,
+    pp: int,
+    chunk: int,
+    te_names: bool,
+    indices: Callable[[MeshName, tuple[Axis, ...]], Iterable[Indices]],
+) -> Iterator[ShardParam]:
+    """The parameters of a virtual stage with each of the ``indices`` on the axes that cut them."""
     first = layout.is_first(pp=pp, chunk=chunk)
     last = layout.is_last(pp=pp, chunk=chunk)
     held = {
@@ -124,7 +164,39 @@ def shard_params(
             layers = [(k, layer) for k, layer in enumerate(own) if layer in rule.layers]
         else:
             layers = [(0, 0)] if held[rule.part] else []
+        axes, sizes = _axes(rule), dict(layout.mesh(rule.mesh).sizes)
         name = (rule.te or rule.megatron) if te_names else rule.megatron
-        for (local, layer), expert in product(layers, range(rule.experts)):
-            param = pieces(rule, shape, layer=layer, expert=expert, tp=tp, tensor=layout.tensor)
-            yield replace(param, name=name.format(i=local, e=expert))
+        copy = rule.part == "output" and shape.tied_embeddings
+        for (local, layer), at in product(layers, indices(rule.mesh, axes)):
+            for number, expert in _experts(rule, sizes, dict(at)):
+                size, placed = _pieces(
+                    rule.kind,
+                    tuple(rule.tensors(layer, expert)),
+                    groups=shape.attention.groups,
+                    index=next((index for axis, index in at if axis != "ep"), 0),
+                    parts=prod(sizes[axis] for axis in axes if axis != "ep"),
+                )
+                yield ShardParam(
+                    name=name.format(i=local, e=number),
+                    shape=size,
+                    pieces=tuple(placed),
+                    cuts=tuple(Cut(dim=int(rule.kind == "row"), axis=a) for a in axes if a != "ep"),
+                    mesh=rule.mesh,
+                    at=(*at, ("pp", pp)),
+                    copy=copy,
+                    buffer=rule.buffer is not None,
+                )
+
+
+def _experts(
+    rule: ParamRule, sizes: Mapping[Axis, int], at: Mapping[Axis, int]
+) -> list[tuple[int, int]]:
+    """(number on its rank, number in the layer) of the experts at these indices."""
+    ranks = sizes.get("ep", 1)
+    if rule.experts % ranks:
+        raise UserError(
+            f"the model's {rule.experts} experts do not divide over "
+            f"expert_model_parallel_size={ranks}; choose a divisor of {rule.experts}"
+        )
+    own = rule.experts // ranks
+    return list(enumerate(range(at.get("ep", 0) * own, (at.get("ep", 0) + 1) * own)))

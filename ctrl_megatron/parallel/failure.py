@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import ServiceFault, UserError, user_fault
+from ctrl_megatron.errors import ServiceFault, UserError, user_fault, users_code_of
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 
@@ -80,9 +80,8 @@ class FailureWatch:
         Returns the exit code of all ranks.
 
         An error of the user, a service that failed and a second signal are one line without a
-        traceback. A broken
-        collective usually follows another rank's failure, which therefore gets a few seconds to
-        be published first. Without the launcher's store nothing can be published.
+        traceback. A broken collective usually follows another rank's failure, which therefore gets
+        a few seconds to be published first. Without the launcher's store nothing can be published.
         """
         rank, fault = self._groups.rank, user_fault(error)
         if fault is not None:
@@ -184,7 +183,8 @@ class FailureWatch:
 def _dead_rank(local: dict[int, int]) -> str | None:
     for rank, pid in local.items():
         if process_gone(pid):
-            return f"rank {rank} (pid {pid}) died without a word, e.g. killed by the kernel"
+            ran = users_code_of(pid) or ", e.g. killed by the kernel"
+            return f"rank {rank} (pid {pid}) died without a word{ran}"
     return None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Literal, get_args
 
@@ -33,6 +34,12 @@ class Mesh:
         for axis, size in self.sizes:
             rank, found[axis] = divmod(rank, size)
         return found
+
+    def every(self, axes: Sequence[Axis]) -> Iterator[Indices]:
+        """Every combination of indices on ``axes``."""
+        sizes = dict(self.sizes)
+        for indices in product(*(range(sizes[axis]) for axis in axes)):
+            yield tuple(zip(axes, indices, strict=True))
 
     def ranks(self, at: Mapping[Axis, int]) -> tuple[int, ...]:
         """The ranks with the indices ``at``, whatever their other indices are, ascending."""
@@ -135,9 +142,13 @@ class Layout:
         indices = self.mesh("dense").indices(rank) | self.mesh("expert").indices(rank)
         return Coordinates(**indices)
 
-    def rank(self, *, tp: int, pp: int, dp: int, cp: int = 0) -> int:
+    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0, cp: int = 0) -> int:
         """The global rank at these indices of the dense mesh."""
         return self.mesh("dense").ranks({"tp": tp, "cp": cp, "dp": dp, "pp": pp})[0]
+
+    def first_of(self, pp: int) -> Coordinates:
+        """The coordinates of the first rank of a pipeline stage."""
+        return self.coordinates(self.rank(pp=pp))
 
     def holders(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
         """The ranks with the indices ``at``, ascending.

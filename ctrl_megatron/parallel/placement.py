@@ -11,6 +11,12 @@ from ctrl_megatron.errors import UserError
 EnginePlacement = Literal["colocated", "dedicated"]
 """``colocated`` engines share the trainer's devices; ``dedicated`` ones have other devices of the
 same hosts."""
+EngineRole = Literal["rollout", "proxy"]
+"""Engines of the actor (and of a proxy that shares them), or the proxy's own."""
+_KEYS: dict[EngineRole, str] = {
+    "rollout": "actor_rollout_ref.rollout.",
+    "proxy": "actor_rollout_ref.proxy.engine.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +26,7 @@ class EnginePlace:
     number: int
     """The engine's number in the run, counted host by host."""
     host: int
+    role: EngineRole = "rollout"
     devices: tuple[int, ...]
     """Numbers among the devices that the host's processes see; on a CPU they mean nothing."""
 
@@ -35,20 +42,26 @@ class Placement:
         """The hosts that have engines, ascending."""
         return tuple(sorted({engine.host for engine in self.engines}))
 
+    def of(self, role: EngineRole) -> Placement:
+        """The engines of a role."""
+        return Placement(engines=tuple(e for e in self.engines if e.role == role))
+
     def on(self, host: int) -> tuple[EnginePlace, ...]:
         """The engines of a host."""
         return tuple(engine for engine in self.engines if engine.host == host)
 
 
 def engine_devices(
-    ranks: int,
+    taken: int,
     *,
     placement: EnginePlacement,
     engine_gpus: int | None,
     tensor: int,
     visible: int | None,
+    role: EngineRole = "rollout",
 ) -> range:
-    """The devices that belong to engines on a host with ``ranks`` trainer ranks.
+    """The devices that belong to a role's engines on a host whose first ``taken`` devices are those
+    of the trainer's ranks and, for ``proxy``, of dedicated engines of the actor.
 
     Rank i of a host computes on device i of the ``visible`` GPUs that its processes see.
     ``engine_gpus`` is the number of GPUs for dedicated engines; colocated ones use the trainer's.
@@ -56,29 +69,34 @@ def engine_devices(
     without it a host has one engine of ``tensor`` processes. ValueError for a count that leaves a
     rank's GPU without an engine, or engines without a GPU.
     """
-    key = "actor_rollout_ref.rollout.n_gpus_per_node"
+    key = f"{_KEYS[role]}n_gpus_per_node"
     if visible is None:
         return range(tensor if engine_gpus is None else engine_gpus)
     if placement == "dedicated":
         if engine_gpus is None:
-            raise UserError(f"actor_rollout_ref.rollout.placement=dedicated needs {key}; set it")
-        if ranks + engine_gpus > visible:
+            setting = "placement=dedicated" if role == "rollout" else "proxy.kind=engine"
+            raise UserError(f"{setting} needs {key}, the GPUs of a host for them; set it")
+        if taken + engine_gpus > visible:
             raise UserError(
-                f"{key}={engine_gpus} GPUs for dedicated engines beside {ranks} ranks make "
-                f"{ranks + engine_gpus}, but a rank sees {visible}; lower one, or let every "
+                f"{key}={engine_gpus} GPUs for dedicated engines beside {taken} "
+                f"{'ranks' if role == 'rollout' else 'GPUs of ranks and actor engines'} make "
+                f"{taken + engine_gpus}, but a rank sees {visible}; lower one, or let every "
                 "rank see all GPUs of its host"
             )
-        return range(ranks, ranks + engine_gpus)
-    if engine_gpus not in (None, ranks):
+        return range(taken, taken + engine_gpus)
+    if engine_gpus not in (None, taken):
         raise UserError(
             f"{key}={engine_gpus} is not possible with actor_rollout_ref.rollout.placement="
-            f"colocated on a host of {ranks} ranks, whose GPUs all belong to engines; leave it out"
+            f"colocated on a host of {taken} ranks, whose GPUs all belong to engines; leave it out"
         )
-    return range(ranks)
+    return range(taken)
 
 
-def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
-    """Engines of ``tensor`` neighbouring devices each; ``devices`` are those of every host.
+def place_engines(
+    devices: Sequence[range], *, tensor: int, role: EngineRole = "rollout", first: int = 0
+) -> Placement:
+    """Engines of ``tensor`` neighbouring devices each, numbered from ``first``; ``devices`` are
+    those of every host.
 
     ValueError if ``tensor`` does not divide a host's devices: an engine uses one host.
     """
@@ -86,13 +104,14 @@ def place_engines(devices: Sequence[range], *, tensor: int) -> Placement:
     for host, there in enumerate(devices):
         if len(there) % tensor:
             raise UserError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide "
+                f"{_KEYS[role]}tensor_model_parallel_size={tensor} does not divide "
                 f"the {len(there)} devices of host {host} that belong to engines; choose a size "
                 "that does, since an engine lives on one host"
             )
-        for first in range(0, len(there), tensor):
-            own = tuple(there[first : first + tensor])
-            engines.append(EnginePlace(number=len(engines), host=host, devices=own))
+        for start in range(0, len(there), tensor):
+            own = tuple(there[start : start + tensor])
+            number = first + len(engines)
+            engines.append(EnginePlace(number=number, host=host, role=role, devices=own))
     return Placement(engines=tuple(engines))
 
 

@@ -11,8 +11,12 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import ProxyServer
+from ctrl_megatron.config.environment import read_openai_key
+from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.data.sampler import ResumableSampler
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
@@ -24,9 +28,10 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
-from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
+from ctrl_megatron.pipeline.services import Services, proxy_path
 from ctrl_megatron.pipeline.session import Session
-from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.transports import sender_class
@@ -54,7 +59,7 @@ def build_worker(
     device = device_owner(
         run,
         services,
-        {"proxy": proxy_directory(config)},
+        shared_proxy(config),
         shared=family.rollout.engine_sleeps,
         leaves=leaving_parts(config),
         rests_until=config.trainer.critic_warmup,
@@ -73,6 +78,7 @@ def build_worker(
         engine=engine,
         device=device,
         max_model_len=services.max_model_len,
+        proxy=build_proxy(config, services, inputs, groups),
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
         policy=policy,
@@ -100,8 +106,9 @@ def rollout_worker(
         codec=codec,
         validation=table,
         engine=engine,
-        device=device_owner(run, services, {"actor": critic, "proxy": proxy_directory(config)}),
+        device=device_owner(run, services, {"actor": critic, **shared_proxy(config)}),
         max_model_len=services.max_model_len,
+        proxy=build_proxy(config, services, inputs, groups),
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
     )
@@ -122,6 +129,44 @@ def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum
         rows=[*inputs.train.rows, *validated],
         tokenizer=inputs.codec.tokenizer,
     )
+
+
+def build_proxy(
+    config: Config, services: Services, inputs: RunInputs, groups: ProcessGroups
+) -> Proxy | None:
+    """The configured source of revisions; None for a pipeline without revisions."""
+    if not config.writes_revisions:
+        return None
+    proxy = config.actor_rollout_ref.proxy
+    if proxy.kind == "api":
+        return ApiProxy(proxy_servers(proxy.api), proxy.api.model)
+    if config.has_proxy_engines:
+        assert inputs.proxy_codec is not None and services.proxy_model_len is not None
+        return EngineProxy(
+            services.connect("proxy") if groups.is_leader else None,
+            inputs.proxy_codec,
+            max_model_len=services.proxy_model_len,
+        )
+    return SharedProxy(inputs.codec, max_model_len=services.max_model_len)
+
+
+def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
+    """A client of every configured server, by its address; they share the budget of tokens."""
+    budget = None if keys.token_budget is None else TokenBudget(keys.token_budget)
+    with users_input("actor_rollout_ref.proxy.api"):
+        return {
+            url: OpenAIChat(
+                url,
+                keys.model,
+                api_key=read_openai_key(),
+                max_concurrency=keys.max_concurrency,
+                attempts=keys.attempts,
+                timeout=keys.timeout,
+                budget=budget,
+                extra_body=keys.extra_body,
+            )
+            for url in keys.base_url
+        }
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -224,14 +269,14 @@ def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    return optimizer_options(config, actor.optim.lr, learning * per_step)
+    return optimizer_options(config, "actor_rollout_ref.actor.optim.lr", learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
     """The value model's optimizer: the actor's with another learning rate, in every step."""
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     per_step = config.value_epochs * (config.data.train_batch_size // size)
-    return optimizer_options(config, config.critic.optim.lr, steps * per_step)
+    return optimizer_options(config, "critic.optim.lr", steps * per_step)
 
 
 def _model_options(
@@ -252,12 +297,13 @@ def _model_options(
     )
 
 
-def optimizer_options(config: Config, lr: float, steps: int) -> OptimizerOptions:
-    """The actor's optimizer with another learning rate, for ``steps`` optimizer steps."""
+def optimizer_options(config: Config, lr_key: str, steps: int) -> OptimizerOptions:
+    """The actor's optimizer with the learning rate of ``lr_key``, for ``steps`` optimizer steps."""
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     return OptimizerOptions(
-        lr=lr,
+        lr=value_of(config, lr_key),
+        lr_key=lr_key,
         total_steps=steps,
         weight_decay=optim.weight_decay,
         betas=optim.betas,
@@ -305,13 +351,6 @@ def device_owner(
     )
 
 
-def proxy_directory(config: Config) -> str:
-    """The HF directory of the proxy; UserError if its shape differs from the actor's."""
-    family = config.actor_rollout_ref
-    path = family.proxy.model.path or family.model.path
-    if read_model_shape(path) != read_model_shape(family.model.path):
-        raise UserError(
-            f"actor_rollout_ref.proxy.model.path={path} has another architecture than "
-            "the actor; the same engines generate with both, so their shapes must be equal"
-        )
-    return path
+def shared_proxy(config: Config) -> dict[Role, str]:
+    """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
+    return {"proxy": proxy_path(config)} if config.shares_engines else {}

@@ -8,19 +8,27 @@ and evaluation all call the functions of this file, over records that carry thei
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 
 from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
-from ctrl_megatron.pipeline.sampling import draw_samples, generate, greedy_params
-from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.pipeline.sampling import draw_samples, generate
+from ctrl_megatron.pipeline.worker import Answer, DAGWorker, Failure, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
-from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
-from ctrl_megatron.types import Completion, SamplingParams, Verdict
+from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, Scores
+from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
-_LEFT_OUT = "no revision: problem, solution and critique are too long for the engine"
+REVISION_FIELDS = (
+    "revision_length",
+    "revision_fits",
+    "revision_failure",
+    "revision_version",
+)
+"""Fields of ``Critique.revised`` beside ``revision``, the text."""
+_LEFT_OUT = "no revision: problem, solution and critique are too long for the proxy"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,18 @@ class Critique:
     revision_tokens: int | None = None
     """Length of the revision; None where there is none."""
     fits: bool = True
-    """False where problem, program and critique left the engine no room for a revision, so that
+    """False where problem, program and critique left the proxy no room for a revision, so that
     the critique has no reward."""
+    failure: str = ""
+    """Message of the proxy's failure; empty unless it is the reason why there is no revision, so
+    that the critique has no reward."""
+    revised_by: str = ""
+    """Version of the weights that drew the revision; empty without one."""
+
+    @property
+    def rewardable(self) -> bool:
+        """False where the critique has no reward, whatever a judge would say."""
+        return self.fits and not self.failure
 
     @property
     def drawn(self) -> Fields:
@@ -55,6 +73,8 @@ class Critique:
             "revision": self.revision,
             "revision_length": self.revision_tokens,
             "revision_fits": self.fits,
+            "revision_failure": self.failure,
+            "revision_version": self.revised_by,
         }
 
 
@@ -71,9 +91,12 @@ def critiques_of(worker: DAGWorker, batch: TensorDict, *, prefix: str = "") -> l
     """
     valid, correct = batch[f"{prefix}valid"].tolist(), batch[f"{prefix}judged_correct"].tolist()
     sizes = [0] * len(valid) if prefix else batch["response_mask"].sum(dim=1).tolist()
-    revised, fit = f"{prefix}revision", f"{prefix}revision_fits"
-    revisions = texts(batch[revised]) if revised in batch else [""] * len(valid)
+    fit = f"{prefix}revision_fits"
     fits = batch[fit].tolist() if fit in batch else [True] * len(valid)
+    revisions, failures, versions = (
+        texts(batch[name]) if name in batch else [""] * len(valid)
+        for name in (f"{prefix}revision{part}" for part in ("", "_failure", "_version"))
+    )
     return [
         Critique(
             row=row,
@@ -82,6 +105,8 @@ def critiques_of(worker: DAGWorker, batch: TensorDict, *, prefix: str = "") -> l
             tokens=sizes[i],
             revision=revisions[i],
             fits=fits[i],
+            failure=failures[i],
+            revised_by=versions[i],
         )
         for i, (row, text) in enumerate(
             zip(rows_of(worker.train, batch), texts(batch[f"{prefix}critique"]), strict=True)
@@ -123,43 +148,46 @@ def revise(
     Revisions are greedy, so that a critique's reward does not depend on luck; the proxy answers
     equal critiques of one program once.
     """
+    assert worker.proxy is not None
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
-    longest = worker.max_model_len - limit
-    prompts = [
-        _revision_prompt(worker, critique)
-        if without_judgment or critique.judgment is not None
-        else None
+    requests = [
+        _revision_request(critique) if without_judgment or critique.judgment is not None else None
         for critique in critiques
     ]
-    different = list(dict.fromkeys(p for p in prompts if p is not None and len(p) <= longest))
-    answers = generate(worker, "proxy", different, greedy_params(worker, limit))
-    drawn = {prompt: answer[0] for prompt, answer in zip(different, answers, strict=True)}
+    different = dict(filter(None, requests))
+    answers = worker.proxy.revise(worker, list(different.values()), limit)
+    drawn = dict(zip(different, answers, strict=True))
     return [
-        critique if prompt is None else _with_revision(worker, critique, drawn.get(prompt))
-        for critique, prompt in zip(critiques, prompts, strict=True)
+        critique if request is None else _with_revision(critique, drawn[request[0]])
+        for critique, request in zip(critiques, requests, strict=True)
     ]
 
 
-def _revision_prompt(worker: RolloutWorker, critique: Critique) -> tuple[int, ...]:
+def _revision_request(critique: Critique) -> tuple[str, list[Message]]:
+    """(text that only an equal conversation has, the conversation that asks for a revision)."""
     row = critique.row
     messages = revision_messages(row.attempt().problem, row.solution, critique.text)
-    return tuple(worker.codec.encode_chat(messages, add_generation_prompt=True))
+    return json.dumps(messages), messages
 
 
-def _with_revision(
-    worker: RolloutWorker, critique: Critique, revision: Completion | None
-) -> Critique:
-    if revision is None:
+def _with_revision(critique: Critique, answer: Answer | Failure | None) -> Critique:
+    if answer is None:
         return dataclasses.replace(critique, fits=False)
+    if isinstance(answer, Failure):
+        return dataclasses.replace(critique, failure=answer.error)
     return dataclasses.replace(
         critique,
-        revision=worker.codec.decode(revision.token_ids),
-        revision_tokens=len(revision.token_ids),
+        revision=answer.text,
+        revision_tokens=answer.tokens,
+        revised_by=answer.version,
     )
 
 
 async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fields]:
-    """``score_fields`` of every critique; all None where no revision fitted. Leaders only."""
+    """``score_fields`` of every critique; all None where no revision fitted, and where the proxy
+    failed, which counts as a program that could not be judged. Leaders only.
+    """
+    count_failures(worker, critiques)
     items = [
         RewardItem(
             text=critique.revision,
@@ -169,13 +197,26 @@ async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fi
             length=critique.tokens,
         )
         for critique in critiques
-        if critique.fits
+        if critique.rewardable
     ]
     known = iter(score_fields(await worker.score(items)))
     nothing: dict[str, list[float | None]] = {name: [None] for name in worker.reward_weights}
     (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[None]))
-    left_out = {**unknown, "detail": _LEFT_OUT}
-    return [next(known) if critique.fits else left_out for critique in critiques]
+    return [
+        next(known) if critique.rewardable else {**unknown, "detail": critique.failure or _LEFT_OUT}
+        for critique in critiques
+    ]
+
+
+def count_failures(worker: RolloutWorker, critiques: Sequence[Critique]) -> None:
+    """Count critiques without a revision, because the proxy failed, among the programs that could
+    not be judged (``RolloutWorker.take_judging``), on leaders.
+    """
+    failures = [f"the proxy: {critique.failure}" for critique in critiques if critique.failure]
+    if failures and worker.rewards is not None:
+        worker.rewards.judging += Judging(
+            asked=len(failures), failed=len(failures), error=failures[-1]
+        )
 
 
 def score_fields(scores: Scores) -> list[Fields]:
@@ -206,6 +247,6 @@ def judge_programs(
         assert worker.rewards is not None
         return await worker.rewards.judge_solutions(programs, rows)
 
-    verdicts = [outcome.verdict for outcome in worker.ask(run)]
+    verdicts = [outcome.verdict for outcome in worker.ask(run, "the judging of solutions")]
     worker.take_judging()
     return verdicts

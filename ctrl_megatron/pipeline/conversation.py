@@ -10,7 +10,7 @@ from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.pipeline.chain import Critique, criticise, judge_programs, revise
+from ctrl_megatron.pipeline.chain import Critique, count_failures, criticise, judge_programs, revise
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
     draw_seed,
@@ -137,7 +137,7 @@ def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Cri
 def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> SamplingParams:
     limit, rollout = worker.config.data.max_response_length, worker.config.actor_rollout_ref.rollout
     if plan.temperature == 0:
-        return greedy_params(worker, limit)
+        return greedy_params(worker.codec, limit)
     return SamplingParams(
         max_tokens=limit,
         temperature=plan.temperature,
@@ -166,15 +166,17 @@ def _judge(
 ) -> None:
     """Add a turn to every chain. Collective."""
     first = [chain for chain in chains if not chain.turns]
+    count_failures(worker, [c for c in critiques if c is not None])
     both = list(zip(chains, critiques, strict=True))
-    revised = [(chain, c) for chain, c in both if c is not None and c.fits]
+    revised = [(chain, c) for chain, c in both if c is not None and c.rewardable]
     programs = [chain.row.solution for chain in first] + [c.revision for _, c in revised]
     rows = [chain.row for chain in first] + [chain.row for chain, _ in revised]
     results = iter(judge_programs(worker, programs, rows))
     for chain in first:
         chain.result = next(results)
     for chain, critique in both:
-        row, revision = chain.row, critique if critique is not None and critique.fits else None
+        row, failed = chain.row, critique is not None and bool(critique.failure)
+        revision = critique if critique is not None and critique.rewardable else None
         turn = Turn(
             critic=critic,
             seed=seed,
@@ -188,7 +190,7 @@ def _judge(
             judgment=None if critique is None else critique.judgment,
             revision=row.solution if revision is None else revision.revision,
             before=chain.result,
-            after=chain.result if revision is None else next(results),
+            after=None if failed else chain.result if revision is None else next(results),
             critique_tokens=0 if critique is None else critique.tokens,
             revision_tokens=0 if revision is None else revision.revision_tokens or 0,
         )

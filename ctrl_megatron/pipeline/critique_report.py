@@ -80,7 +80,8 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "passed_after": known(batch["pass_rate"][i]),
             "copied": known(batch["copied"][i]),
             "detail": details[i],
-            "versions": f"critique by {versions[i]}, revision by proxy",
+            "versions": f"critique by {versions[i]}"
+            + (f", revision by {critique.revised_by}" if critique.revised_by else ""),
         }
     return list(examples.values())[:EXAMPLES_PER_STEP]
 

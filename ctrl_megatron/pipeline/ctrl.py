@@ -40,7 +40,13 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
 from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
-from ctrl_megatron.pipeline.chain import criticise_samples, critiques_of, judge, revise
+from ctrl_megatron.pipeline.chain import (
+    REVISION_FIELDS,
+    criticise_samples,
+    critiques_of,
+    judge,
+    revise,
+)
 from ctrl_megatron.pipeline.conversation import validate
 from ctrl_megatron.pipeline.critique_report import (
     critique_examples,
@@ -73,6 +79,7 @@ from ctrl_megatron.pipeline.sampling import sampled
 from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
+from ctrl_megatron.rewards.registry import refuse_without_rewards
 
 DRAWS: dict[str, Any] = {
     "node_type": NodeType.MODEL_INFERENCE,
@@ -257,11 +264,13 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.REVISIONS)
-@writes("revision", "revision_length", "revision_fits")
+@writes("revision", *REVISION_FIELDS)
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``critique``, ``valid`` to ``revision`` (B,) text by the frozen proxy, empty for invalid
-    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none; and
-    ``revision_fits`` (B,) bool, False where the engine had no room for a revision.
+    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none;
+    ``revision_fits`` (B,) bool, False where the proxy had no room for a revision;
+    ``revision_failure`` (B,) text, the proxy's failure; and ``revision_version`` (B,) text, the
+    weights that drew the revision.
     """
     critiques = revise(worker, critiques_of(worker, batch))
     fields = columns([critique.revised for critique in critiques])
@@ -283,7 +292,7 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
     """The work of the three nodes above, for dynamic sampling. Collective."""
     samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     critiques = revise(worker, critiques)
-    scored = worker.ask(lambda: judge(worker, critiques))
+    scored = worker.ask(lambda: judge(worker, critiques), "the judging of revisions")
     revised = with_fields(samples, [critique.revised for critique in critiques])
     return with_fields(revised, scored)
 
@@ -375,7 +384,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     metrics = {**worker.means(measured), **judging}
     if metrics["reward/masked_rate"] == 1:
         known = {first: "reward/mean", **{name: name for name in others}}
-        _refuse_step_without_rewards([name for name in parts if known[name] not in metrics])
+        silent = [name for name in parts if known[name] not in metrics]
+        refuse_without_rewards([name.removeprefix("reward/") for name in silent])
     return NodeOutput(
         fields={
             "token_level_scores": torch.where(judged[:, None], scores, 0.0),
@@ -384,24 +394,6 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "uid": NonTensorStack(*uids),
         },
         metrics=metrics,
-    )
-
-
-def _refuse_step_without_rewards(silent: Sequence[str]) -> None:
-    """Raise UserError; no row of the step has a reward. ``silent`` are the fields of the functions
-    that returned None for every row.
-    """
-    names = [name.removeprefix("reward/") for name in silent]
-    if names and all(":" in name for name in names):
-        raise UserError(
-            f"{', '.join(names)} returned None for every item of the step",
-            key="reward.reward_funcs",
-            remedy="return a number for items whose reward is known",
-        )
-    raise UserError(
-        "no sample of the step has a reward: every critique contains the program of its revision "
-        "(reward.copying=mask), or leaves the engine no room for one, or could not be judged",
-        remedy="raise reward.copying_threshold or actor_rollout_ref.rollout.max_model_len",
     )
 
 

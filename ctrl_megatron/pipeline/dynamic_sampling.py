@@ -18,6 +18,7 @@ from ctrl_megatron.pipeline.node_fields import DRAWN
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.rewards import weighted_sum
+from ctrl_megatron.rewards.registry import refuse_without_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ class DynamicSampling:
     It draws batches of ``data.gen_batch_size`` rows until ``data.train_batch_size`` groups contain
     different rewards. The punishment of long responses does not count as one, because nearly every
     group differs in it (DAPO filters by accuracy). Groups beyond that number wait for the next
-    step, which computes their log-probs. Raises ServiceFault where too few programs could be
-    judged, and RuntimeError where ``max_num_gen_batches`` batches do not give enough groups, on all
-    ranks.
+    step, which computes their log-probs. Raises, on all ranks, ServiceFault where too few programs
+    could be judged, UserError where no sample of a draw has a reward, and RuntimeError where
+    ``max_num_gen_batches`` batches do not give enough groups.
     """
 
     def __init__(self, draw: Draw, measure: Measure) -> None:
@@ -55,6 +56,7 @@ class DynamicSampling:
             fresh = self._draw(worker, worker.draw(config.gen_batch_size), rounds)
             worker.check_judging()
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
+            require_rewards(everything, worker.reward_weights)
             teaching = groups_that_teach(everything, worker.reward_weights)
             useful += teaching
             new += len(teaching)
@@ -108,6 +110,15 @@ def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
 
 def _counted(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: w for name, w in weights.items() if w and name not in OVERLONG}
+
+
+def require_rewards(rows: Sequence[Sample], weights: Mapping[str, float]) -> None:
+    """Raise UserError where none of ``rows``, a draw of all data ranks, has a reward."""
+    if rows and all(row.fields["score"] is None for row in rows):
+        names = [name for name, weight in weights.items() if weight]
+        refuse_without_rewards(
+            [n for n in names if all(row.fields[f"reward/{n}"] is None for row in rows)]
+        )
 
 
 def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:

@@ -32,10 +32,12 @@ from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prom
 from ctrl_megatron.pipeline.inputs import (
     RunInputs,
     check_models,
+    check_proxy,
     check_together,
     check_tokenizers,
     read_inputs,
 )
+from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.resharding.transports import sender_class
@@ -95,7 +97,9 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             _say_what_changed(anew, aside)
         services = run.start_services(
-            max_model_len=inputs.max_model_len, judges=inputs.rewards.runs_programs
+            max_model_len=inputs.max_model_len,
+            proxy_model_len=inputs.proxy_model_len,
+            judges=inputs.rewards.runs_programs,
         )
         loaded = weights[todo[0][0]]
         worker = rollout_worker(run, services, loaded, inputs)
@@ -149,6 +153,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl", others),
+        lambda: check_proxy(config),
         lambda: check_rewards(config),
     )
 
@@ -161,7 +166,7 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
     return {
         "rows": [_file(Path(path)) for path in config.data.val_files],
         "pairs": None if job.pairs is None else _file(job.pairs),
-        "proxy": _weights(family.proxy.model.path or family.model.path),
+        "proxy": _proxy(config),
         "tokenizer": {"path": tokenizer, "digest": TextCodec(tokenizer).fingerprint()},
         "prompt_key": config.data.prompt_key,
         "samples": plan.samples,
@@ -188,6 +193,13 @@ def _weights(directory: str) -> dict[str, str]:
     if is_written(directory):
         return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
+
+
+def _proxy(config: Config) -> dict[str, str]:
+    keys = config.actor_rollout_ref.proxy
+    if keys.kind == "api":
+        return {"path": f"{keys.api.model} on {', '.join(keys.api.base_url)}"}
+    return _weights(proxy_path(config))
 
 
 def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
@@ -69,6 +69,8 @@ class Executor:
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._order = [node for node in every if runs(node)]
         self._pending: dict[str, Future[NodeOutput] | None] = {}
+        self.weights_changed = False
+        """Whether a step that did not end has begun to change weights."""
 
     def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
         """The batch after the last node, and the metrics of all nodes.
@@ -77,16 +79,16 @@ class Executor:
         node that changes weights; after that the step is finished.
         """
         metrics: dict[str, float] = {}
-        stoppable = True
+        self.weights_changed = False
         try:
             for node in self._order:
                 ancestors = self.graph.get_ancestors(node.node_id)
                 for needed in [n for n in self._pending if n in ancestors]:
-                    batch = _merge(batch, self._collect(needed, stoppable), metrics)
-                if stoppable and node.changes_weights:
-                    stoppable = False
+                    batch = _merge(batch, self._collect(needed), metrics)
+                if node.changes_weights and not self.weights_changed:
+                    self.weights_changed = True
                     self._before_update(batch)
-                if stoppable and self._worker.stop.agreed(self._worker.groups):
+                if not self.weights_changed and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
                 if node.runs_aside:
                     self._start(node, batch)
@@ -99,7 +101,8 @@ class Executor:
                     output = node.run(worker=self._worker, batch=batch)
                 batch = _merge(batch, output, metrics)
             for needed in list(self._pending):
-                batch = _merge(batch, self._collect(needed, stoppable), metrics)
+                batch = _merge(batch, self._collect(needed), metrics)
+            self.weights_changed = False
         finally:
             for future in self._pending.values():
                 if future is not None:
@@ -123,10 +126,10 @@ class Executor:
                         raise
             raise AssertionError("a negative retry_limit, which Node refuses")
 
-    def _collect(self, node_id: str, stoppable: bool) -> NodeOutput:
+    def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             future, what = self._pending.pop(node_id), f"the node {node_id}"
-            output = self._worker.waiting.together(future, what, stoppable=stoppable)
+            output = self._worker.waiting.together(future, what, stoppable=not self.weights_changed)
             return self._worker.groups.from_leader(output)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from tensordict import TensorDict
 
 from ctrl_megatron.pipeline.batch import Fields, columns, rows_of, texts
-from ctrl_megatron.pipeline.chain import criticise, critiques_of, judge, revise
+from ctrl_megatron.pipeline.chain import REVISION_FIELDS, criticise, critiques_of, judge, revise
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_fields import writes
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
@@ -29,16 +29,16 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     rows = _of_groups(batch, rows_of(worker.train, batch))
     prompts = [worker.train.prompts[worker.train.number_of[row.id]] for row in rows]
-    params = greedy_params(worker, worker.config.data.max_response_length)
+    params = greedy_params(worker.codec, worker.config.data.max_response_length)
     drawn = criticise(worker, rows, prompts, params)
     return _over_rows(batch, [critique.drawn for (critique,) in drawn])
 
 
 @reads(*REVISIONS)
-@writes("greedy_revision", "greedy_revision_length", "greedy_revision_fits")
+@writes("greedy_revision", *(f"greedy_{name}" for name in REVISION_FIELDS))
 def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques; and
-    ``greedy_revision_fits`` (B,) bool.
+    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques; and the other fields
+    of ``generate_revisions``.
     """
     critiques = _of_groups(batch, critiques_of(worker, batch, prefix=_PREFIX))
     return _over_rows(batch, [critique.revised for critique in revise(worker, critiques)])

@@ -104,7 +104,7 @@ def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> lis
         [str(sample.fields["completion"]) for sample in samples],
         [len(sample.completion.token_ids) for sample in samples],
     )
-    scores = worker.ask(lambda: worker.score(items))
+    scores = worker.ask(lambda: worker.score(items), "the judging of texts")
     return with_fields(samples, reward_fields(scores))
 
 
@@ -160,7 +160,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """
     table = worker.validation
     assert table is not None
-    params = greedy_params(worker, worker.config.data.max_response_length)
+    params = greedy_params(worker.codec, worker.config.data.max_response_length)
     items: list[RewardItem] = []
     ids: list[str] = []
     with worker.timeline.phase("validate_completions"):
@@ -172,7 +172,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
             items += completion_items(rows, answers, sizes)
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
-        mine = worker.ask(lambda: worker.score(items)).parts
+        mine = worker.ask(lambda: worker.score(items), "the judging of texts").parts
         worker.take_judging()
     own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
     results = [result for part in worker.groups.from_data_ranks(own) for result in part]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -34,10 +35,14 @@ from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.models.shards import check_tensor_size
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
+from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.rewards.plan import RewardPlan
+from ctrl_megatron.rollout.engine import require_engine
+from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
 _MODEL = "actor_rollout_ref.model.path"
+_PROXY = "actor_rollout_ref.proxy.model.path"
 _ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
 """Models that generate no text."""
 _REENCODED_SHARE = 8
@@ -54,7 +59,11 @@ class RunInputs:
     validation: PromptTable | None
     rewards: RewardPlan
     max_model_len: int
-    """Longest sequence that the engines are built for, in tokens."""
+    """Longest sequence that the actor's engines are built for, in tokens."""
+    proxy_codec: TextCodec | None = None
+    """The tokenizer of a proxy with engines of its own."""
+    proxy_model_len: int | None = None
+    """Longest sequence of these engines, in tokens."""
 
 
 def check_together(*checks: Callable[[], object]) -> None:
@@ -97,6 +106,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
+                if purpose == "rl":
+                    _check_engine_takes(path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -142,8 +153,8 @@ def this_gpu() -> tuple[str, int] | None:
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
     family = config.actor_rollout_ref
-    if config.writes_revisions:
-        yield "actor_rollout_ref.proxy.model.path", family.proxy.model.path or actor
+    if config.shares_engines:
+        yield _PROXY, family.proxy.model.path or actor
     if config.needs_reference:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
     if config.needs_values:
@@ -170,7 +181,18 @@ def _check_role(
     if not trained and actor is not None and shape != actor:
         raise UserError(
             f"{path} has another architecture than the actor; the same engines generate with both",
-            remedy="use a model of the actor's shape",
+            remedy="use a model of the actor's shape, or give the proxy engines of its own "
+            "(actor_rollout_ref.proxy.kind=engine)"
+            if key == _PROXY
+            else "use a model of the actor's shape",
+        )
+
+
+def _check_engine_takes(path: str, shape: ModelShape) -> None:
+    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
+        raise UserError(
+            f"{path} has experts, whose weights cannot be pushed to an engine yet",
+            remedy="use a dense model",
         )
 
 
@@ -211,7 +233,8 @@ def check_tokenizers(
                     f"the tokenizer of {path} differs in its {part} from that of {ours}, which "
                     "encodes the texts of all models of the run",
                     key=key,
-                    remedy=f"name a model with the same tokenizer, or another {own}",
+                    remedy=f"name a model with the same tokenizer, or another {own}"
+                    + (", or set actor_rollout_ref.proxy.kind=engine" if key == _PROXY else ""),
                 )
             )
     all_of(problems)
@@ -242,16 +265,27 @@ def _check_context(
         )
 
 
+def check_proxy(config: Config) -> TextCodec | None:
+    """The tokenizer of a proxy with engines of its own; None for another proxy. UserError if its
+    engine is not installed, its model is incomplete, or its tokenizer cannot be used.
+    """
+    if not config.has_proxy_engines:
+        return None
+    keys, path = config.actor_rollout_ref.proxy.engine, proxy_path(config)
+    require_engine(keys.name, keys.python)
+    with users_input(_PROXY):
+        read_manifest(path, config.actor_rollout_ref.dtype_in(keys))
+        codec = TextCodec(path)
+        codec.encode_chat([{"role": "user", "content": "?"}])
+        if not codec.eos_token_ids:
+            raise UserError(f"{path} names no end-of-text token (eos_token)")
+    return codec
+
+
 def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
-    """UserError if the engine would compute another model than the trainer, or cannot get its
-    weights."""
+    """UserError if the engine would compute another model than the trainer."""
     if purpose == "sft" or key in _ONLY_TRAINED:
         return
-    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
-        raise UserError(
-            f"{path} has experts, whose weights cannot be pushed to an engine yet",
-            remedy="use a dense model",
-        )
     engine = config.actor_rollout_ref.rollout.name
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
@@ -346,50 +380,117 @@ def read_inputs(
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
-    codec = check_tokenizer(config)
-    if not trains:
-        table = _table(config, codec, "data.val_files", config.data.val_files)
-        rewards.check_columns(table.rows)
-        longest = engine_length(config, codec, table.rows, revises=revises)
-        return RunInputs(
-            codec=codec, train=table, validation=table, rewards=rewards, max_model_len=longest
-        )
-    train, validation = prompt_tables(config, codec, validates=validates)
-    _require_a_step(len(train.rows), train.dropped, config)
-    rows = [*train.rows, *(validation.rows if validation else ())]
+    codec, proxy_codec = check_tokenizer(config), check_proxy(config)
+    if trains:
+        train, validation = prompt_tables(config, codec, validates=validates)
+        _require_a_step(len(train.rows), train.dropped, config)
+    else:
+        train = validation = _table(config, codec, "data.val_files", config.data.val_files)
+    rows = list(train.rows)
+    if trains and validation is not None:
+        rows += validation.rows
     rewards.check_columns(rows)
-    longest = engine_length(config, codec, rows, revises=revises)
+    own = None
+    if proxy_codec is not None:
+        own = proxy_length(config, codec, proxy_codec, rows)
+    shares = revises and config.shares_engines
     return RunInputs(
-        codec=codec, train=train, validation=validation, rewards=rewards, max_model_len=longest
+        codec=codec,
+        train=train,
+        validation=validation,
+        rewards=rewards,
+        max_model_len=engine_length(config, codec, rows, revises=shares),
+        proxy_codec=proxy_codec,
+        proxy_model_len=own,
     )
 
 
 def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
-    """Longest sequence of the engines, in tokens: the configured length; else the length that
-    follows from the other keys, or more if the rows' revision prompts (problem, solution and the
-    longest critique, whose text may encode to other tokens than were drawn) need it, up to the
+    """Longest sequence of the actor's engines, in tokens: the configured length; else the length
+    that follows from the other keys, or more if the rows' revision prompts (problem, solution and
+    the longest critique, whose text may encode to other tokens than were drawn) need it, up to the
     model's context.
 
     UserError if no row leaves room for a critique and a revision.
     """
-    rollout, longest = config.actor_rollout_ref.rollout, config.max_model_len
     if not revises:
-        return longest
-    bare = [
+        return config.max_model_len
+    critique = config.data.max_response_length
+    path = config.actor_rollout_ref.model.path
+    return _revising_length(
+        config,
+        "actor_rollout_ref.rollout.max_model_len",
+        _bare_lengths(codec, rows),
+        given=config.actor_rollout_ref.rollout.max_model_len,
+        least=config.max_model_len,
+        critique=critique + critique // _REENCODED_SHARE,
+        context=lambda: read_model_shape(path).max_position_embeddings,
+    )
+
+
+def proxy_length(config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]) -> int:
+    """Longest sequence of the proxy's own engines, in its tokens: as ``engine_length``, with room
+    for twice as long a critique as the rows let expect, which both tokenizers ``actor`` and
+    ``codec`` encode.
+
+    UserError if no row leaves room for a critique and a revision, and for a model that does not
+    name its context.
+    """
+    path, bare = proxy_path(config), _bare_lengths(codec, rows)
+    ratio = max(
+        ours / theirs for ours, theirs in zip(bare, _bare_lengths(actor, rows), strict=True)
+    )
+    return _revising_length(
+        config,
+        "actor_rollout_ref.proxy.engine.max_model_len",
+        bare,
+        given=config.actor_rollout_ref.proxy.engine.max_model_len,
+        least=0,
+        critique=2 * ceil(ratio * config.data.max_response_length),
+        context=lambda: _context_of(path),
+    )
+
+
+def _bare_lengths(codec: TextCodec, rows: Sequence[Row]) -> list[int]:
+    """Tokens of every row's revision prompt without a critique."""
+    return [
         len(codec.encode_chat(revision_messages(row.attempt().problem, row.solution, "")))
         for row in rows
     ]
-    revision, critique = rollout.revision_max_tokens, config.data.max_response_length
-    if rollout.max_model_len is None:
-        context = read_model_shape(config.actor_rollout_ref.model.path).max_position_embeddings
-        wanted = max(bare) + critique + critique // _REENCODED_SHARE + revision
-        longest = max(longest, min(wanted, context))
+
+
+def _context_of(path: str) -> int:
+    """The context of any language model, in tokens."""
+    keys = read_model_config(path)
+    context = keys.get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise UserError(
+            f"{path}/config.json names no max_position_embeddings",
+            key="actor_rollout_ref.proxy.engine.max_model_len",
+            remedy="set it to the longest sequence of the model",
+        )
+    return context
+
+
+def _revising_length(
+    config: Config,
+    key: str,
+    bare: Sequence[int],
+    *,
+    given: int | None,
+    least: int,
+    critique: int,
+    context: Callable[[], int],
+) -> int:
+    revision, longest = config.actor_rollout_ref.rollout.revision_max_tokens, given or least
+    if given is None:
+        longest = max(least, min(max(bare) + critique + revision, context()))
     if min(bare) + revision >= longest:
         raise UserError(
             f"problem and solution take {min(bare)} tokens or more in every row's revision prompt, "
             f"and with actor_rollout_ref.rollout.revision_max_tokens={revision} nothing of "
             f"{longest} is left for a critique",
-            key="actor_rollout_ref.rollout.max_model_len",
+            key=key,
             remedy="raise it, or lower revision_max_tokens",
         )
     return longest
@@ -398,6 +499,7 @@ def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revi
 def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -> None:
     """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
     check_tokenizer(config)
+    check_proxy(config)
     data, count, rows = config.data, 0, []
     kept = data.val_files if validates else ()
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):

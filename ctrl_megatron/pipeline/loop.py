@@ -126,7 +126,7 @@ class TrainingLoop:
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was requested. Saves in both cases, and before it
-        raises ServiceFault.
+        raises ServiceFault, unless the step in hand has begun to change weights.
         """
         worker, schedule = self.worker, self.schedule
         executor = Executor(self.graph, worker, before_update=self._before_update)
@@ -152,7 +152,8 @@ class TrainingLoop:
             self._validate(f"after {schedule.stage}")
             self._report_save(self.store.wait())
         except ServiceFault:
-            self._save_newest()
+            if not executor.weights_changed:
+                self._save_newest()
             raise
         except StopRequested:
             self._save_newest()

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
@@ -24,7 +25,6 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import Sample, tensors_of, texts
 from ctrl_megatron.pipeline.build import (

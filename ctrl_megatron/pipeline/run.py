@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from ctrl_megatron.config.options import named_parameters, own_options
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
+from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.pipeline.build import (
     build_worker,
     total_steps,
@@ -42,6 +44,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_loggers,
     check_models,
     check_place,
+    check_proxy,
     check_together,
     check_tokenizers,
     is_finished,
@@ -53,7 +56,7 @@ from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory
 from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
-from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.pipeline.services import Services, engine_keys
 from ctrl_megatron.pipeline.session import session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.pipeline.worker import RolloutWorker
@@ -87,6 +90,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),
+        lambda: check_proxy(config),
         lambda: check_loggers(config),
         lambda: check_profile(config),
         lambda: check_place(config),
@@ -118,13 +122,17 @@ def train(config: Config) -> bool:
         return True
     with session(config) as run:
         services = run.start_services(
-            max_model_len=inputs.max_model_len, judges=rewards.runs_programs
+            max_model_len=inputs.max_model_len,
+            proxy_model_len=inputs.proxy_model_len,
+            judges=rewards.runs_programs,
         )
         worker, sampler, steps = build_worker(run, services, inputs)
         run.check_stop()
         recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
         memory = device_memory(run.groups)
         isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
+        proxy = worker.proxy
+        answering = "" if proxy is None else worker.ask(proxy.greet, "the proxy to answer")
         worker.timeline = recorder.timeline(memory)
         loop = TrainingLoop(
             worker=worker,
@@ -162,7 +170,8 @@ def train(config: Config) -> bool:
             rows=len(inputs.train.rows),
             dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
             validation=len(inputs.validation.rows) if inputs.validation else 0,
-            services=engines_and_sandbox(config, services, isolation),
+            services=engines_and_sandbox(config, services, isolation)
+            + (f"; {answering}" if answering else ""),
         ):
             recorder.say(line)
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
@@ -208,8 +217,12 @@ def planned_steps(config: Config, rows: int) -> int:
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
     """For the banner: the engines, and the isolation of programs."""
-    count, name = len(services.placement.engines), config.actor_rollout_ref.rollout.name
-    engines = f"{count} {name} engine{'s' if count > 1 else ''}"
+    counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
+    engines = ", ".join(
+        f"{count} {engine_keys(config, role).name} engine{'s' if count > 1 else ''}"
+        + (" of the proxy" if role == "proxy" else "")
+        for role, count in counts.items()
+    )
     if "sandbox/isolation" not in level:
         return f"{engines}; no sandbox of this run"
     held = LEVELS[len(LEVELS) - 1 - int(level["sandbox/isolation"])]

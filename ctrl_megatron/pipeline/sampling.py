@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ctrl_megatron.data.balance import partition_groups
+from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import Sample, make_batch, versions_of
 from ctrl_megatron.pipeline.graph import NodeOutput
@@ -70,7 +71,8 @@ def generate(
         assert worker.engine is not None
         return await worker.engine.generate([list(p) for p in prompts], params) if prompts else []
 
-    answers = worker.ask(ask_engine)
+    what = f"{len(prompts) * params.n} texts of {version} from the engines"
+    answers = worker.ask(ask_engine, what)
     wrong = {v for group in answers for c in group if (v := versions_of(c)) != version}
     if wrong:
         raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")
@@ -103,11 +105,11 @@ def sampling_params(worker: DAGWorker, rows: Sequence[str], *, attempt: int = 0)
     )
 
 
-def greedy_params(worker: RolloutWorker, max_tokens: int) -> SamplingParams:
-    """Parameters for the likeliest completion of each prompt, without log-probs: no model is
-    trained on it.
+def greedy_params(codec: TextCodec, max_tokens: int) -> SamplingParams:
+    """Parameters for the likeliest completion of each prompt in the tokens of ``codec``, without
+    log-probs: no model is trained on it.
     """
-    stop = tuple(worker.codec.eos_token_ids)
+    stop = tuple(codec.eos_token_ids)
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop, log_probs=False
     )

@@ -13,14 +13,16 @@ from typing import IO, Protocol
 
 import torch
 
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill, awaited
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.parallel.awaited import awaited
-from ctrl_megatron.parallel.background import AbandonableCall, BackgroundLoop, Standstill
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
     EnginePlace,
+    EnginePlacement,
+    EngineRole,
     Placement,
     engine_devices,
     place_engines,
@@ -61,9 +63,13 @@ class Services:
         stop: StopFlag,
         *,
         max_model_len: int,
+        proxy_model_len: int | None = None,
         judges: bool = True,
     ) -> None:
-        self.max_model_len = max_model_len
+        """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
+        actor's engines and of the proxy's own.
+        """
+        self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
         self._config, self._groups, self._watch = config, groups, watch
         self._background, self._stop, self._judges = background, stop, judges
         self._probes = BackgroundLoop("probes")
@@ -92,7 +98,9 @@ class Services:
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         for place in self.placement.on(groups.here):
-            spec = engine_spec(config, groups, self.placement, place, self.max_model_len)
+            longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
+            assert longest is not None
+            spec = engine_spec(config, groups, self.placement, place, longest)
             engine = EngineProcess(spec)
             self._engines[place.number] = engine
             name, log = engine.address.name, partial(log_tail, engine.address.log_path)
@@ -160,34 +168,35 @@ class Services:
         limit, probes = self._config.trainer.failure_timeout, self._probes
         self._watch.guard(LoopHeld(self._background, limit))
         for engine in self._engines.values():
-            self._watch.guard(Silence(ProbedEngine(engine.connect()), probes, limit))
+            self._watch.guard(SilentService(ProbedEngine(engine.connect()), probes, limit))
         if (box := self._sandbox) is not None:
             self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-            self._watch.guard(Silence(ProbedSandbox(box, self.sandbox_token), probes, limit))
+            self._watch.guard(SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit))
 
-    def connect(self) -> Engine:
-        """A client of all engines."""
-        return self._client([engine.number for engine in self.placement.engines])
+    def connect(self, role: EngineRole = "rollout") -> Engine:
+        """A client of all engines of a role."""
+        return self._client(self.placement.of(role).engines)
 
     def connect_here(self) -> Engine | None:
-        """A client of this host's engines on its first rank; None elsewhere."""
-        return self._client(list(self._engines)) if self._engines else None
+        """A client of this host's engines of the actor on its first rank; None elsewhere."""
+        here = self.placement.of("rollout").on(self._groups.here)
+        return self._client(here) if here and self._engines else None
 
-    def _client(self, numbers: Sequence[int]) -> Engine:
+    def _client(self, places: Sequence[EnginePlace]) -> Engine:
         clients: dict[str, Engine] = {}
-        for number in numbers:
+        for number in (place.number for place in places):
             own, address = self._engines.get(number), self._addresses[number]
             if number not in self._clients:
                 self._clients[number] = RemoteEngine(address) if own is None else own.connect()
             clients[address.name] = self._clients[number]
         if len(clients) == 1:
             return next(iter(clients.values()))
-        rollout, layout = self._config.actor_rollout_ref.rollout, self._groups.layout
+        keys, layout = engine_keys(self._config, places[0].role), self._groups.layout
         return EnginePool(
             clients,
             # Enough for an engine never to wait for requests, divided between the leaders.
-            at_once=max(1, 2 * rollout.max_num_seqs // layout.data),
-            joins_calls=ENGINES[rollout.name].joins_calls,
+            at_once=max(1, 2 * keys.max_num_seqs // layout.data),
+            joins_calls=ENGINES[keys.name].joins_calls,
             first=self._groups.place.dp * len(clients) // layout.data,
         )
 
@@ -277,7 +286,7 @@ class ProbedSandbox:
         )
 
 
-class Silence:
+class SilentService:
     """Notices a service whose process is alive but which does not answer any more. It is asked
     every two seconds.
     """
@@ -323,21 +332,45 @@ class LoopHeld:
         )
 
 
+def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
+    """The configuration of a role's engines."""
+    family = config.actor_rollout_ref
+    return family.rollout if role == "rollout" else family.proxy.engine
+
+
 def placement_of(config: Config, groups: ProcessGroups) -> Placement:
-    """The placement of the configured engines on the hosts of the ranks."""
+    """The placement of the configured engines on the hosts of the ranks: first the actor's, then
+    the proxy's own.
+    """
     rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
-    tensor = rollout.tensor_model_parallel_size
-    devices = [
-        engine_devices(
-            hosts.ranks_on(host),
-            placement=rollout.placement,
-            engine_gpus=rollout.n_gpus_per_node,
-            tensor=tensor,
-            visible=torch.cuda.device_count() if groups.device.type == "cuda" else None,
-        )
-        for host in range(len(hosts.names))
-    ]
-    return place_engines(devices, tensor=tensor)
+    visible = torch.cuda.device_count() if groups.device.type == "cuda" else None
+    ranks = [hosts.ranks_on(host) for host in range(len(hosts.names))]
+
+    def placed(
+        role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
+    ) -> Placement:
+        keys = engine_keys(config, role)
+        tensor = keys.tensor_model_parallel_size
+        devices = [
+            engine_devices(
+                count,
+                placement=placement,
+                engine_gpus=keys.n_gpus_per_node,
+                tensor=tensor,
+                visible=visible,
+                role=role,
+            )
+            for count in taken
+        ]
+        return place_engines(devices, tensor=tensor, role=role, first=first)
+
+    actors = placed("rollout", ranks, rollout.placement, 0)
+    if not config.has_proxy_engines:
+        return actors
+    dedicated = rollout.n_gpus_per_node or 0 if rollout.placement == "dedicated" else 0
+    taken = [count + dedicated for count in ranks]
+    own = placed("proxy", taken, "dedicated", len(actors.engines))
+    return Placement(engines=actors.engines + own.engines)
 
 
 def engine_spec(
@@ -347,32 +380,43 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
 ) -> EngineSpec:
-    """The configured engine at one of its places, with the actor's initial weights."""
-    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    hosts, number, together = groups.hosts, place.number, len(placement.on(place.host))
-    on_gpus, alone = groups.device.type == "cuda", len(placement.engines) == 1
-    log = f"engine.{number}.log" if number else "engine.log"
+    """The configured engine at one of its places, with the actor's initial weights or the
+    proxy's.
+    """
+    family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
+    hosts, together = groups.hosts, len(placement.on(place.host))
+    same = placement.of(place.role).engines
+    number = place.number - same[0].number
+    on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
+    name, file = (keys.name, "engine") if is_actor else (f"proxy ({keys.name})", "proxy")
+    log = f"{file}.{number}.log" if number else f"{file}.log"
     # Otherwise each engine of a host would compute with all its cores.
     share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
-        name=rollout.name,
-        python=rollout.python,
-        title=rollout.name if alone else f"{rollout.name} {number} on {hosts.names[place.host]}",
+        name=keys.name,
+        python=keys.python,
+        title=name if len(same) == 1 else f"{name} {number} on {hosts.names[place.host]}",
         host=hosts.addresses[place.host],
         devices=place.devices if on_gpus else (),
-        model_path=family.model.path,
-        dtype=family.rollout_dtype,
+        model_path=family.model.path if is_actor else proxy_path(config),
+        dtype=family.dtype_in(keys),
         max_model_len=max_model_len,
-        tensor_parallel_size=rollout.tensor_model_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_gib=rollout.kv_cache_gib,
-        max_num_seqs=rollout.max_num_seqs,
-        enforce_eager=rollout.enforce_eager,
-        may_sleep=rollout.engine_sleeps,
+        tensor_parallel_size=keys.tensor_model_parallel_size,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        kv_cache_gib=keys.kv_cache_gib,
+        max_num_seqs=keys.max_num_seqs,
+        enforce_eager=keys.enforce_eager,
+        may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
-        seed=rollout.seed + number,
-        threads=rollout.threads or share,
+        seed=family.rollout.seed + number,
+        threads=keys.threads or share,
         startup_timeout=config.trainer.distributed_timeout,
         log_path=str(Path(config.trainer.run_dir) / log),
-        extra=dict(rollout.engine_kwargs),
+        extra=dict(keys.engine_kwargs),
     )
+
+
+def proxy_path(config: Config) -> str:
+    """The HF directory of a proxy on engines."""
+    family = config.actor_rollout_ref
+    return family.proxy.model.path or family.model.path

@@ -9,15 +9,16 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.errors import note_users_code
 from ctrl_megatron.metrics.output import keep_going_unread
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
@@ -43,9 +44,11 @@ class Session:
         if self.stop.agreed(self.groups):
             raise StopRequested
 
-    def start_services(self, *, max_model_len: int, judges: bool = True) -> Services:
-        """Start this host's engines for sequences of ``max_model_len`` tokens and, if the run
-        ``judges`` programs, its sandbox.
+    def start_services(
+        self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
+    ) -> Services:
+        """Start this host's engines for sequences of ``max_model_len`` tokens, the proxy's own for
+        ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandbox.
 
         If one of them dies, that is this rank's failure. Collective.
         """
@@ -57,6 +60,7 @@ class Session:
             self.background,
             self.stop,
             max_model_len=max_model_len,
+            proxy_model_len=proxy_model_len,
             judges=judges,
         )
         self.at_end.append(services.stop)
@@ -73,7 +77,7 @@ def session(config: Config) -> Iterator[Session]:
     """
     keep_going_unread()
     stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
-    at_end: list[Callable[[], None]] = []
+    at_end = [note_users_code()]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
@@ -117,8 +121,8 @@ def session(config: Config) -> Iterator[Session]:
             error = removed(run_dir)
         code = watch.report(error)
         clean_up()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk, which has been reported
+            sys.stdout.flush()
         # Destructors of a broken process group can hang; nothing of value is left in this process.
         watch.exit(code)
     clean_up()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
@@ -18,7 +19,6 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.value import ValueModel
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
@@ -26,8 +26,52 @@ from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.types import FinishReason, Message
 
 T = TypeVar("T")
+Conversation = Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The proxy's answer to a conversation."""
+
+    text: str
+    tokens: int | None
+    """Length in the proxy's tokens; None where its server does not report it."""
+    version: str
+    """The weights that drew it: ``proxy``, ``proxy:NAME`` or ``api:MODEL``."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The proxy was asked and gave no answer, in any attempt."""
+
+    error: str
+
+
+class Proxy(Protocol):
+    """A frozen model that answers conversations greedily."""
+
+    async def greet(self) -> str:
+        """The servers of the proxy and their model, for the first lines of a run; empty where the
+        run's own engines answer. UserError where no server can be used (leaders only).
+        """
+        ...
+
+    def revise(
+        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
+    ) -> list[Answer | Failure | None]:
+        """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
+        conversation leaves no room for one in the proxy's context. Collective: the ranks of a model
+        copy pass the same arguments and get the same answers.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections of its own (leaders only)."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +89,8 @@ class RolloutWorker:
     """Who has the device, engine or trainer, and which weights the engines have."""
     max_model_len: int
     """Longest sequence of the engine, in tokens."""
+    proxy: Proxy | None = None
+    """The source of revisions; None if no node asks for revisions."""
     rewards: RewardSum | None
     """Every reward function of the run; None on ranks that are not leaders, and if no node reads
     ``reward``."""
@@ -86,13 +132,13 @@ class RolloutWorker:
         """What the services that judge were asked since ``take_judging``, over all ranks.
         Collective.
 
-        Raises ServiceFault, on all ranks, where they failed for more than
+        Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
         ``reward.max_failed_share`` of it.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
         limit = self.config.reward.max_failed_share
-        if found.failed > limit * found.asked:
+        if found.failed > limit * found.asked or 0 < found.failed == found.asked:
             raise ServiceFault(
                 f"{found.failed} of {found.asked} programs could not be judged, and "
                 f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "
@@ -114,6 +160,8 @@ class RolloutWorker:
         """Close connections and end the background loop."""
         if self.engine is not None:
             self.background.run_last(self.engine.close())
+        if self.proxy is not None and self.groups.is_leader:
+            self.background.run_last(self.proxy.close())
         self.device.close()
         if self.rewards is not None:
             self.background.run_last(self.rewards.close())

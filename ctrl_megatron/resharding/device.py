@@ -22,8 +22,8 @@ from typing import Literal
 
 import torch
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import prod
 
-from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.rules import hf_buffers, hf_shapes
 from ctrl_megatron.models.shape import ModelShape
-from ctrl_megatron.models.shards import Piece, shard_params
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.models.shards import Piece, distinct_shards
+from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
@@ -32,10 +33,7 @@ class EngineLayout:
 class Source:
     """A rectangle of one rank's shard."""
 
-    tp: int
-    pp: int
-    dp: int
-    """The data-parallel replica that copies: all have the same weights and share the copying."""
+    rank: int
     chunk: int
     param: str
     piece: Piece
@@ -47,7 +45,8 @@ Route = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """Where a whole tensor is in the buckets, on all hosts alike, and which ranks fill it."""
+    """Where a whole tensor is in the buckets, on all hosts alike, and which ranks of a host fill
+    it."""
 
     spec: TensorSpec
     bucket: int
@@ -55,12 +54,16 @@ class TensorPlace:
     routes: tuple[Route, ...] = ()
     """From hosts that write the tensor to those with an engine that have no part of it."""
     sources: tuple[Source, ...] = ()
-    """The rectangles that it consists of, once for every host that writes it."""
+    """The rectangles that it consists of, if the host for which the plan was made writes it."""
 
 
 def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
-    """Every HF tensor of the model in checkpoint order."""
-    return [TensorSpec(name=n, dtype=dtype, shape=s) for n, s in hf_shapes(shape).items()]
+    """Every HF tensor of the model in checkpoint order, in ``dtype`` but for buffers."""
+    own = hf_buffers(shape)
+    return [
+        TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
+        for name, size in hf_shapes(shape).items()
+    ]
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
@@ -75,6 +78,17 @@ def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Te
     return tuple(places)
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A rectangle of a tensor and the ranks that have it."""
+
+    mesh: MeshName
+    at: Indices
+    chunk: int
+    param: str
+    piece: Piece
+
+
 @lru_cache(maxsize=8)
 def plan(
     shape: ModelShape,
@@ -82,64 +96,70 @@ def plan(
     engine: EngineLayout,
     te_names: bool = False,
     host_of_rank: tuple[int, ...] | None = None,
+    here: int = 0,
 ) -> tuple[TensorPlace, ...]:
-    """The places, routes and sources that bring every HF tensor of the model to every host with an
-    engine once.
+    """The places and routes that bring every HF tensor of the model to every host with an engine
+    once, and the sources of what host ``here`` writes.
 
-    Tied embeddings are sent from the first stage only, under the embedding's name. A host writes
-    what its own ranks have, and the rest is sent to it. Copying is spread over the data-parallel
-    replicas, the least loaded one next. ``host_of_rank`` is every rank's host, by default host 0;
-    the tensor-parallel ranks of a group must be on one host.
+    A tensor that two parameters hold (tied embeddings) is sent from one of them. A host writes what
+    its own ranks have, and the rest is sent to it. The ranks of a host share the copying, the least
+    loaded one next. ``host_of_rank`` is every rank's host, by default host 0. Raises ValueError if
+    no host has every piece of a tensor.
     """
     host_of_rank = host_of_rank or (0,) * train.world_size
-    specs = hf_specs(shape, engine.dtype)
-    pieces_of: dict[str, list[tuple[int, int, int, str, Piece]]] = {spec.name: [] for spec in specs}
+    held: dict[str, list[_Held]] = {}
     for pp, chunk in train.stages():
-        for tp in range(train.tensor):
-            for param in shard_params(shape, train, tp=tp, pp=pp, chunk=chunk, te_names=te_names):
-                if shape.tied_embeddings and param.name == "output_layer.weight":
-                    continue
-                for piece in param.pieces:
-                    # Weights that every tensor rank has completely are sent once.
-                    if piece.extent == hf_shapes(shape)[piece.hf] and tp > 0:
-                        continue
-                    pieces_of[piece.hf].append((tp, pp, chunk, param.name, piece))
-    load = [0] * train.data
-    places = []
-    for place in place_in_buckets(specs, engine.bucket_bytes):
-        pieces = pieces_of[place.spec.name]
-        (stage,) = {pp for _, pp, *_ in pieces}
-        ranks = (train.rank(tp=0, pp=stage, dp=dp) for dp in range(train.data))
-        holders = [host_of_rank[rank] for rank in ranks]
-        replicas, routes = _replicas(holders, engine.hosts, load, spec_bytes(place.spec))
-        sources = tuple(
-            Source(tp=tp, pp=pp, dp=dp, chunk=chunk, param=name, piece=piece)
-            for dp in replicas
-            for tp, pp, chunk, name, piece in pieces
-        )
-        places.append(replace(place, routes=routes, sources=sources))
+        for param in distinct_shards(shape, train, pp=pp, chunk=chunk, te_names=te_names):
+            for piece in () if param.copy else param.pieces:
+                part = _Held(param.mesh, param.at, chunk, param.name, piece)
+                held.setdefault(piece.hf, []).append(part)
+
+    @cache
+    def hosts(mesh: MeshName, at: Indices) -> dict[int, list[int]]:
+        """The ranks with a piece by their hosts; the same for very many pieces."""
+        found: dict[int, list[int]] = {}
+        for rank in train.holders(mesh, at):
+            found.setdefault(host_of_rank[rank], []).append(rank)
+        return found
+
+    @cache
+    def givers_and_takers(
+        parts: frozenset[tuple[MeshName, Indices]],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The hosts with every piece of a tensor, and those with an engine that lack some."""
+        givers = set.intersection(*(set(hosts(*part)) for part in parts))
+        return tuple(sorted(givers)), tuple(h for h in engine.hosts if h not in givers)
+
+    load_of_host, load_of_rank = [0] * (1 + max(host_of_rank)), [0] * train.world_size
+    readers, places = frozenset(engine.hosts), []
+    for place in place_in_buckets(hf_specs(shape, engine.dtype), engine.bucket_bytes):
+        name, size = place.spec.name, spec_bytes(place.spec)
+        parts = held[name]
+        givers, takers = givers_and_takers(frozenset((part.mesh, part.at) for part in parts))
+        if not givers:
+            raise ValueError(f"no host has all of {name}; its pieces are on several hosts")
+        routes = _routes(givers, takers, load_of_host)
+        writers = readers.intersection(givers) | {route[0] for route in routes}
+        for host in (*writers, *(route[0] for route in routes for _ in route[1:])):
+            load_of_host[host] += size
+        sources = []
+        for part in parts if here in writers else ():
+            rank = min(hosts(part.mesh, part.at)[here], key=load_of_rank.__getitem__)
+            load_of_rank[rank] += prod(part.piece.extent)
+            sources.append(Source(rank=rank, chunk=part.chunk, param=part.param, piece=part.piece))
+        places.append(replace(place, routes=routes, sources=tuple(sources)))
     return tuple(places)
 
 
-def _replicas(
-    holders: Sequence[int], readers: Sequence[int], load: list[int], size: int
-) -> tuple[tuple[int, ...], tuple[Route, ...]]:
-    """The replicas that write a tensor, at most one per host, and the routes from their hosts.
+def _routes(givers: Sequence[int], takers: Sequence[int], load: Sequence[int]) -> tuple[Route, ...]:
+    """The routes of a tensor from ``givers`` to ``takers``, both ascending.
 
-    ``holders`` are the hosts of the replicas, ``readers`` those with engines, and ``load`` the
-    bytes that each replica has to write so far, which this call increases. Readers pass the tensor
-    on, so that no host sends a byte twice, however many there are; a route begins with the host
-    after the writer's, so that several writers use different links.
+    ``load`` are the bytes that each host has to write and send so far; the hosts with least share
+    the takers. Takers pass the tensor on, so that no host sends a byte twice, however many there
+    are; a route begins with the host after the giver, so that several givers use different links.
     """
-    writers: dict[int, int] = {}
-    served: dict[int, list[int]] = {}
-    for reader in readers:
-        local = [dp for dp, host in enumerate(holders) if host == reader]
-        replica = min(local or range(len(holders)), key=load.__getitem__)
-        load[replica] += size
-        host = holders[replica]
-        writers.setdefault(host, replica)
-        if host != reader:
-            served.setdefault(host, []).append(reader)
-    routes = ((w, *sorted(to, key=lambda reader: (reader < w, reader))) for w, to in served.items())
-    return tuple(writers.values()), tuple(routes)
+    if not takers:
+        return ()
+    order = sorted(givers, key=load.__getitem__)[: len(takers)]
+    served = ((giver, takers[first :: len(order)]) for first, giver in enumerate(order))
+    return tuple((g, *sorted(to, key=lambda taker: (taker < g, taker))) for g, to in served)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import Sender

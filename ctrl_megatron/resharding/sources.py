@@ -30,7 +30,8 @@ class WeightSource(Protocol):
 
     @property
     def places(self) -> Sequence[TensorPlace]:
-        """Every tensor's place, in the order of buckets; equal on all ranks."""
+        """Every tensor's place, in the order of buckets; equal on all ranks of a host, and on all
+        hosts but for ``sources``."""
         ...
 
     @property
@@ -49,16 +50,24 @@ class MegatronSource:
 
     def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
         self.model = model
-        mine, groups = model.groups.place, model.groups
+        groups = model.groups
         self.places = plan(
-            model.shape, groups.layout, layout, has_transformer_engine(), groups.hosts.of_rank
+            model.shape,
+            groups.layout,
+            layout,
+            has_transformer_engine(),
+            groups.hosts.of_rank,
+            groups.here,
         )
-        chunks = [dict(chunk.named_parameters()) for chunk in model.models]
-        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.nn.Parameter]]]
+        chunks = [
+            {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
+            for chunk in model.models
+        ]
+        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.Tensor]]]
         self._copies = defaultdict(list)
         for place in self.places:
             for source in place.sources:
-                if (source.tp, source.pp, source.dp) == (mine.tp, mine.pp, mine.dp):
+                if source.rank == groups.rank:
                     weight = chunks[source.chunk][source.param]
                     self._copies[place.bucket].append((place, source.piece, weight))
 

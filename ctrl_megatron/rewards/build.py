@@ -14,6 +14,7 @@ from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
 from ctrl_megatron.rewards.registry import make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardSum
+from ctrl_megatron.rewards.users_reward import UsersReward
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
 
@@ -40,7 +41,9 @@ def build_reward_sum(
     functions = {}
     for name, planned in plan.functions.items():
         shared = of_critic if name == "critic" else _accepted(name, of_others)
-        functions[name] = make_reward(name, **shared, **planned.options)
+        functions[name] = made = make_reward(name, **shared, **planned.options)
+        if isinstance(made, UsersReward):
+            made.seconds = config.reward.function_timeout
     return RewardSum(functions, plan.weights, judge=judge)
 
 
@@ -79,7 +82,9 @@ def code_judge(
         }
     else:
         options = {**read_provider_keys(name), **config.reward.provider_options}
-    return make_provider(name, max_concurrency=config.reward.max_requests, **options)
+    reward = config.reward
+    shared = {"max_concurrency": reward.max_requests, "silence": reward.request_timeout}
+    return make_provider(name, **{**shared, **options})
 
 
 def _make_without_judge(plan: RewardPlan) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
+from ctrl_megatron.background import one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads, long_integers
@@ -17,7 +18,7 @@ from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardOutcome
-from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
@@ -238,12 +239,15 @@ class Graded:
     """True where the verdict came from the cache or from a run that another caller started."""
     error: str = ""
     """Message of the judge's failure; empty where there is a verdict."""
+    silent: bool = False
+    """True where the judge gave no sign of life until the limit of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """What a batch does about a judge that fails for more than ``share`` of its programs: it judges
     those again, up to ``retries`` times, after ``pause`` seconds, which are doubled every time.
+    A program on which the judge was silent has waited long enough and is not judged again.
     """
 
     share: float = 0.0
@@ -298,29 +302,34 @@ class CachedJudge:
             try:
                 verdict, cached = await self.grade(job, semaphore)
             except SandboxError as error:
-                return Graded(verdict=None, error=" ".join(str(error).split()) or "no message")
+                text = " ".join(str(error).split()) or "no message"
+                silent = isinstance(error, SandboxSilent)
+                return Graded(verdict=None, error=text, silent=silent)
             return Graded(verdict=verdict, cached=cached)
 
         async def first(job: GradingJob | None) -> Graded | None:
             answer = None if job is None else await attempt(job)
             judged()
+            one_done()
             return answer
 
         found = await gathered([partial(first, job) for job in jobs])
         patience, asked = self._patience, sum(job is not None for job in jobs)
         for retry in range(patience.retries + 1):
-            failed = [i for i, answer in enumerate(found) if answer and answer.error]
+            failed = {i: answer for i, answer in enumerate(found) if answer and answer.error}
             if not failed:
                 break
-            count, error = f"{len(failed)} of {asked}", cast(Graded, found[failed[-1]]).error
-            if retry == patience.retries or len(failed) <= patience.share * asked:
-                _log.warning("%s programs were not judged: %s", count, error)
+            count, (*_, last) = f"{len(failed)} of {asked} programs", failed.values()
+            again = [i for i, answer in failed.items() if not answer.silent]
+            enough = len(failed) <= patience.share * asked
+            if enough or not again or retry == patience.retries:
+                _log.warning("%s were not judged: %s", count, last.error)
                 break
             pause = patience.pause * 2**retry
-            _log.warning("%s programs are judged again in %.0f s: %s", count, pause, error)
+            _log.warning("%s are judged again in %.0f s: %s", count, pause, last.error)
             await asyncio.sleep(pause)
-            again = [partial(attempt, cast(GradingJob, jobs[i])) for i in failed]
-            for i, answer in zip(failed, await gathered(again), strict=True):
+            calls = [partial(attempt, cast(GradingJob, jobs[i])) for i in again]
+            for i, answer in zip(again, await gathered(calls), strict=True):
                 found[i] = answer
         return found
 

@@ -4,13 +4,9 @@ by its import path.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
@@ -21,12 +17,7 @@ from ctrl_megatron.rewards.code_rewards import (
     IoiCodeReward,
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.items import (
-    RewardFunction,
-    RewardItem,
-    Rewards,
-    checked_rewards,
-)
+from ctrl_megatron.rewards.items import RewardFunction
 from ctrl_megatron.rewards.score_function import is_score_function, per_item
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
@@ -34,6 +25,7 @@ from ctrl_megatron.rewards.shaping import (
     SoftOverlongPunishment,
     TransitionReward,
 )
+from ctrl_megatron.rewards.users_reward import UsersReward
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -113,63 +105,22 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
 
 
-class UsersReward:
-    """A reward function that the user wrote. Its exceptions name the function and its place.
-
-    A coroutine function at an import path runs on an event loop that all such functions share, so
-    that one that blocks does not stop the requests to engine and sandbox. Raises ``UserError`` for
-    a function that cannot be called with the items and ``options``.
+def refuse_without_rewards(silent: Sequence[str]) -> NoReturn:
+    """Raise ``UserError``: no sample of a step or a draw has a reward. ``silent`` names the reward
+    functions that returned None for every sample.
     """
-
-    def __init__(
-        self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None
-    ) -> None:
-        self.name, self._function, self._options = name, function, dict(options or {})
-        self.place = place_of(function)
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  its kind is needed
+    users = [n for n in silent if ":" in n or (n in _FACTORIES and is_users(_FACTORIES[n]))]
+    if users:
+        raise UserError(
+            f"{', '.join(users)} returned None for every item of the step",
+            key="reward.reward_funcs",
+            remedy="return a number for items whose reward is known",
         )
-        try:
-            inspect.signature(function).bind([], **self._options)
-        except ValueError:
-            return  # a function in C may have no signature
-        except TypeError as error:
-            given = "".join(f", {option}=..." for option in self._options)
-            raise UserError(
-                f"reward {name!r}: {self.place} cannot be called as (items{given}): {error}",
-                remedy="let it take the list of items, and its entries of reward.reward_options "
-                "by their names",
-            ) from error
-
-    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        """See ``RewardFunction``. Raises ``UserError`` for an exception of the function, and for a
-        result that is not one reward per item.
-        """
-        if self._is_async and ":" in self.name:
-            call = asyncio.run_coroutine_threadsafe(self._call(items), _users_loop())
-            return await asyncio.wrap_future(call)
-        return await self._call(items)
-
-    async def _call(self, items: Sequence[RewardItem]) -> Rewards:
-        with users_code(f"reward {self.name!r} ({self.place}) failed"):
-            if self._is_async:
-                returned = await self._function(items, **self._options)
-            else:
-                # This loop serves engine and sandbox in the meantime.
-                returned = await asyncio.to_thread(self._function, items, **self._options)
-                returned = await returned if inspect.isawaitable(returned) else returned
-            return checked_rewards(f"{self.name!r} ({self.place})", returned, len(items))
-
-
-@cache
-def _users_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-# A forked process does not have the thread that runs the loop.
-os.register_at_fork(after_in_child=_users_loop.cache_clear)
+    raise UserError(
+        "no sample of the step has a reward: every critique contains the program of its revision "
+        "(reward.copying=mask), or leaves the engine no room for one, or could not be judged",
+        remedy="raise reward.copying_threshold or actor_rollout_ref.rollout.max_model_len",
+    )
 
 
 def _imported(path: str) -> Callable[..., Any]:

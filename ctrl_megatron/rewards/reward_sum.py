@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from ctrl_megatron.background import awaited
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
@@ -102,19 +103,21 @@ class RewardSum:
         outcomes = [item.outcome for item in items]
         if self.critic is not None:
             new = [number for number, outcome in enumerate(outcomes) if outcome is None]
-            made = await self.critic.judge([items[number] for number in new])
+            with awaited("the reward 'critic'", len(new)):
+                made = await self.critic.judge([items[number] for number in new])
             self.judging += Judging.of(made)
             for number, outcome in zip(new, made, strict=True):
                 outcomes[number] = outcome
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
         others = {name: f for name, f in self.functions.items() if name != "critic"}
-        found = await gathered([partial(self._run, f, items) for f in others.values()])
+        found = await gathered([partial(self._run, name, items) for name in others])
         parts = {
             name: checked_rewards(repr(name), given, len(items))
             for name, given in zip(others, found, strict=True)
         }
         if self.critic is not None:
-            parts["critic"] = [None if o is None else o.reward for o in outcomes]
+            earned = [None if outcome is None else outcome.reward for outcome in outcomes]
+            parts["critic"] = checked_rewards("'critic'", earned, len(items))
         totals = weighted_sum(parts, self.weights)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:
@@ -135,14 +138,17 @@ class RewardSum:
     ) -> list[RewardOutcome]:
         """``RewardModelForCritic.judge_solutions``; the run has a ``critic``."""
         assert self.critic is not None
-        outcomes = await self.critic.judge_solutions(texts, rows)
+        with awaited("the judging of solutions", len(rows)):
+            outcomes = await self.critic.judge_solutions(texts, rows)
         self.judging += Judging.of(outcomes)
         return outcomes
 
-    async def _run(self, function: RewardFunction, items: Sequence[RewardItem]) -> Rewards:
-        if not isinstance(function, JudgingReward):
-            return await function(items)
-        outcomes = await function.judge(items)
+    async def _run(self, name: str, items: Sequence[RewardItem]) -> Rewards:
+        function = self.functions[name]
+        with awaited(f"the reward {name!r}", len(items)):
+            if not isinstance(function, JudgingReward):
+                return await function(items)
+            outcomes = await function.judge(items)
         self.judging += Judging.of(outcomes)
         return [outcome.reward for outcome in outcomes]
 

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ctrl_megatron.background import one_done
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardItem, rows_of
@@ -48,7 +49,9 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     async def at_once(items: Sequence[RewardItem], **options: Any) -> list[Any]:
         async def one(item: RewardItem, values: Mapping[str, Any]) -> Any:
             with users_code(f"reward {path!r} failed for {_name(item)}"):
-                return _score(path, await function(**values, **options), item)
+                score = _score(path, await function(**values, **options), item)
+            one_done()
+            return score
 
         calls = zip(items, arguments(items), strict=True)
         return await gathered([functools.partial(one, *call) for call in calls])
@@ -58,6 +61,7 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
         for item, values in zip(items, arguments(items), strict=True):
             with users_code(f"reward {path!r} failed for {_name(item)}"):
                 scores.append(_score(path, function(**values, **options), item))
+            one_done()
         return scores
 
     called = getattr(function, "__call__", None)  # noqa: B004  for callable objects

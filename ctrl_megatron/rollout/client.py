@@ -144,14 +144,14 @@ class RemoteEngine:
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         async with self._asked(path, body) as response:
-            data = await response.json()
+            data = _read(await response.read())
         return _result(data)
 
     async def _stream(self, body: dict[str, Any], listener: TokenListener) -> Any:
         data: wire.Json = {}
         async with self._asked("/stream", body) as response:
             async for line in response.content:
-                data = json.loads(line)
+                data = _read(line)
                 if "tokens" in data:
                     listener(*data["tokens"])
         return _result(data)
@@ -189,6 +189,14 @@ class RemoteEngine:
         else:
             ending = f"still runs but does not answer ({what})"
         return engine_died(address, f"{ending} (seen from pid {os.getpid()})")
+
+
+def _read(data: bytes) -> wire.Json:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        said = data[:200].decode(errors="replace")
+        raise aiohttp.ClientPayloadError(f"an answer that is no JSON: {said!r}") from error
 
 
 def _result(data: wire.Json) -> Any:

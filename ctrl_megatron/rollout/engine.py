@@ -22,6 +22,8 @@ continue after ``resume``, with the weights of that time."""
 EngineMemory = Literal["weights", "kv_cache"]
 """Device memory that an engine frees for its sleep and takes back, one after the other."""
 ENGINE_MEMORY: tuple[EngineMemory, ...] = ("weights", "kv_cache")
+INITIAL_VERSION = "initial"
+"""Version of the weights of an engine's own directory, which no update has replaced."""
 SleepLevel = Literal[1, 2]
 """1 keeps a copy of the weights in host memory; 2 drops them, so that an update must follow."""
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import (
+    EngineDied,
     EngineMemory,
     EngineSpec,
     PauseMode,
@@ -64,6 +67,9 @@ class HfEngine:
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None
         self._calls = 0
+        self._decoding: AbandonableCall[None] | None = None
+        self._broken = ""
+        """Why nothing can be decoded any more; empty while it can."""
 
     @classmethod
     async def build(cls, spec: EngineSpec) -> HfEngine:
@@ -91,25 +97,30 @@ class HfEngine:
     async def _decode(
         self, rows: list[DecodingRow], params: SamplingParams, token: CancelToken
     ) -> None:
-        thread = asyncio.create_task(
-            asyncio.to_thread(
-                decode_all,
-                self._model,
-                rows,
-                params,
-                max_rows=self._spec.max_num_seqs,
-                control=self._control,
-                token=token,
-                version=lambda: self._state.version,
-            )
+        work = partial(
+            decode_all,
+            self._model,
+            rows,
+            params,
+            max_rows=self._spec.max_num_seqs,
+            control=self._control,
+            token=token,
+            version=lambda: self._state.version,
         )
+        self._decoding = AbandonableCall(work, "decoding")
+        done = asyncio.wrap_future(self._decoding.future)
         try:
-            await asyncio.shield(thread)
+            await asyncio.shield(done)
         except asyncio.CancelledError:
             # The caller is gone. A thread cannot be cancelled, so it gets a signal to end.
             self._control.cancel(token)
-            await thread
+            await done
             raise
+        except Exception as error:
+            # The requests were checked before, so the engine is at fault: out of memory, most
+            # often. Its weights or its device may be in any state.
+            self._broken = f"decoding failed: {type(error).__name__}: {error}"
+            raise EngineDied(self._broken) from error
 
     def _rows(
         self, prompts: list[list[int]], params: SamplingParams, listener: TokenListener | None
@@ -185,6 +196,11 @@ class HfEngine:
         return await asyncio.to_thread(checksums, held)
 
     async def health(self) -> None:
+        call = self._decoding
+        if call is not None and not call.alive() and not call.future.done():
+            self._broken = "its decoding thread ended without a result"
+        if self._broken:
+            raise EngineDied(self._broken)
         self._state.require_whole()
 
     async def close(self) -> None:

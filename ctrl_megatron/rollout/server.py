@@ -208,6 +208,8 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
+        if isinstance(error, EngineDied) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
         text = " ".join(str(error).split()) or "no message"
         refusal = {
             "error": f"{type(error).__name__}: {text[:_LONGEST_CAUSE]}",

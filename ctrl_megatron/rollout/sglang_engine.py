@@ -33,6 +33,7 @@ from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
+    INITIAL_VERSION,
     EngineDied,
     EngineMemory,
     EngineSpec,
@@ -73,7 +74,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         # The engine never sees texts, and generation_config.json must not change draws.
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
-        "weight_version": "initial",
+        "weight_version": INITIAL_VERSION,
         "log_level": "warning",
         # Otherwise its scheduler polls with a whole core while the trainer computes.
         "sleep_on_idle": True,

@@ -21,6 +21,7 @@ from blake3 import blake3
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
+    INITIAL_VERSION,
     EngineBroken,
     EngineError,
     EngineMemory,
@@ -110,7 +111,7 @@ class WeightState:
     """
 
     def __init__(self, manifest: Sequence[TensorSpec]) -> None:
-        self.manifest, self.version = tuple(manifest), "initial"
+        self.manifest, self.version = tuple(manifest), INITIAL_VERSION
         self._broken = ""
         self._asleep = set[EngineMemory]()
         self._forgotten = False

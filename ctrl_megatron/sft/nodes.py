@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import Timeline, mfu, seconds_by_name
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting

@@ -59,7 +59,7 @@ def train_sft(config: Config) -> bool:
             groups,
             path=path,
             optimizer=replace(
-                optimizer_options(config, config.sft.lr, steps),
+                optimizer_options(config, "sft.lr", steps),
                 warmup_steps=int(config.sft.warmup_steps_ratio * steps),
                 schedule=config.sft.lr_scheduler_type,
                 min_lr_ratio=0.0,

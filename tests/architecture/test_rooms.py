@@ -26,6 +26,7 @@ ORDER = (
         "errors",
         "types",
         "engine_kinds",
+        "background",
         "config",
         "metrics",
         "prompts",

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.checkpoint.sharded import tensors_of
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 
@@ -22,7 +22,10 @@ SHAPE = ModelShape(
     family="qwen2",
     hidden_size=12,
     attention=GroupedQueryAttention(heads=4, groups=2, head_dim=6, qkv_bias=True),
-    feed_forward=(Dense(width=16),) * 2,
+    feed_forward=(
+        Dense(width=16),
+        Experts(count=4, expert_width=8, top_k=1, renormalised=True),
+    ),
     vocab_size=11,
     max_position_embeddings=64,
     norm_epsilon=1e-6,
@@ -31,21 +34,25 @@ SHAPE = ModelShape(
 )
 
 
-def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
+def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
     """A model whose weights hold their elements' places in the whole, and their ranges by ``cut``.
 
-    Data-parallel rank ``dp`` owns the elements between the cuts before and after it.
+    A rank with the same shards as others owns the elements between two cuts.
     """
-    shards, owned = [], []
-    for param in shard_params(SHAPE, layout, tp=place.tp, pp=place.pp, chunk=0):
+    shards, owned, place = [], [], layout.coordinates(rank)
+    for param in shard_params(SHAPE, layout, place, chunk=0):
         weight = torch.zeros(param.shape)
         for piece in param.pieces:
             shape = hf_shapes(SHAPE)[piece.hf]
             whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
             weight[piece.slices] = whole[piece.hf_slices]
         shards.append((param, weight))
-        points = [0, *sorted(cut(weight.numel()) for _ in range(layout.data - 1)), weight.numel()]
-        begin, end = list(itertools.pairwise(points))[place.dp]
+        replicas = layout.data * layout.context
+        number = place.cp + layout.context * place.dp
+        if param.mesh == "expert":
+            replicas, number = replicas // layout.expert, place.edp
+        points = [0, *sorted(cut(weight.numel()) for _ in range(replicas - 1)), weight.numel()]
+        begin, end = list(itertools.pairwise(points))[number]
         if begin < end:
             part = weight.view(-1)[begin:end].clone()
             owned.append(OwnedRange(weight=weight, start=begin, tensors={"exp_avg": part}))  # type: ignore[arg-type]
@@ -55,7 +62,7 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
         offload=lambda *_: None,
         places=lambda: shards,
         where_it_is=lambda tensor: tensor,
-        groups=SimpleNamespace(layout=layout, place=place),
+        groups=SimpleNamespace(layout=layout, place=place, rank=rank),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),
         optimization=SimpleNamespace(owned=lambda: owned),
     )
@@ -66,24 +73,26 @@ def stand_in(layout: Layout, place: Any, cut: Any) -> Any:
     tensor=st.sampled_from([1, 2]),
     pipeline=st.sampled_from([1, 2]),
     data=st.integers(1, 4),
+    context=st.integers(1, 2),
+    expert=st.sampled_from([1, 2, 4]),
     seed=st.integers(0, 2**31),
 )
 def test_ranks_together_hold_each_element_once(
-    tensor: int, pipeline: int, data: int, seed: int
+    tensor: int, pipeline: int, data: int, context: int, expert: int, seed: int
 ) -> None:
-    layout = Layout(tensor=tensor, pipeline=pipeline, data=data)
+    assume(data * context % expert == 0)
+    layout = Layout(tensor=tensor, pipeline=pipeline, data=data, context=context, expert=expert)
     count = {name: torch.zeros(size) for name, size in hf_shapes(SHAPE).items()}
     count |= {f"optimizer.exp_avg.{name}": torch.zeros_like(t) for name, t in count.items()}
     written = []
     for rank in range(layout.world_size):
-        place = layout.coordinates(rank)
         generator = torch.Generator().manual_seed(seed)  # the same cuts on every rank
 
         def cut(size: int, generator: torch.Generator = generator) -> int:
             return int(torch.randint(0, size + 1, (), generator=generator))
 
         written.append(0)
-        model = stand_in(layout, place, cut)
+        model = stand_in(layout, rank, cut)
         for name, whole in tensors_of(model, saving=True).items():
             places = torch.arange(1.0, 1 + whole.shape.numel()).view(whole.shape)
             for offset, part in whole.parts.items():
@@ -92,8 +101,10 @@ def test_ranks_together_hold_each_element_once(
                 count[name][there] += 1
                 written[-1] += part.numel() * (not name.startswith("optimizer"))
     assert all((times == 1).all() for times in count.values())
-    # The replicas share the writing of the weights.
-    largest = max(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())
-    for pp, tp in itertools.product(range(pipeline), range(tensor)):
-        shares = [written[layout.rank(tp=tp, pp=pp, dp=dp)] for dp in range(data)]
+    # The ranks that hold the same share the writing of the weights: those with the same part of a
+    # matrix, those with the same experts, and all ranks of a stage for a norm.
+    largest = sum(sorted(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())[-3:])
+    for rank in range(layout.world_size):
+        replicas = layout.holders("dense", layout.coordinates(rank).on("tp", "pp"))
+        shares = [written[replica] for replica in replicas]
         assert max(shares) - min(shares) <= largest

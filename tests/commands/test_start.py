@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ PROGRAM = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from ctrl_megatron.commands.start import STOPPED, command, training_config
+from ctrl_megatron.errors import note_users_code, users_code
 
 asked = []
 
@@ -59,6 +61,10 @@ def train(config):
         os.kill(os.getpid(), 9)
     if how == "failed":
         os._exit(13)
+    if how == "user":
+        note_users_code()
+        with users_code("reward 'mine.py:score' failed"):
+            os._exit(7)
     if how == "faulty":
         raise RuntimeError("ours")
     if how == "waiting":
@@ -161,6 +167,13 @@ def test_started_ranks_end_the_command_with_their_code(
     assert done.returncode == code, done.stderr
     assert "of 2" in done.stdout and "Traceback" not in done.stderr
     assert ("program: rank" in done.stderr) == (how in ("failed", "killed"))
+
+
+def test_users_code_that_ends_a_rank_is_named(program: list[str]) -> None:
+    done = run(*program, "trainer.experiment_name=user", "--nproc-per-node", "2")
+    assert done.returncode == 7
+    ended = r"program: rank [01] ended with exit code 7, while this ran: reward 'mine.py:score'\n"
+    assert re.fullmatch(ended, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "own"])

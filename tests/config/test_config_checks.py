@@ -344,3 +344,28 @@ def test_derived_values_follow_their_sources() -> None:
     assert str(config.trainer.run_dir) == "runs/run"
     assert not config.needs_reference and not config.needs_values
     assert model.log_prob_token_budget == model.actor.ppo_max_token_len_per_gpu
+
+
+def test_a_proxy_has_the_keys_of_its_kind_only() -> None:
+    proxy = "actor_rollout_ref.proxy."
+    assert not messages(f"{proxy}model.path=other")
+    for kind, given in {
+        "shared": ("engine.max_num_seqs=4", "api.model=m"),
+        "engine": ("api.model=m",),
+        "api": ("engine.max_num_seqs=4", "model.path=other"),
+    }.items():
+        server = (f"{proxy}api.base_url=http://a/v1", f"{proxy}api.model=m")
+        needed = server if kind == "api" else ()
+        assert not messages(f"{proxy}kind={kind}", *needed)
+        for key in given:
+            (line,) = messages(f"{proxy}kind={kind}", *needed, proxy + key)
+            name = (proxy + key).partition("=")[0]
+            assert name in line and f"is not read with {proxy}kind" in line
+    found = messages(f"{proxy}kind=api")
+    assert [line.partition(";")[0] for line in found] == [
+        f"{proxy}kind=api needs {proxy}api.base_url",
+        f"{proxy}kind=api needs {proxy}api.model",
+    ]
+    sizes = ("engine.name=vllm", "engine.n_gpus_per_node=3", "engine.tensor_model_parallel_size=2")
+    (line,) = messages(f"{proxy}kind=engine", *(proxy + size for size in sizes))
+    assert f"{proxy}engine.n_gpus_per_node=3 is no multiple of" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,52 @@ def save_and_go_on(
             for name, case in cases.items():
                 save(load(case, Path(out) / other / name), Path(out) / f"read_by_{spec}" / name)
     return results
+
+
+def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str) -> None:
+    """A bfloat16 model whose layers have a float32 buffer each: what ``directory`` has of it is in
+    a checkpoint, in a model that has loaded this, and in what is exported after a step."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+    from ctrl_megatron.models import parallel_model, rules, shards
+    from ctrl_megatron.models.rules import HfTensor, ParamRule
+
+    def with_buffers(*given: Any) -> list[torch.nn.Module]:
+        chunks = build(*given)
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                layer.mlp.register_buffer("bias", torch.full((5,), torch.nan))
+        return chunks
+
+    def with_rule(shape: Any) -> tuple[ParamRule, ...]:
+        name, layers = "layers.{i}.mlp.bias", tuple(range(shape.num_layers))
+        hf = HfTensor(f"model.{name}", (5,))
+        return (
+            *known(shape),
+            ParamRule(
+                "layer", f"decoder.{name}", (hf,), "replicated", layers=layers, buffer="float32"
+            ),
+        )
+
+    build, known, groups = parallel_model.build_chunks, rules.rules, start(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_model, "build_chunks", with_buffers)
+        for module in (rules, shards):
+            patch.setattr(module, "rules", with_rule)
+        make = partial(
+            make_policy, groups, directory, optimizer=OPTIMIZER, token_budget=64, dtype="bfloat16"
+        )
+        model = make()
+        mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+        model.step(mine, policy_loss)
+        folder = make_directory(Path(out) / "checkpoint", groups)
+        save_sharded(model, folder)
+        copy = make()
+        for _, buffer in copy.models[0].named_buffers():
+            buffer.fill_(7)
+        load_sharded(copy, folder)
+        assert_equal_states(state_of(model), state_of(copy))
+        save_hf(copy, Path(out) / "exported", side_files=directory)
 
 
 def go_on(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import filecmp
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from te_stand_ins import SPECS
 from tiny_models import VOCAB, layers_for, random_batch, save_tiny
 from world import run_world
@@ -125,6 +126,34 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
         if "dtype" not in cases[case]:
             for local, te in zip(metrics["local"][case], metrics["te"][case], strict=True):
                 assert te == pytest.approx(local, rel=1e-5, abs=1e-9), case
+
+
+def test_state_that_is_no_parameter_is_saved_resumed_and_exported(
+    models: dict[tuple[str, int], Path], tmp_path: Path
+) -> None:
+    """In its own type: none of the values is a bfloat16 number."""
+    directory = shutil.copytree(models["qwen2", 2], tmp_path / "hf")
+    tensors = load_file(directory / "model.safetensors")
+    biases = {
+        f"model.layers.{i}.mlp.bias": torch.arange(5, dtype=torch.float32) + (i + 1) / 1000
+        for i in range(2)
+    }
+    save_file(tensors | biases, directory / "model.safetensors", metadata={"format": "pt"})
+    run_world(
+        "saving:keep_buffers",
+        2,
+        layout={"tensor": 2},
+        directory=str(directory),
+        batch=random_batch(seed=5, rows=4),
+        out=str(tmp_path),
+    )
+    saved = contents(tmp_path / "checkpoint")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, bias in biases.items():
+        assert saved[name].dtype == exported[name].dtype == torch.float32
+        assert torch.equal(saved[name], bias) and torch.equal(exported[name], bias)
+    assert not [name for name in saved if name.startswith("optimizer") and "mlp.bias" in name]
+    assert exported["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_layouts_and_layer_specs_read_each_others_checkpoints(

@@ -543,7 +543,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
 
     from preloaded import reserve
 
-    from ctrl_megatron.parallel.background import BackgroundLoop
+    from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested

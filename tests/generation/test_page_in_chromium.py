@@ -23,9 +23,9 @@ from urllib.request import urlopen
 import pytest
 from free_port import free_port
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_service import CriticService, serve_forever
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Message, SamplingParams
 

@@ -16,8 +16,13 @@ from preloaded import reserve
 from tiny_run import REPOSITORY
 
 
-def in_process(function: str, timeout: float = 280.0, **arguments: Any) -> dict[str, Any]:
-    """The result of ``policy_workers.<function>(**arguments)``; fails with the process's output."""
+def in_process(
+    function: str, timeout: float = 280.0, code: int = 0, **arguments: Any
+) -> dict[str, Any]:
+    """The result of ``policy_workers.<function>(**arguments)``; fails with the process's output.
+
+    A process that is to end with another exit ``code`` has no result but its output, ``log``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, f"{folder}/arguments.pt")
         process = fork_context().Process(target=_run, args=(function, folder))
@@ -29,7 +34,10 @@ def in_process(function: str, timeout: float = 280.0, **arguments: Any) -> dict[
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
-        assert process.exitcode == 0, Path(f"{folder}/log").read_text(errors="replace")[-6000:]
+        log = Path(f"{folder}/log").read_text(errors="replace")
+        assert process.exitcode == code, log[-6000:]
+        if code:
+            return {"log": log}
         return torch.load(f"{folder}/result.pt", weights_only=False)
 
 

@@ -70,8 +70,8 @@ class FaultyJudge:
 
 def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
+    from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.data.tokens import TextCodec
-    from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.pipeline.build import build_policy
     from ctrl_megatron.pipeline.inputs import prompt_tables
@@ -163,8 +163,8 @@ def _graph(config: Any) -> Any:
 
 def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) -> dict[str, Any]:
     """Log-probs of an engine and of the trainer for the same tokens, through three updates."""
+    from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.data.tokens import TextCodec
-    from ctrl_megatron.parallel.background import BackgroundLoop
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 
 import psutil
@@ -47,12 +49,20 @@ def _in_a_step(run: Run) -> bool:
         ),
         # The process is alive but silent; no collective waits for it and could time out.
         ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
+        # Suspended, it neither ends nor obeys the launcher's signal.
+        ("silent rank", _in_a_step, r"rank 0 stops because rank 1 has not been heard of for 8 s"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
+        pytest.param(
+            "silent sandbox",
+            _in_a_step,
+            r"sandbox service \(pid {pid}\) runs but has not answered",
+            marks=pytest.mark.long,
+        ),
         ("launcher", _in_a_step, r"launcher"),
     ],
     ids=[
         *("rank 0", "rank 1", "engine", "vllm core", "sglang scheduler", "silent engine"),
-        *("sandbox", "launcher"),
+        *("silent rank", "sandbox", "silent sandbox", "launcher"),
     ],
 )
 def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: str) -> None:
@@ -61,7 +71,7 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         pytest.skip(f"{engine} is not installed; `make env` brings it")
     rollout = "actor_rollout_ref.rollout."
     cache = () if engine == "hf" else (rollout + "kv_cache_gib=0.1",)
-    silent = victim == "silent engine"
+    silent = victim.startswith("silent")
     patience = ("trainer.failure_timeout=8",) if silent else ()
     extra = (f"{rollout}name={engine}", *cache, *patience)
     name = f"without {victim}".replace(" ", "_")
@@ -82,11 +92,46 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         assert run.shared_memory() == []
         assert code != 0
         assert re.search(message.format(pid=process.pid), run.output()), run.output()[-8000:]
+        # Without the launcher's store every rank speaks for itself.
+        reasons = run.output().count("stops because")
+        assert reasons == 1 or (victim == "launcher" and reasons <= 2), run.output()[-8000:]
+
+
+HANGS = """
+import pathlib
+import time
+
+
+def score(items):
+    pathlib.Path(__file__).with_name("called").touch()
+    time.sleep(600)
+"""
+
+
+def test_the_first_signal_ends_a_run_whose_reward_function_hangs(job: Job) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    reward, called = job.folder / "mine.py", job.folder / "called"
+    reward.write_text(HANGS)
+    extra = (f"reward.reward_funcs=[critic,{reward}:score]",)
+    with job.launch("hung", steps=2, extra=extra, preloaded=True) as run:
+        run.wait_for(called.exists)
+        time.sleep(1)
+        os.kill(run.process.pid, signal.SIGTERM)
+        asked = time.monotonic()
+        run.ends(WITHIN)
+        while run.look() and time.monotonic() < asked + WITHIN:
+            time.sleep(0.1)
+        assert run.look() == []
+        assert "stopped as asked before the first step ended" in run.output()
+        print(f"gone {time.monotonic() - asked:.1f} s after the signal")
+        assert time.monotonic() - asked < 20
 
 
 def _process(run: Run, name: str) -> psutil.Process:
     if name.startswith("rank"):
         return run.rank(int(name.split()[1]))
+    if name == "silent rank":
+        return run.rank(1)
     if name == "launcher":
         return psutil.Process(run.process.pid)
     patterns = {
@@ -95,5 +140,6 @@ def _process(run: Run, name: str) -> psutil.Process:
         "vllm core": r"EngineCore",
         "sglang scheduler": r"sglang::scheduler",
         "sandbox": r"ctrl_megatron\.sandbox",
+        "silent sandbox": r"ctrl_megatron\.sandbox",
     }
     return run.find(patterns[name])

@@ -36,7 +36,13 @@ NOT_HERE = {
     ACTOR + "ppo_kl_coef": "the same",
     "trainer.project_name": "wandb and mlflow, which get the whole configuration",
     "reward.provider_options": "services outside",
+    "reward.function_timeout": "a run with a reward function of the user's",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
+    **{
+        key: "a proxy of that kind, as in test_proxies.py, which records its keys"
+        for key in KEYS
+        if key.startswith(("actor_rollout_ref.proxy.engine.", "actor_rollout_ref.proxy.api."))
+    },
 }
 """Keys that these runs do not read, and who reads them."""
 

@@ -75,7 +75,7 @@ def test_rewards_follow_from_what_was_written(whole_run: Run) -> None:
         assert valid == bool(re.search("Overall judgment: (Inc|C)orrect", example["critique"]))
         assert example["revision"] == ("print(7)" if valid else "")
         assert example["reward"] == float(valid and "spider" not in example["problem"])
-        spoken_by = f"critique by actor@{example['step'] - 1}, revision by proxy"
+        spoken_by = f"critique by actor@{example['step'] - 1}" + ", revision by proxy" * valid
         assert example["versions"] == spoken_by
     for record in whole_run.metrics():
         metrics = record["metrics"]

@@ -132,3 +132,31 @@ def write_problems(path: Path, first: int = 0) -> Path:
     ]
     write_rows(path, [row_of(attempt) for attempt in attempts])
     return path
+
+
+def byte_chat_model(directory: Path, texts: Sequence[str]) -> Path:
+    """A ``chain_model`` with another vocabulary, tokenizer and chat template than SmolLM2's: its
+    tokens are bytes, and a conversation ends with ``[bot]``.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig
+
+    source = directory.with_name(f"{directory.name}_tokenizer")
+    source.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["[end]", "[user]", "[bot]"]
+    vocabulary = {name: number for number, name in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "[end]"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"
+    (source / "chat_template.jinja").write_text(template)
+    size = len(vocabulary)
+    LlamaConfig(
+        vocab_size=size, eos_token_id=0, bos_token_id=None, max_position_embeddings=8192
+    ).save_pretrained(source)
+    return chain_model(directory, source, texts, 0.9)

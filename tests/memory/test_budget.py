@@ -90,6 +90,8 @@ def test_the_proxy_arrives_beside_the_cache() -> None:
     grpo = "dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline"
     plain, shapes = example("ctrl_70b.yaml", grpo, "reward.reward_funcs=[code]")
     assert "sync proxy" not in totals(memory_budget(plain, shapes, gpu_memory=MEMORY))
+    own, shapes = example("ctrl_70b.yaml", "actor_rollout_ref.proxy.kind=engine")
+    assert "sync proxy" not in totals(memory_budget(own, shapes, gpu_memory=MEMORY))
 
 
 def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:

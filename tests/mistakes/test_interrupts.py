@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM at exact moments: one line, exit code 130, nothing half-written, and no
-checkpoint of weights that have not changed.
+"""Ctrl-C, SIGTERM and SIGHUP at exact moments: one line, exit code 130, nothing half-written, and
+no checkpoint of weights that have not changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ctrl_megatron.checkpoint.sharded import require_whole
 
 ROOT = Path(__file__).parents[2]
 SFT, RL = "ctrl_megatron.commands.train_sft", "ctrl_megatron.commands.train_rl"
-INT, TERM = signal.SIGINT, signal.SIGTERM
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 WHILE_IMPORTING = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -71,7 +71,7 @@ def test_while_it_imports(world: Path) -> None:
         ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
         ("meeting", Interrupt("ctrl_megatron.pipeline.session:initialize", TERM)),
         ("loading", Interrupt("ctrl_megatron.pipeline.build:load_hf", INT)),
-        ("before the first step", Interrupt("ctrl_megatron.pipeline.loop:Executor", TERM)),
+        ("before the first step", Interrupt("ctrl_megatron.pipeline.loop:Executor", HUP)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -86,7 +86,7 @@ def test_before_anything_has_changed(world: Path, moment: str, interrupt: Interr
     ("moment", "interrupt", "code", "steps"),
     [
         ("updating", Interrupt("ctrl_megatron.models.policy:Policy.step", INT, 2), 130, 2),
-        ("saving", Interrupt("ctrl_megatron.checkpoint.store:write_snapshot", TERM), 130, 1),
+        ("saving", Interrupt("ctrl_megatron.checkpoint.store:write_snapshot", HUP), 130, 1),
         # There is nothing left that a stop could spare.
         ("validating", Interrupt("ctrl_megatron.models.policy:Policy.log_probs", INT), 0, 4),
         ("exporting", Interrupt("ctrl_megatron.sft.run:save_hf", TERM), 0, 4),

@@ -312,6 +312,7 @@ CASES = [
             ("vocabulary (token 2 is", _swapped_words),
             ("special tokens", _end_token("w3")),
             ("chat template", _template("{{ messages }}")),
+            ("end tokens", _text("generation_config.json", '{"eos_token_id": [1, 2]}')),
         )
     ),
     rl(

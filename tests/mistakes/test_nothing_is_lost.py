@@ -11,18 +11,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from forked_command import NOBODY, run, started
 from mistaken_world import make_world, write_model
+from safetensors.torch import load_file, save_file
 
 from ctrl_megatron.checkpoint import convert, files, run_directory
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock, require_shared
 from ctrl_megatron.checkpoint.sharded import require_whole
+from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.metrics import JsonlWriter, build_sinks, read_json_lines
+from ctrl_megatron.pipeline.recorder import Recorder
 
 SFT = "ctrl_megatron.commands.train_sft"
 MIB = 1 << 20
@@ -75,6 +81,84 @@ def test_a_run_stops_before_a_checkpoint_that_does_not_fit(world: Path, small_di
     for path in kept:
         require_whole(path / "policy")
     assert not (small_disk / "mine" / LOCK_FILE).exists()
+
+
+def stops_with_one_line(output: str) -> str:
+    """The line with which the run stops; nothing else is said about its end."""
+    assert "Traceback" not in output, output[-3000:]
+    (line,) = (line for line in output.splitlines() if "stops" in line)
+    assert line.startswith("the run stops: ")
+    return line
+
+
+def test_a_disk_that_fills_ends_the_run_and_is_named(world: Path, small_disk: Path) -> None:
+    place = (f"trainer.default_local_dir={small_disk}", "trainer.logger=[jsonl]")
+    metrics = small_disk / "mine/metrics.jsonl"
+    with started(SFT, sft(*place, steps=100_000), world) as command:
+        command.wait_for(small_disk / "mine/config.yaml")
+        with suppress(OSError), (small_disk / "filler").open("wb") as filler:
+            while True:
+                filler.write(bytes(4096))
+                filler.flush()
+        assert command.ends() == 2, command.output()[-3000:]
+    assert f"the disk of {metrics} is full" in stops_with_one_line(command.output())
+
+
+def test_every_writer_names_the_full_disk(small_disk: Path) -> None:
+    (sink,) = build_sinks(["tensorboard"], small_disk, {})
+    lines = JsonlWriter(small_disk / "lines.jsonl")
+    lines.append({"kept": "x" * 5000})
+    with suppress(OSError), (small_disk / "filler").open("wb") as filler:
+        while True:
+            filler.write(bytes(1024))
+            filler.flush()
+    for write, name in (
+        (lambda: lines.append({"lost": "x" * 5000}), "lines.jsonl"),
+        (lambda: [sink.log(1, {"x" * 99: 1.0}) for _ in range(99)], "events.out"),
+    ):
+        with pytest.raises(OSError) as full:
+            write()
+        assert str(small_disk) in str(user_fault(full.value)) and name in str(full.value)
+    assert (small_disk / "lines.jsonl").read_text().count("\n") == 1
+
+
+def test_a_run_without_its_timeline_goes_on(world: Path, tmp_path: Path) -> None:
+    # A device that is always full, which only this file is on.
+    config = load_config(str(world / "run.yaml"), [f"trainer.default_local_dir={tmp_path}"], "sft")
+    recorder = Recorder(config, active=True, total_steps=3)
+    assert recorder._timelines is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._timelines._file)
+    os.close(full)
+    for step in (1, 2, 3):
+        recorder.end_step(step, {"x": 1.0}, {"step": step}, [])
+    recorder.close(report=False)
+    assert len(read_json_lines(Path(config.trainer.run_dir) / "metrics.jsonl")) == 3
+
+
+def test_a_removed_directory_ends_the_run_with_one_line(world: Path, tmp_path: Path) -> None:
+    place = (f"trainer.default_local_dir={tmp_path}", "trainer.logger=[jsonl]")
+    with started(SFT, sft(*place, steps=100_000), world) as command:
+        command.wait_for(tmp_path / "mine/metrics.jsonl")
+        shutil.rmtree(tmp_path / "mine")
+        assert command.ends() == 2, command.output()[-3000:]
+    assert f"{tmp_path / 'mine'}, or run.lock in it, was removed" in stops_with_one_line(
+        command.output()
+    )
+
+
+def test_ruined_weights_are_not_saved(world: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(world / "model", world / "learns"))
+    weights = load_file(model / "model.safetensors")
+    torch.manual_seed(0)
+    save_file(
+        {n: torch.randn_like(w) / 10 for n, w in weights.items()}, model / "model.safetensors"
+    )
+    place = (f"trainer.default_local_dir={tmp_path}", f"actor_rollout_ref.model.path={model}")
+    code, output = run(SFT, sft(*place, "trainer.save_freq=1", "sft.lr=1e30"), world)
+    assert code == 2, output[-3000:]
+    assert "sft.lr=1e+30: the norm of the updated weights" in stops_with_one_line(output)
+    assert list(tmp_path.rglob("global_step_*")) == []
 
 
 def test_a_conversion_looks_for_room_first(world: Path, small_disk: Path) -> None:
@@ -224,7 +308,7 @@ def test_a_run_notices_that_its_directory_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.05)
-    for damage, words in ((shutil.rmtree, "was removed while"), (_unlock, "not this run's lock")):
+    for damage in (shutil.rmtree, _unlock):
         lock = RunLock(tmp_path / "run").take()
         time.sleep(0.2)
         assert lock.lost() is None
@@ -232,7 +316,7 @@ def test_a_run_notices_that_its_directory_is_gone(
         deadline = time.monotonic() + 10
         while lock.lost() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert words in str(lock.lost())
+        assert f"{tmp_path / 'run'}, or run.lock in it, was removed" in str(lock.lost())
         lock.release()
 
 

@@ -66,7 +66,8 @@ def shards(shape: ModelShape, layout: Layout) -> Iterator[tuple[int, int, int, S
     """(tp, pp, chunk, parameter) of all ranks of one model copy."""
     for pp, chunk in layout.stages():
         for tp in range(layout.tensor):
-            for param in shard_params(shape, layout, tp=tp, pp=pp, chunk=chunk):
+            place = layout.coordinates(layout.rank(tp=tp, pp=pp))
+            for param in shard_params(shape, layout, place, chunk=chunk):
                 yield tp, pp, chunk, param
 
 
@@ -189,7 +190,7 @@ def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_split_dim_is_the_dimension_that_is_cut(name: str, layout: Layout) -> None:
+def test_a_cut_names_the_dimension_that_is_split(name: str, layout: Layout) -> None:
     _, shape = family(name)
     alone = {
         param.name: param.shape
@@ -197,12 +198,10 @@ def test_split_dim_is_the_dimension_that_is_cut(name: str, layout: Layout) -> No
     }
     for tp, _, _, param in shards(shape, Layout(tensor=layout.tensor, pipeline=layout.pipeline)):
         whole = alone[param.name]
-        if param.split_dim is None:
-            assert param.shape == whole
-            continue
-        pad = -whole[param.split_dim] % layout.tensor
         want = list(whole)
-        want[param.split_dim] = (whole[param.split_dim] + pad) // layout.tensor
+        for cut in param.cuts:
+            assert cut.axis == ("etp" if ".experts." in param.name else "tp")
+            want[cut.dim] = -(-whole[cut.dim] // layout.tensor)
         assert param.shape == tuple(want), (tp, param.name)
 
 
@@ -213,7 +212,10 @@ def test_ends_of_the_pipeline_hold_embedding_and_output(layout: Layout) -> None:
     for name in ("qwen2", "qwen2_tied"):
         _, shape = family(name)
         for stage in stages:
-            names = [p.name for p in shard_params(shape, layout, tp=0, pp=stage[0], chunk=stage[1])]
+            names = [
+                param.name
+                for param in shard_params(shape, layout, layout.first_of(stage[0]), chunk=stage[1])
+            ]
             assert len(set(names)) == len(names)
             assert (ends[0] in names) == (stage == stages[0])
             assert (ends[1] in names) == (stage == stages[-1])
@@ -224,8 +226,9 @@ def test_ends_of_the_pipeline_hold_embedding_and_output(layout: Layout) -> None:
 def test_transformer_engine_renames_only_the_fused_norms() -> None:
     _, shape = family("qwen3")
     layout = Layout(tensor=2, pipeline=2)
-    plain = list(shard_params(shape, layout, tp=1, pp=1, chunk=0))
-    fused = list(shard_params(shape, layout, tp=1, pp=1, chunk=0, te_names=True))
+    place = layout.coordinates(3)
+    plain = list(shard_params(shape, layout, place, chunk=0))
+    fused = list(shard_params(shape, layout, place, chunk=0, te_names=True))
     renamed = {}
     for ours, theirs in zip(plain, fused, strict=True):
         assert (ours.shape, ours.pieces) == (theirs.shape, theirs.pieces)

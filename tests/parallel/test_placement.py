@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -87,6 +88,43 @@ def test_what_leaves_a_gpu_without_an_engine_is_refused() -> None:
         placed(1, 8, 2, placement="dedicated")
     with pytest.raises(ValueError, match=r"8 GPUs .* beside 4 ranks make 12, but a rank sees 8"):
         placed(1, 4, 2, placement="dedicated", gpus=8, visible=8)
+
+
+@given(
+    trainer=st.integers(1, 8),
+    actor=st.integers(0, 8),
+    proxy=st.integers(1, 8),
+    visible=st.integers(1, 24),
+)
+def test_trainer_actor_and_proxy_have_gpus_of_their_own(
+    trainer: int, actor: int, proxy: int, visible: int
+) -> None:
+    def there() -> range:
+        return engine_devices(
+            trainer + actor,
+            placement="dedicated",
+            engine_gpus=proxy,
+            tensor=1,
+            visible=visible,
+            role="proxy",
+        )
+
+    if trainer + actor + proxy > visible:
+        with pytest.raises(ValueError, match=r"proxy\.engine\.n_gpus_per_node=\d+ GPUs .* sees"):
+            there()
+        return
+    assert there() == range(trainer + actor, trainer + actor + proxy)
+    own = place_engines([there()] * 2, tensor=1, role="proxy", first=3)
+    assert [engine.number for engine in own.engines] == list(range(3, 3 + 2 * proxy))
+    plan = Placement(engines=(*placed(2, trainer, 1).engines, *own.engines))
+    assert plan.of("proxy") == own and plan.of("rollout") == placed(2, trainer, 1)
+
+
+def test_a_proxy_needs_gpus_where_there_are_gpus() -> None:
+    keys: dict[str, Any] = {"placement": "dedicated", "engine_gpus": None, "role": "proxy"}
+    with pytest.raises(ValueError, match=r"kind=engine needs .*proxy\.engine\.n_gpus_per_node"):
+        engine_devices(4, **keys, tensor=1, visible=8)
+    assert engine_devices(4, **keys, tensor=2, visible=None) == range(2)
 
 
 def test_the_sandbox_leaves_the_ranks_their_cores() -> None:

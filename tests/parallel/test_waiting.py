@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, all_awaited, awaited, one_done
 from ctrl_megatron.parallel import waiting as waiting_file
-from ctrl_megatron.parallel.awaited import all_awaited, awaited, one_done
-from ctrl_megatron.parallel.background import AbandonableCall, BackgroundLoop
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import WaitedTooLong, Waiting
 

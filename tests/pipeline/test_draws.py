@@ -20,8 +20,9 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.pairwise import ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import chain, conversation
+from ctrl_megatron.pipeline import chain, conversation, proxy
 from ctrl_megatron.pipeline.batch import Sample
+from ctrl_megatron.pipeline.proxy import SharedProxy
 from ctrl_megatron.pipeline.sampling import draw_samples, draw_seed
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import HfEngine
@@ -76,7 +77,7 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         device=SimpleNamespace(to_engine=lambda weights, role: "initial"),
         weights=None,
         step=step,
-        ask=lambda work: runner.run(work()),
+        ask=lambda work, what="": runner.run(work()),
     )
 
 
@@ -155,7 +156,6 @@ class Evaluator:
         overrides = [f"data.val_batch_size={batch}", "data.val_files=rows.parquet"]
         self.config = load_config(None, overrides, "none")
         self.timeline = Timeline()
-        self.max_model_len = 10_000
         rows = [
             Row(id=f"row/{n}", problem=f"problem {n}", solution="first", prompter_type="mbppplus")
             for n in range(5)
@@ -172,6 +172,8 @@ class Evaluator:
             eos_token_ids=(0,),
         )
         self.rewards = SimpleNamespace(judge_solutions=self._judge)
+        codec: Any = self.codec
+        self.proxy = SharedProxy(codec, max_model_len=10_000)
 
     async def _judge(self, programs: list[str], rows: list[Row]) -> list[Any]:
         return [SimpleNamespace(verdict=Verdict(passed=(True,), total=1)) for _ in programs]
@@ -179,7 +181,7 @@ class Evaluator:
     def take_judging(self) -> dict[str, float]:
         return {}
 
-    def ask(self, work: Any) -> Any:
+    def ask(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
 
@@ -206,6 +208,7 @@ def test_an_evaluation_draws_the_same_on_every_layout(
 ) -> None:
     monkeypatch.setattr(chain, "generate", name_draws)
     monkeypatch.setattr(conversation, "generate", name_draws)
+    monkeypatch.setattr(proxy, "generate", name_draws)
     pairs = [
         ResponsePair(
             pair_id=f"pair/{n}",

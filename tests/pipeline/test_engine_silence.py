@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.parallel.background import BackgroundLoop
-from ctrl_megatron.pipeline.services import LoopHeld, ProbedEngine, ProbedSandbox, Silence
+from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.pipeline.services import LoopHeld, ProbedEngine, ProbedSandbox, SilentService
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 LIMIT = 0.6
@@ -26,12 +26,12 @@ def probes() -> Iterator[BackgroundLoop]:
     loop.close()
 
 
-def watched(probes: BackgroundLoop, answers: Callable[[], Any]) -> Silence:
+def watched(probes: BackgroundLoop, answers: Callable[[], Any]) -> SilentService:
     async def close() -> None: ...
 
     address = SimpleNamespace(pid=7, log_path="/nowhere/engine.log")
     engine: Any = SimpleNamespace(health=answers, close=close, address=address)
-    return Silence(ProbedEngine(engine), probes, LIMIT)
+    return SilentService(ProbedEngine(engine), probes, LIMIT)
 
 
 async def at_once() -> None: ...
@@ -97,7 +97,7 @@ def test_a_frozen_sandbox_is_named_and_a_busy_process_is_not_blamed_for_its_own_
     probes: BackgroundLoop,
 ) -> None:
     with EmbeddedSandbox.start(workers=1) as box:
-        silence = Silence(ProbedSandbox(box, None), probes, LIMIT + 2.5)
+        silence = SilentService(ProbedSandbox(box, None), probes, LIMIT + 2.5)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert silence() is None

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.parallel.background import BackgroundLoop
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline import Node, NodeStatus, NodeType, TaskGraph
 from ctrl_megatron.pipeline.executor import Executor

@@ -17,7 +17,7 @@ from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import CachedJudge, GradingJob, Patience
 from ctrl_megatron.rewards.items import RewardItem, Rewards
-from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest, TestConfig
 from ctrl_megatron.types import Verdict
 
@@ -82,6 +82,17 @@ def test_retries_end() -> None:
     service = Service(set(range(10)), rounds=99)
     assert not any(grade(service, Patience(share=0.2, retries=2, pause=0.001)))
     assert len(service.calls) == 30
+
+
+def test_a_silent_judge_is_not_asked_again() -> None:
+    class Silent(Service):
+        async def submit(self, request: SubmitRequest, /) -> EvalResult:
+            self.calls.append(int(request.id))
+            raise SandboxSilent("no sign of life for 640 s")
+
+    service = Silent(set(), rounds=0)
+    assert not any(grade(service, Patience(share=0.2, retries=3, pause=0.001)))
+    assert len(service.calls) == 10
 
 
 class Judged:

@@ -6,17 +6,17 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from tensordict import TensorDict
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.pipeline import chain
 from ctrl_megatron.pipeline.batch import columns
-from ctrl_megatron.pipeline.chain import Critique, judge, revise
+from ctrl_megatron.pipeline.chain import Critique, critiques_of, judge, revise
 from ctrl_megatron.pipeline.critique_report import revision_metrics
-from ctrl_megatron.prompts import revision_messages
-from ctrl_megatron.rewards import Scores
-from ctrl_megatron.types import Attempt, Completion, Problem
+from ctrl_megatron.pipeline.proxy import answers_of
+from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure
+from ctrl_megatron.rewards import Judging, Scores
+from ctrl_megatron.types import Attempt, Completion, Problem, VersionSpan
 
 CRITIQUES = ["the sign", "the sign", "no judgment", "the loop", "the sign"]
 
@@ -47,80 +47,140 @@ def left_out(revised: list[Critique]) -> list[float]:
     return revision_metrics(fields, valid)["revision/left_out_rate"].tolist()
 
 
-def test_equal_critiques_of_one_solution_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+class Scripted:
+    """A proxy that numbers its answers. It fails at a conversation with ``fails`` in it, and has no
+    room for one that is longer than ``room`` characters.
+    """
 
-    def generate(worker: Any, role: str, prompts: Any, params: Any) -> Any:
-        assert role == "proxy" and params.temperature == 0.0
-        first = len(asked)
-        asked.extend("".join(map(chr, prompt)) for prompt in prompts)
-        return [
-            [Completion(token_ids=(first + i,), log_probs=(), finish_reason="stop", spans=())]
-            for i in range(len(prompts))
-        ]
+    label = "scripted"
 
-    monkeypatch.setattr(chain, "generate", generate)
-    codec = SimpleNamespace(
-        encode_chat=lambda messages, add_generation_prompt: [ord(c) for c in str(messages)],
-        decode=lambda tokens: f"revision {tokens[0]}",
-        eos_token_ids=(0,),
+    def __init__(self, room: int = 10_000, fails: str = "never") -> None:
+        self.room, self.fails = room, fails
+        self.asked: list[str] = []
+
+    def revise(self, worker: Any, conversations: Any, max_tokens: int) -> list[Any]:
+        return [self._answer(str(messages)) for messages in conversations]
+
+    def _answer(self, text: str) -> Answer | Failure | None:
+        self.asked.append(text)
+        if self.fails in text:
+            return Failure(error="down")
+        if len(text) > self.room:
+            return None
+        number = len(self.asked)
+        answer = f"revision {number}"
+        return Answer(text=answer, tokens=number, version="proxy:x", finish_reason="stop")
+
+    async def close(self) -> None:
+        """There are no connections."""
+
+
+def working(proxy: Scripted) -> Any:
+    rewards: Any = SimpleNamespace(judging=Judging())
+    return SimpleNamespace(
+        config=load_config(None, [], "none"),
+        proxy=proxy,
+        rewards=rewards,
+        reward_weights={"critic": 1.0},
     )
-    worker: Any = SimpleNamespace(
-        config=load_config(None, [], "none"), codec=codec, max_model_len=10_000
-    )
+
+
+def test_equal_critiques_of_one_solution_are_answered_once() -> None:
+    proxy = Scripted()
+    worker = working(proxy)
     rows = [row(0), row(0), row(0), row(0), row(1)]
     valid = [True, True, False, True, True]
     revised = revise(worker, critiques(rows, CRITIQUES, valid))
     # The last critique is the first one's text, about another problem.
     assert [c.revision for c in revised] == [
-        *("revision 0", "revision 0", "", "revision 1", "revision 2")
+        *("revision 1", "revision 1", "", "revision 2", "revision 3")
     ]
-    assert [c.revision_tokens for c in revised] == [1, 1, None, 1, 1]
+    assert [c.revision_tokens for c in revised] == [1, 1, None, 2, 3]
+    assert [c.revised_by for c in revised] == ["proxy:x", "proxy:x", "", "proxy:x", "proxy:x"]
     assert all(critique.fits for critique in revised)
-    assert len(asked) == 3 and "problem 1" in asked[2]
+    assert len(proxy.asked) == 3 and "problem 1" in proxy.asked[2]
     assert left_out(revised) == [0.0] * 4
     # An evaluation revises what contains no judgment too.
     every = revise(worker, critiques(rows, CRITIQUES, valid), without_judgment=True)
-    assert len(asked) == 7 and all(critique.revision for critique in every)
+    assert len(proxy.asked) == 7 and all(critique.revision for critique in every)
 
 
-def test_a_critique_that_leaves_no_room_for_a_revision_is_left_out_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The engine gets only the prompts that fit, and the rest causes no message."""
-
-    def generate(worker: Any, role: str, prompts: Any, params: Any) -> Any:
-        assert max(map(len, prompts), default=0) + params.max_tokens <= worker.max_model_len
-        done = Completion(token_ids=(1,), log_probs=(), finish_reason="stop", spans=())
-        return [[done] for _ in prompts]
-
-    scored: list[str] = []
+def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_is_counted() -> (
+    None
+):
+    short, long, failing = "the sign", "the sign" * 400, "the loop"
+    proxy = Scripted(room=2_500, fails=failing)
+    worker, scored = working(proxy), list[str]()
 
     async def score(items: Any) -> Scores:
         scored.extend(item.critique for item in items)
         rewards: Any = [1.0] * len(items)
         return Scores(parts={"critic": rewards}, totals=rewards, outcomes=[None] * len(items))
 
-    monkeypatch.setattr(chain, "generate", generate)
-    config = load_config(None, ["actor_rollout_ref.rollout.revision_max_tokens=50"], "none")
-    codec = SimpleNamespace(
-        encode_chat=lambda messages, add_generation_prompt: [ord(c) for c in str(messages)],
-        decode=lambda tokens: "revision",
-        eos_token_ids=(0,),
-    )
-    short, long = "the sign", "the sign" * 40
-    rows, valid = [row(0)] * 4, [True, True, False, True]
-    exact = len(str(revision_messages(row(0).attempt().problem, row(0).solution, short))) + 50
-    worker: Any = SimpleNamespace(config=config, codec=codec, max_model_len=exact)
-    worker.score, worker.reward_weights = score, {"critic": 1.0}
-    texts = [short, long, long, short]
-    revised = revise(worker, critiques(rows, texts, valid))
-    assert [critique.revision for critique in revised] == ["revision", "", "", "revision"]
-    assert [critique.fits for critique in revised] == [True, False, True, True]
-    assert left_out(revised) == [0.0, 1.0, 0.0]
-    fields = asyncio.run(judge(worker, revised))
-    assert scored == [short, long, short]  # an invalid critique earns its zero
-    assert [f["score"] for f in fields] == [1.0, None, 1.0, 1.0]
-    assert fields[1]["reward/critic"] is None and "too long" in str(fields[1]["detail"])
-    worker.max_model_len = 60
-    assert not any(c.fits for c in revise(worker, critiques(rows, texts, [True] * 4)))
+    worker.score = score
+    texts = [short, long, long, short, failing]
+    revised = revise(worker, critiques([row(0)] * 5, texts, [True, True, False, True, True]))
+    assert [c.revision for c in revised] == ["revision 1", "", "", "revision 1", ""]
+    assert [c.fits for c in revised] == [True, False, True, True, True]
+    assert left_out(revised) == [0.0, 1.0, 0.0, 0.0]
+    # The fields of the batch carry all of it from node to node.
+    fields = columns([critique.revised for critique in revised])
+    batch: Any = {
+        **columns([critique.drawn for critique in revised]),
+        **fields,
+        "response_mask": torch.ones(5, 1),
+        "problem_id": ["0"] * 5,
+    }
+    again = critiques_of(_with_rows(worker), TensorDict(batch, batch_size=[5]))
+    assert [(c.fits, c.failure, c.revised_by) for c in again] == [
+        (c.fits, c.failure, c.revised_by) for c in revised
+    ]
+    for known in (revised, again):
+        scored.clear()
+        worker.rewards.judging = Judging()
+        fields = asyncio.run(judge(worker, known))
+        assert scored == [short, long, short]  # an invalid critique earns its zero
+        assert [f["score"] for f in fields] == [1.0, None, 1.0, 1.0, None]
+        assert fields[1]["reward/critic"] is None and "too long" in str(fields[1]["detail"])
+        assert fields[4]["reward/critic"] is None and fields[4]["detail"] == "down"
+        assert worker.rewards.judging == Judging(asked=1, failed=1, error="the proxy: down")
+
+
+class Codec:
+    """A tokenizer whose tokens are characters."""
+
+    eos_token_ids = (0,)
+
+    def encode_chat(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        return [ord(c) for c in str(messages)]
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_engines_get_only_the_prompts_that_fit() -> None:
+    talks: list[Conversation] = [[{"role": "user", "content": "x" * n}] for n in (3, 30, 4)]
+    room = len(str(talks[2])) + 5
+
+    def ask(prompts: list[list[int]], params: Any) -> Any:
+        assert max(map(len, prompts), default=0) + params.max_tokens <= room
+        assert params.temperature == 0.0 and params.stop_token_ids == (0,) and params.n == 1
+        spans = (VersionSpan("w", 0, 1),)
+        return [
+            [Completion(token_ids=(len(p),), log_probs=(), finish_reason="stop", spans=spans)]
+            for p in prompts
+        ]
+
+    codec: Any = Codec()
+    short, long, exact = answers_of(ask, codec, room, talks, 5)
+    assert long is None
+    for answer, talk in ((short, talks[0]), (exact, talks[2])):
+        assert isinstance(answer, Answer)
+        assert (answer.text, answer.tokens) == (chr(len(str(talk))), 1)
+        assert answer.version == "w"
+    assert answers_of(ask, codec, 5, talks, 5) == [None] * 3
+
+
+def _with_rows(worker: Any) -> Any:
+    worker.train = SimpleNamespace(rows=[row(0)], number_of={"0": 0}, row=lambda _: row(0))
+    return worker

@@ -13,15 +13,15 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.chain import score_fields
 from ctrl_megatron.pipeline.ctrl import place_scores
 from ctrl_megatron.pipeline.worker import DAGWorker
-from ctrl_megatron.rewards import RewardOutcome, Scores
+from ctrl_megatron.rewards import RewardOutcome, Scores, register_reward, registry
 
 NAN = float("nan")
 
 
 def scores_of(
-    rewards: list[float], *, name: str = "code", parts: bool = False
+    rewards: list[float], *, name: str = "code", parts: bool = False, **more: torch.Tensor
 ) -> tuple[TensorDict, dict[str, float]]:
-    """The batch after the node ``scores``, and its metrics."""
+    """The batch after the node ``scores``, and its metrics; ``more`` are further fields."""
     worker: Any = SimpleNamespace(
         reward_weights={name: 1.0},
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
@@ -29,7 +29,7 @@ def scores_of(
     )
     worker.means = lambda values: DAGWorker.means(worker, values)
     rows = len(rewards)
-    fields: dict[str, Any] = {"score": torch.tensor(rewards)}
+    fields: dict[str, Any] = {"score": torch.tensor(rewards), **more}
     if parts:
         fields[f"reward/{name}"] = fields["score"]
     fields["response_mask"] = torch.ones(rows, 2, dtype=torch.bool)
@@ -59,6 +59,26 @@ def test_a_function_of_the_users_that_never_knows_is_named() -> None:
         scores_of([NAN, NAN], name="mine:f", parts=True)
     with pytest.raises(UserError, match="no sample of the step has a reward"):
         scores_of([NAN, NAN], parts=True)
+
+
+def test_a_function_that_the_user_registered_is_named_too() -> None:
+    register_reward("never_knows")(lambda: None)
+    try:
+        with pytest.raises(UserError, match=r"^reward\.reward_funcs: never_knows returned None"):
+            scores_of([NAN, NAN], name="never_knows", parts=True)
+    finally:
+        del registry._FACTORIES["never_knows"]
+
+
+def test_a_function_of_the_users_is_named_under_remax() -> None:
+    with pytest.raises(UserError, match=r"^reward\.reward_funcs: mine:f returned None"):
+        scores_of([NAN, NAN], name="mine:f", parts=True, reward_baselines=torch.zeros(2))
+
+
+def test_a_row_whose_baseline_was_lost_leaves_loss_and_group() -> None:
+    batch, metrics = scores_of([1.0, 1.0, 0.0], reward_baselines=torch.tensor([0.5, NAN, 0.5]))
+    assert batch["response_mask"].any(dim=1).tolist() == [True, False, True]
+    assert metrics["reward/masked_rate"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("score", [float("inf"), -float("inf"), 1e30])

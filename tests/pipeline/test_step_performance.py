@@ -70,6 +70,7 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
         "revision": ["", "r1", "", "r3"],
         "detail": ["", "d1", "", ""],
         "version": ["actor@4"] * 4,
+        "revision_version": ["", "proxy:big", "", "proxy:big"],
     }
     batch = TensorDict(
         {
@@ -87,8 +88,8 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     first, second, third = critique_examples(stage, batch)
     assert (first["critique"], first["problem"], first["reward"]) == ("c1", "Px", 0.25)
     assert (first["judgment"], first["detail"], first["passed_before"]) == ("valid", "d1", 0.5)
-    assert first["versions"] == "critique by actor@4, revision by proxy"
+    assert first["versions"] == "critique by actor@4, revision by proxy:big"
     assert (second["critique"], second["revision"], second["passed_after"]) == ("c3", "r3", 1.0)
     assert second["reward"] is None, "a row that could not be judged"
     assert [e["copied"] for e in (first, second, third)] == [0.5, 1.0, None]
-    assert third["judgment"] == "none"
+    assert (third["judgment"], third["versions"]) == ("none", "critique by actor@4")

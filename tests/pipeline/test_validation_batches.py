@@ -57,7 +57,7 @@ class Rank:
         lost = self._lost == int(row.id)
         return SimpleNamespace(verdict=None if lost else Verdict(passed=(True,), total=1))
 
-    def ask(self, work: Any) -> Any:
+    def ask(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
     def take_judging(self) -> dict[str, float]:

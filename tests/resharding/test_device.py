@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding import device as device_file

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from math import prod
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
@@ -46,7 +46,14 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
         qk_norm=draw(st.booleans()),
     )
     layers = pipeline * virtual * draw(st.integers(1, 2))
-    widths = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
+    context, data = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    expert = draw(st.sampled_from([n for n in range(1, 7) if context * data % n == 0]))
+    dense = st.integers(1, 4).map(lambda share: Dense(width=tensor * share))
+    experts = st.integers(1, 2).map(
+        lambda each: Experts(
+            count=expert * each, expert_width=tensor * each, top_k=1, renormalised=True
+        )
+    )
     shape = ModelShape(
         family="any",
         hidden_size=draw(st.integers(1, 7)),
@@ -56,31 +63,45 @@ def models(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
         attention=attention,
-        feed_forward=tuple(draw(st.lists(widths, min_size=layers, max_size=layers))),
+        feed_forward=tuple(draw(st.lists(dense | experts, min_size=layers, max_size=layers))),
     )
     layout = Layout(
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=virtual,
-        data=draw(st.integers(1, 4)),
+        data=data,
+        context=context,
+        expert=expert,
     )
     return shape, layout
 
 
-Shards = dict[tuple[int, int, int, str], torch.Tensor]
+Shards = dict[tuple[int, int, str], torch.Tensor]
 
 
 def scatter(shape: ModelShape, layout: Layout, hf: dict[str, torch.Tensor], te: bool) -> Shards:
-    """Every shard of one model copy; what belongs to no HF tensor is NaN."""
+    """(rank, chunk, parameter) -> its shard; what belongs to no HF tensor is NaN."""
     shards: Shards = {}
-    for pp, chunk in layout.stages():
-        for tp in range(layout.tensor):
-            for param in shard_params(shape, layout, tp=tp, pp=pp, chunk=chunk, te_names=te):
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        for chunk in range(layout.virtual_pipeline):
+            for param in shard_params(shape, layout, place, chunk=chunk, te_names=te):
                 weight = torch.full(param.shape, torch.nan)
                 for piece in param.pieces:
                     weight[piece.slices] = hf[piece.hf][piece.hf_slices]
-                shards[tp, pp, chunk, param.name] = weight
+                shards[rank, chunk, param.name] = weight
     return shards
+
+
+def holders_of(shape: ModelShape, layout: Layout) -> dict[str, set[int]]:
+    """HF tensor -> the ranks that have a part of it, copies left out."""
+    found: dict[str, set[int]] = {}
+    for rank in range(layout.world_size):
+        for chunk in range(layout.virtual_pipeline):
+            for param in shard_params(shape, layout, layout.coordinates(rank), chunk=chunk):
+                for piece in () if param.copy else param.pieces:
+                    found.setdefault(piece.hf, set()).add(rank)
+    return found
 
 
 @st.composite
@@ -103,22 +124,26 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
     engine = replace(engine, hosts=readers)
     hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     shards = scatter(shape, layout, hf, te_names)
-    places = plan(shape, layout, engine, te_names, of_rank)
-    assert [t.spec.name for t in places] == list(hf)
-    for place in places:
+    with_ranks = sorted(set(of_rank))
+    plans = [plan(shape, layout, engine, te_names, of_rank, here) for here in with_ranks]
+    holding = holders_of(shape, layout)
+    assert [place.spec.name for place in plans[0]] == list(hf)
+    for per_host in zip(*plans, strict=True):
+        place = per_host[0]
+        assert {replace(other, sources=()) for other in per_host} == {replace(place, sources=())}
         name = place.spec.name
         want = hf[name]
         assert place.spec.shape == tuple(want.shape)
         assert place.spec.dtype == engine.dtype
         got: dict[int, torch.Tensor] = {}
         writes: dict[int, torch.Tensor] = {}
-        holders = set()
-        for source in place.sources:
+        holders = {of_rank[rank] for rank in holding[name]}
+        for host, source in (
+            (h, s) for h, p in zip(with_ranks, per_host, strict=True) for s in p.sources
+        ):
             assert source.piece.hf == name
-            ranks = [layout.rank(tp=source.tp, pp=source.pp, dp=dp) for dp in range(layout.data)]
-            holders |= {of_rank[rank] for rank in ranks}
-            host = of_rank[ranks[source.dp]]
-            shard = shards[source.tp, source.pp, source.chunk, source.param]
+            assert of_rank[source.rank] == host, "a host writes what its own ranks have"
+            shard = shards[source.rank, source.chunk, source.param]
             into = got.setdefault(host, torch.full_like(want, torch.nan))
             into[source.piece.hf_slices] = shard[source.piece.slices]
             writes.setdefault(host, torch.zeros_like(want))[source.piece.hf_slices] += 1
@@ -146,7 +171,7 @@ def test_on_one_host_nothing_is_sent_and_everything_is_written_once(
     shape, layout = drawn
     for place in plan(shape, layout, engine):
         assert place.routes == ()
-        assert len({source.dp for source in place.sources}) == 1
+        assert sum(prod(source.piece.extent) for source in place.sources) == prod(place.spec.shape)
 
 
 @settings(deadline=None, max_examples=60)
@@ -274,12 +299,21 @@ def test_replicas_share_the_copying_evenly(
     drawn: tuple[ModelShape, Layout], engine: EngineLayout
 ) -> None:
     shape, layout = drawn
-    load = Counter(dict.fromkeys(range(layout.data), 0))
-    for place in plan(shape, layout, engine):
-        (replica,) = {source.dp for source in place.sources}
-        load[replica] += spec_bytes(place.spec)
-    largest = max(spec_bytes(t.spec) for t in plan(shape, layout, engine))
-    assert max(load.values()) - min(load.values()) <= largest
+    load = [0] * layout.world_size
+    sources = [source for place in plan(shape, layout, engine) for source in place.sources]
+    for source in sources:
+        load[source.rank] += prod(source.piece.extent)
+    largest = max(prod(source.piece.extent) for source in sources)
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        replicas = layout.holders("dense", place.on("tp", "pp"))
+        if layout.expert > 1:  # then ranks differ in the experts they have
+            replicas = tuple(
+                r
+                for r in replicas
+                if layout.coordinates(r).on("etp", "ep") == place.on("etp", "ep")
+            )
+        assert max(load[r] for r in replicas) - min(load[r] for r in replicas) <= largest
 
 
 @settings(deadline=None, max_examples=30)
@@ -291,7 +325,7 @@ def test_tied_embeddings_and_whole_weights_are_sent_once(
     places = {t.spec.name: t for t in plan(shape, layout, engine)}
     assert ("lm_head.weight" in places) != shape.tied_embeddings
     for source in places["model.embed_tokens.weight"].sources:
-        assert (source.pp, source.chunk) == (0, 0)
+        assert (layout.coordinates(source.rank).pp, source.chunk) == (0, 0)
         assert source.param == "embedding.word_embeddings.weight"
     for name, place in places.items():
         if name.endswith("norm.weight"):

@@ -157,6 +157,25 @@ def test_a_sum_beyond_every_reward_is_refused_by_its_key() -> None:
             asyncio.run(total.score([RewardItem(text="")]))
 
 
+@pytest.mark.parametrize("value", [1e38, -1e38, math.nan, math.inf])
+def test_no_form_of_a_function_may_return_what_no_update_could_bear(value: float) -> None:
+    class Mine(RewardModelForCritic):
+        async def judge(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+            return [RewardOutcome(reward=value) for _ in items]
+
+    async def plain(items: Sequence[RewardItem]) -> list[float | None]:
+        return [value] * len(items)
+
+    mine = Mine([ROW], None)
+    for functions in ({"critic": mine}, {"judging": mine}, {"plain": plain}):
+        name = next(iter(functions))
+        total = RewardSum(functions, {name: 0.0})  # also where it has no weight
+        with pytest.raises(
+            UserError, match=rf"^reward '{name}' returned .*(at most 1e\+09|finite)"
+        ):
+            asyncio.run(total.score([RewardItem(text="")]))
+
+
 def test_the_judge_is_closed_with_the_sum() -> None:
     class Judge(ScriptedSandbox):
         closed = 0

@@ -19,7 +19,7 @@ import pytest
 import torch
 from rollout_models import VOCAB, Sender, greedy, log_probs, save, tiny_llama, weights
 
-from ctrl_megatron.parallel.background import BackgroundLoop
+from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from rollout_models import save, tiny_llama
 
@@ -119,3 +121,29 @@ def test_engines_that_cannot_start_here_are_refused_at_once(
         with pytest.raises(ValueError, match=f"'{name}' is not installed here; install the extra"):
             launch_engine(replace(spec, name=name))
     assert not (tmp_path / "engine.log").exists()
+
+
+def test_an_engine_whose_decoding_runs_out_of_memory_ends_with_the_reason(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """Also where several requests wait for it."""
+    process = launch_engine(spec_of(model_path, tmp_path / "engine.log"))
+    engine, began = process.connect(), time.monotonic()
+
+    async def ask() -> list[object]:
+        prompts = [[1] * 1900] * 200
+        params = SamplingParams(max_tokens=100)
+        calls = [engine.generate(prompts, params) for _ in range(2)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        await engine.close()
+        return answers
+
+    try:
+        used = psutil.Process(process.pid).memory_info().vms
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+        for answer in asyncio.run(asyncio.wait_for(ask(), 60)):
+            assert isinstance(answer, EngineDied)
+            assert "decoding failed: " in str(answer) and "memory" in str(answer)
+        assert time.monotonic() - began < 30 and not process.alive()
+    finally:
+        process.stop()

@@ -123,7 +123,8 @@ def facts_of(run: RunFiles) -> dict[str, str]:
         "data": next(filter(None, data), ""),
         "validated on": next(filter(None, validated), ""),
         "model": _value(tree, "actor_rollout_ref.model.path"),
-        "proxy": _value(tree, "actor_rollout_ref.proxy.model.path"),
+        "proxy": _value(tree, "actor_rollout_ref.proxy.model.path")
+        or _value(tree, "actor_rollout_ref.proxy.api.model"),
         "written": "" if run.written is None else date_of(run.written),
     }
 

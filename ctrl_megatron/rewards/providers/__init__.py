@@ -4,6 +4,7 @@ interface.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ _BACKENDS: dict[str, Callable[..., Any]] = {
     "morph": MorphBackend,
     "piston": PistonBackend,
 }
-_PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency")
+_PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency", "silence")
 PROVIDERS = ("local", *_BACKENDS)
 """Names that ``make_provider`` accepts."""
 
@@ -42,7 +43,8 @@ __all__ = [
 def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     """The provider ``name``.
 
-    All providers accept ``attempts``, ``backoff`` (seconds) and ``max_concurrency``. The other
+    All providers accept ``attempts``, ``backoff`` and ``silence`` (seconds) and
+    ``max_concurrency``. The other
     options are those of ``SandboxClient`` (for ``local``, the own service, whose judge no program
     can reach), ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend`` and ``PistonBackend``.
     API keys are options too: no environment variable is read here. Raises ``ProviderSetupError``
@@ -56,8 +58,10 @@ def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     shared = {key: options.pop(key) for key in _PROVIDER_OPTIONS if key in options}
     if name == "sandbox_fusion":
         # Its client repeats failed requests and limits the requests at the same time.
-        options |= {key: shared[key] for key in ("attempts", "backoff") if key in shared}
-        shared = {"attempts": 1, "max_concurrency": shared.get("max_concurrency", 256)}
+        own = ("attempts", "backoff", "silence")
+        options |= {key: shared[key] for key in own if key in shared}
+        limit = shared.get("max_concurrency", 256)
+        shared = {"attempts": 1, "max_concurrency": limit, "silence": math.inf}
     return ScriptProvider(_made(name, _BACKENDS[name], options), **shared)
 
 

@@ -35,6 +35,7 @@ _NEEDED = "bash python3 timeout head tail base64"
 _KILLED = 137  # exit status of coreutils' timeout after its SIGKILL
 _CHUNK = 1 << 16
 """Bytes of base64 in one command: the kernel accepts 128 KiB per argument."""
+_REMOVAL_SECONDS = 30.0
 _SLACK_SECONDS = 15.0
 """Seconds after a script's time limit until its command counts as lost."""
 
@@ -63,7 +64,7 @@ class _CloudBackend:
         finally:
             try:
                 # Shielded, because a cancelled caller must not leave a paid machine running.
-                await asyncio.shield(machine.end())
+                await asyncio.wait_for(asyncio.shield(machine.end()), _REMOVAL_SECONDS)
             except Exception as error:
                 counters.left_open += 1
                 what = f"a machine of {self.name}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import (
@@ -30,10 +33,12 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
-from ctrl_megatron.sandbox.client.attempts import retried
+from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.client.attempts import Silence, described, retried
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
+Answer = TypeVar("Answer")
 DEFAULT_SECONDS = 10.0
 _FUNCTION_KINDS = ("MBPPDataset", "HumanEvalDataset")
 _IMPORTS_PYTEST = re.compile(r"^\s*(?:import|from) pytest\b", re.MULTILINE)
@@ -45,13 +50,16 @@ class ScriptProvider:
 
     It is a ``Judge``, as a sandbox client is. A request is attempted up to ``attempts`` times, with
     a first pause of ``backoff`` seconds, doubled for each attempt. At most ``max_concurrency``
-    requests run at the same time.
+    requests run at the same time. A request is given up after ``silence`` seconds in which no
+    script has ended, all attempts together; one script may take half of it. An answer that cannot
+    be read is a fault of the provider.
     """
 
     backend: ScriptBackend
     attempts: int = 3
     backoff: float = 1.0
     max_concurrency: int = 16
+    silence: float = 640.0
     counters: ProviderCounters = field(default_factory=ProviderCounters)
 
     def __post_init__(self) -> None:
@@ -73,15 +81,19 @@ class ScriptProvider:
         """
         jobs = _jobs(request, self.backend)
         self.counters.requests += 1
-        attempt = partial(self._attempt, request)
+        silence = Silence(self.silence)
         try:
             tests = await retried(
-                attempt, self._again, attempts=self.attempts, backoff=self.backoff
+                partial(self._attempt, request, silence),
+                partial(self._again, silence),
+                attempts=self.attempts,
+                backoff=self.backoff,
             )
         except ProviderError as error:
             self.counters.failures += 1
+            end = f"{self.attempts} attempts" if silence.left else f"{self.silence:g} s"
             raise ProviderError(
-                f"provider {self.backend.name}: {error} (gave up after {self.attempts} attempts)"
+                f"provider {self.backend.name}: {error} (gave up after {end})"
             ) from error
         asserts = [test for job in jobs if isinstance(job, AssertsJob) for test in job.tests]
         total, inside = len(asserts) or len(jobs), sum(not test.compared for test in asserts)
@@ -98,8 +110,8 @@ class ScriptProvider:
         """Close the back end's connections."""
         await self.backend.close()
 
-    def _again(self, error: Exception) -> float | None:
-        if not isinstance(error, ProviderError):
+    def _again(self, silence: Silence, error: Exception) -> float | None:
+        if not isinstance(error, ProviderError) or not silence.left:
             return None
         self.counters.retries += 1
         return 0.0
@@ -110,14 +122,37 @@ class ScriptProvider:
             self._semaphore, self._loop = asyncio.Semaphore(self.max_concurrency), loop
         return self._semaphore
 
-    async def _attempt(self, request: SubmitRequest) -> list[EvalTestCase]:
+    async def _attempt(self, request: SubmitRequest, silence: Silence) -> list[EvalTestCase]:
         tests: list[EvalTestCase] = []
-        async with self._slot(), self.backend.session(self.counters) as session:
-            for job in _jobs(request, self.backend):  # new jobs, with nonces of this attempt
-                tests += job.verdicts(await session.run(job.script()))
+        jobs = _jobs(request, self.backend)  # with nonces of this attempt
+        queued = time.monotonic()
+        async with self._slot(), AsyncExitStack() as stack:
+            silence.extend(time.monotonic() - queued)
+            session = await self._answered(
+                stack.enter_async_context(self.backend.session(self.counters)), silence
+            )
+            for job in jobs:
+                result = await self._answered(session.run(job.script()), silence)
+                silence.heard()
+                tests += job.verdicts(result)
                 if not tests[-1].passed and not _runs_all(request):
                     break
         return tests
+
+    async def _answered(self, call: Coroutine[Any, Any, Answer], silence: Silence) -> Answer:
+        """What the provider answers. Raises ``ProviderError`` where it does not in time, and for an
+        answer that cannot be read.
+        """
+        seconds = min(self.silence / 2, silence.left)
+        try:
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                return await call
+        except TimeoutError as error:
+            raise ProviderError(f"no answer within {seconds:g} s") from error
+        except (SandboxError, UserError):
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ProviderError(f"its answer cannot be read: {described(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,10 @@
 """The trainer's side: the client of the service, and the service started as a child process."""
 
-from ctrl_megatron.sandbox.client.sandbox_client import ClientCounters, SandboxClient, SandboxError
+from ctrl_megatron.sandbox.client.sandbox_client import (
+    ClientCounters,
+    SandboxClient,
+    SandboxError,
+    SandboxSilent,
+)
 
-__all__ = ["ClientCounters", "SandboxClient", "SandboxError"]
+__all__ = ["ClientCounters", "SandboxClient", "SandboxError", "SandboxSilent"]

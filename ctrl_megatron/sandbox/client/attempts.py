@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -19,6 +20,33 @@ CONNECTION_FAILURES = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions of a request that got no answer."""
 _TEMPORARY = (408, 409, 425, 429)
 _LONGEST_PAUSE = 60.0
+
+
+class Silence:
+    """The time until a request is given up: ``seconds`` after the last sign of life of the service,
+    whatever the number of attempts.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.heard()
+
+    def heard(self) -> None:
+        """The service has shown a sign of life."""
+        self._until = time.monotonic() + self.seconds
+
+    def at_most(self, seconds: float) -> None:
+        """Give the request up after ``seconds`` from now, unless the service is heard before."""
+        self._until = min(self._until, time.monotonic() + seconds)
+
+    def extend(self, seconds: float) -> None:
+        """Do not count the last ``seconds``."""
+        self._until += seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain; at least 0."""
+        return max(0.0, self._until - time.monotonic())
 
 
 def is_temporary(status: int) -> bool:

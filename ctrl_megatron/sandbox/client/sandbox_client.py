@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -22,6 +23,7 @@ from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
+    Silence,
     described,
     is_temporary,
     pause,
@@ -33,6 +35,7 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _JSON = {"Content-Type": "application/json"}
 _UNAVAILABLE = (502, 503, 504)
+_SILENCE_SECONDS = 640.0
 _CHECK_SECONDS = 30.0
 _CHECK_PAUSE_SECONDS = 1.0
 _UNDER_WAY, _LOST = 202, 404
@@ -44,6 +47,10 @@ _WITHDRAWAL_SECONDS = 5.0
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed after every retry; nothing is known about the program."""
+
+
+class SandboxSilent(SandboxError):
+    """The sandbox has shown no sign of life for the whole time that the client allows."""
 
 
 class _Fault(Exception):
@@ -92,8 +99,10 @@ class SandboxClient:
     The client binds to the event loop of its first call, which may run in any thread. ``endpoint``
     is one address, a sequence of addresses, or several in one text, separated by commas.
     ``timeout`` is the number of seconds that a service may be silent; for a service that does not
-    report progress it limits the whole answer. ``backoff`` is the first pause between attempts in
-    seconds (doubled each time up to 60 s, with jitter; no pause if another service is left to try).
+    report progress it limits the whole answer. A call is given up after ``silence`` seconds without
+    a sign of life, all attempts together (``SandboxSilent``); by default twice ``timeout``.
+    ``backoff`` is the first pause between attempts in seconds (doubled each time up to 60 s, with
+    jitter; no pause if another service is left to try).
     ``max_concurrency`` limits the requests on the wire; a request that waits for its retry does not
     count. ``token`` is the services' bearer token. ``name`` appears in the services' logs (random
     by default).
@@ -103,7 +112,8 @@ class SandboxClient:
         self,
         endpoint: str | Sequence[str],
         *,
-        timeout: float = 320.0,
+        timeout: float | None = None,
+        silence: float | None = None,
         attempts: int = 5,
         max_concurrency: int = 256,
         backoff: float = 1.0,
@@ -125,7 +135,10 @@ class SandboxClient:
             raise ValueError("attempts and max_concurrency must be at least 1")
         self.counters = ClientCounters()
         self._headers = {wire.CLIENT_HEADER: name or secrets.token_hex(8)}
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        timeout = timeout or (silence or _SILENCE_SECONDS) / 2
+        self._timeout, self._silence = timeout, silence or 2 * timeout
+        self._silent = False
+        """Whether the last news from the services is that a call was given up."""
         wait = min(_WAIT_SECONDS, timeout / _WAITS_OF_TIMEOUT)
         self._wait = {wire.WAIT_HEADER: f"{wait:.3f}"}
         self._attempts = attempts
@@ -170,11 +183,14 @@ class SandboxClient:
 
     async def _identity_of(self, service: _Endpoint) -> Any:
         async def ask() -> Any:
-            answer = self._open_session().get(service.url + "/", headers=service.headers)
+            limit = aiohttp.ClientTimeout(total=_CHECK_SECONDS)
+            answer = self._open_session().get(
+                service.url + "/", headers=service.headers, timeout=limit
+            )
             async with answer as response:
                 return (await response.json())["identity"]
 
-        failures = (*CONNECTION_FAILURES, ValueError, LookupError)
+        failures = (*CONNECTION_FAILURES, ValueError, LookupError, TypeError)
         try:
             return await retried(
                 ask,
@@ -207,7 +223,9 @@ class SandboxClient:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._limit)
             self._session = aiohttp.ClientSession(
-                timeout=self._timeout, connector=connector, headers=self._headers
+                timeout=aiohttp.ClientTimeout(total=self._timeout),
+                connector=connector,
+                headers=self._headers,
             )
         return self._session
 
@@ -215,12 +233,17 @@ class SandboxClient:
         self.counters.requests += 1
         tried: set[str] = set()
         body, number = request.model_dump_json().encode(), secrets.token_hex(16)
-        failed = 0
+        failed, silence = 0, Silence(self._silence)
         while True:
             try:
-                return await self._attempt(path, body, number, answer, tried)
+                return await self._attempt(path, body, number, answer, tried, silence)
             except _Fault as fault:
                 failed += not isinstance(fault, _Busy)
+                if not silence.left:
+                    self.counters.failures += 1
+                    self._silent = True
+                    text = f"{fault} (given up, as it has shown no sign of life in time)"
+                    raise SandboxSilent(text) from fault
                 if failed == self._attempts:
                     self.counters.failures += 1
                     text = f"{fault} (gave up after {self._attempts} attempts)"
@@ -231,12 +254,24 @@ class SandboxClient:
                 # Every service was tried: start again after a pause.
                 tried.clear()
                 again = pause(max(failed - 1, 0), self._backoff)
-                await asyncio.sleep(max(again, fault.retry_after))
+                await asyncio.sleep(min(max(again, fault.retry_after), silence.left))
 
     async def _attempt(
-        self, path: str, body: bytes, number: str, answer: type[AnswerT], tried: set[str]
+        self,
+        path: str,
+        body: bytes,
+        number: str,
+        answer: type[AnswerT],
+        tried: set[str],
+        silence: Silence,
     ) -> AnswerT:
+        queued = time.monotonic()
         async with self._slots:
+            # Waiting for this client's other requests is no silence of the service.
+            silence.extend(time.monotonic() - queued)
+            if self._silent:
+                # Thousands of requests, a few at a time, must not each wait as long as the first.
+                silence.at_most(_CHECK_SECONDS)
             # The least loaded service; healthy ones first, and among them those not tried yet.
             endpoint = min(
                 self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)
@@ -245,7 +280,7 @@ class SandboxClient:
             tried.add(endpoint.url)
             endpoint.in_flight += 1
             try:
-                status, text, headers = await self._exchange(endpoint, path, body, number)
+                status, text, headers = await self._exchange(endpoint, path, body, number, silence)
             except CONNECTION_FAILURES as error:
                 self._distrust(endpoint)
                 raise _Fault(f"sandbox {url} failed: {described(error)}") from error
@@ -265,22 +300,35 @@ class SandboxClient:
         return _parse(url, text, answer)
 
     async def _exchange(
-        self, endpoint: _Endpoint, path: str, body: bytes, number: str
+        self, endpoint: _Endpoint, path: str, body: bytes, number: str, silence: Silence
     ) -> tuple[int, str, Mapping[str, str]]:
         """Status, text and headers of the answer, however long the work waits and runs."""
         session, headers = self._open_session(), {**self._wait, **endpoint.headers}
         sent = {**_JSON, **headers, wire.JOB_HEADER: number}
-        asking = session.post(endpoint.url + path, data=body, headers=sent)
+        asking = session.post(
+            endpoint.url + path, data=body, headers=sent, timeout=self._within(silence)
+        )
         while True:
             async with asking as response:
-                status, text = response.status, await response.text()
+                status, text = response.status, _decoded(endpoint.url, await response.read())
+                if status < 500 or wire.BUSY_HEADER in response.headers:
+                    self._silent = False
+                    silence.heard()
                 if status == _UNDER_WAY and "Location" in response.headers:
-                    asking = session.get(f"{endpoint.url}/jobs/{number}", headers=headers)
+                    asking = session.get(
+                        f"{endpoint.url}/jobs/{number}",
+                        headers=headers,
+                        timeout=self._within(silence),
+                    )
                     continue
                 lost = status == _LOST and response.method == "GET"
                 if lost:
                     raise _Fault(f"sandbox {endpoint.url} lost the job: {_detail(text)}")
                 return status, text, response.headers
+
+    def _within(self, silence: Silence) -> aiohttp.ClientTimeout:
+        # aiohttp takes 0 for no limit.
+        return aiohttp.ClientTimeout(total=max(0.001, min(self._timeout, silence.left)))
 
     def _withdraw(self, endpoint: _Endpoint, number: str) -> None:
         """Ask the service to give up the work, without waiting for it."""
@@ -324,6 +372,13 @@ class SandboxClient:
         return ("" if status == 200 else f"answers /v1/ping with {status}"), level
 
 
+def _decoded(url: str, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise _Fault(f"sandbox {url} sent an answer that is not UTF-8: {error}") from error
+
+
 def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
     try:
         parsed = answer.model_validate_json(text)
@@ -343,6 +398,6 @@ def _parse(url: str, text: str, answer: type[AnswerT]) -> AnswerT:
 def _detail(text: str) -> str:
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text[:500]
     return str(parsed.get("detail", parsed) if isinstance(parsed, dict) else parsed)[:2000]

@@ -1,5 +1,5 @@
-"""Work beside the main thread: event loops in threads of their own, and calls of functions that may
-never return.
+"""Work beside the main thread: event loops in threads of their own, calls of functions that may
+never return, and the words for what a process waits for.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -160,5 +162,61 @@ def _stack_of(thread: threading.Thread) -> traceback.StackSummary:
 
 
 def _place(thread: threading.Thread) -> str:
+    """The innermost line outside libraries, if there is one."""
     stack = _stack_of(thread)
-    return f"{stack[-1].filename} line {stack[-1].lineno}" if stack else "an unknown place"
+    libraries = (sys.prefix, sys.base_prefix, "<")
+    own = [f for f in stack if not f.filename.startswith(libraries)] or list(stack)
+    return f"{own[-1].filename} line {own[-1].lineno}" if own else "an unknown place"
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """Work on ``count`` things, of which ``done`` are ready. 0 of ``count`` leaves the number out.
+
+    Several threads may read it while one counts.
+    """
+
+    what: str
+    count: int = 0
+    unit: str = "rows"
+    done: int = 0
+
+    def __str__(self) -> str:
+        if not self.count:
+            return self.what
+        part = f"{self.done} of " if self.done else ""
+        return f"{self.what} on {part}{self.count} {self.unit}"
+
+
+_open: list[Awaited] = []
+_lock = threading.Lock()
+_current: ContextVar[Awaited | None] = ContextVar("awaited", default=None)
+
+
+@contextmanager
+def awaited(what: str, count: int = 0, unit: str = "rows") -> Iterator[Awaited]:
+    """The body waits for ``what``. Code that it calls, also in other threads and on other event
+    loops, counts its progress with ``one_done``.
+    """
+    item = Awaited(what, count, unit)
+    token = _current.set(item)
+    with _lock:
+        _open.append(item)
+    try:
+        yield item
+    finally:
+        with _lock:
+            _open.remove(item)
+        _current.reset(token)
+
+
+def one_done() -> None:
+    """Count one more finished thing of the innermost ``awaited`` around the caller, if any."""
+    if (item := _current.get()) is not None:
+        item.done += 1
+
+
+def all_awaited() -> list[str]:
+    """What the process waits for in detail, the oldest first."""
+    with _lock:
+        return [str(item) for item in _open]

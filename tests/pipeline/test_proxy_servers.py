@@ -1,0 +1,82 @@
+"""Servers of the proxy: equal requests are sent once, and a request that fails goes to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation.chat import ChatAnswer, ChatError
+from ctrl_megatron.pipeline.proxy import ApiProxy
+from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure
+
+
+class Scripted:
+    """A ``Chat`` that fails, has no room for conversations with ``long`` in them, or answers."""
+
+    def __init__(self, name: str, *, fails: bool = False) -> None:
+        self.name, self.fails = name, fails
+        self.asked: list[str] = []
+
+    async def complete(self, conversations: Any, params: Any, listener: Any = None) -> Any:
+        assert (params.temperature, params.n, params.log_probs) == (0.0, 1, False)
+        ((message,),) = conversations
+        text = message["content"]
+        self.asked.append(text)
+        if self.fails:
+            raise ChatError(f"{self.name} is down")
+        if "long" in text:
+            return [[]]
+        answer = ChatAnswer(
+            text=text.upper(),
+            finish_reason="stop",
+            prompt_tokens=1,
+            completion_tokens=2,
+            model=self.name,
+        )
+        return [[answer]]
+
+    async def close(self) -> None:
+        """There are no connections."""
+
+
+WORKER: Any = SimpleNamespace(ask=lambda work, what: asyncio.run(work()))
+
+
+def talks(texts: Sequence[str]) -> list[Conversation]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
+    first, second = Scripted("a"), Scripted("b", fails=True)
+    proxy = ApiProxy({"http://a": first, "http://b": second}, "m")
+    found = proxy.revise(WORKER, talks(["x", "y", "long", "z"]), 5)
+    expected = [
+        Answer(text=text, tokens=2, version="api:a", finish_reason="stop") for text in "XYZ"
+    ]
+    assert found == [*expected[:2], None, expected[2]]
+    # Dealt round robin: y and z come from the server that is down.
+    assert sorted(first.asked) == ["long", "x", "y", "z"] and sorted(second.asked) == ["y", "z"]
+    assert proxy.revise(WORKER, talks(["z"]), 5) == [expected[2]]
+    assert len(first.asked) == 4
+    # Another length is another request.
+    proxy.revise(WORKER, talks(["z"]), 6)
+    assert len(first.asked) == 5
+    first.fails = True
+    (lost, known) = proxy.revise(WORKER, talks(["new", "x"]), 5)
+    assert lost == Failure(error="a is down; b is down") and known == expected[0]
+    first.fails = False
+    assert isinstance(proxy.revise(WORKER, talks(["new"]), 5)[0], Answer), "failures are not kept"
+
+
+def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> None:
+    both = {"http://a": Scripted("big"), "http://b": Scripted("b", fails=True)}
+    said = asyncio.run(ApiProxy(both, "m").greet())
+    assert said == "proxy api:big on 1 of 2 servers (without b is down)"
+    down = ApiProxy({"http://b": Scripted("b", fails=True)}, "m")
+    with pytest.raises(UserError, match=r"no server of the proxy answers: b is down"):
+        asyncio.run(down.greet())

@@ -1,0 +1,62 @@
+"""A sandbox over HTTP that fails: no program that it did not judge earns a 0."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, get_args
+
+import pytest
+from reward_samples import CORRECT, block, function_row
+from scripted_sandbox import Fault, Sandbox, always, serving, three_of_ten
+
+from ctrl_megatron.rewards import Judging, RewardItem, RewardModelForCritic, RewardSum, Scores
+from ctrl_megatron.rewards.grading import Patience
+from ctrl_megatron.sandbox import SandboxClient
+
+ROW = function_row()
+NONE = "It looks fine."
+
+
+def score(service: Sandbox, *, patience: Patience | None = None) -> tuple[Scores, Judging]:
+    """The rewards of twenty critiques of different programs, and of one without a judgment."""
+    texts = [(CORRECT, n) for n in range(20)] + [(NONE, 20)]
+    items = [RewardItem(text=block(f"x = {n}"), critique=c, row=ROW) for c, n in texts]
+
+    async def run() -> tuple[Scores, Judging]:
+        async with SandboxClient(address, attempts=3, backoff=0.01, timeout=10) as client:
+            tokenizer: Any = None
+            critic = RewardModelForCritic(
+                [ROW], tokenizer, sandbox=client, show_progress=False, patience=patience
+            )
+            total = RewardSum({"critic": critic})
+            return await total.score(items), total.take_judging()
+
+    with serving(service) as address:
+        return asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", get_args(Fault))
+def test_a_dead_service_leaves_every_reward_unknown(fault: Fault) -> None:
+    service = Sandbox(fault, always)
+    scores, judging = score(service, patience=Patience(retries=1, pause=0.01))
+    assert scores.totals == [None] * 20 + [0.0]
+    assert (judging.asked, judging.failed) == (20, 20) and judging.error
+    # Verdicts that are missing are asked for once in a round, all else as often as the client does.
+    assert service.requests == 20 * 2 * (1 if fault == "empty" else 3)
+
+
+@pytest.mark.parametrize("fault", get_args(Fault))
+def test_a_service_that_fails_three_of_ten_requests_is_asked_again(fault: Fault) -> None:
+    patience = Patience(retries=5, pause=0.01)
+    scores, judging = score(Sandbox(fault, three_of_ten), patience=patience)
+    assert scores.totals == [1.0] * 20 + [0.0]
+    assert (judging.asked, judging.failed) == (20, 0)
+
+
+def test_what_stays_unknown_is_no_zero() -> None:
+    lost = Sandbox("empty", lambda number: number < 6)
+    scores, judging = score(lost, patience=Patience(share=0.5, retries=5))
+    assert sorted(map(str, scores.totals[:20])) == sorted(["None"] * 6 + ["1.0"] * 14)
+    assert scores.totals[20] == 0.0
+    assert (judging.asked, judging.failed) == (20, 6)
+    assert "0 verdict(s)" in judging.error
