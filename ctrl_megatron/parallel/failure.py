@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ctrl_megatron.errors import ServiceFault, UserError, user_fault, users_code_of
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
+from ctrl_megatron.parallel.waiting import WaitedTooLong
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
@@ -79,15 +80,18 @@ class FailureWatch:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
         Returns the exit code of all ranks.
 
-        An error of the user, a service that failed and a second signal are one line without a
-        traceback. A broken collective usually follows another rank's failure, which therefore gets
-        a few seconds to be published first. Without the launcher's store nothing can be published.
+        An error of the user, a service that failed, a wait without end and a second signal are one
+        line without a traceback. A broken collective usually follows another rank's failure, which
+        therefore gets a few seconds to be published first. Without the launcher's store nothing can
+        be published.
         """
         rank, fault = self._groups.rank, user_fault(error)
         if fault is not None:
             cause, code = str(fault), WRONG_INPUT
         elif isinstance(error, ServiceFault):
             cause, code = str(error), SERVICE
+        elif isinstance(error, WaitedTooLong):
+            cause, code = str(error), FAILED
         elif isinstance(error, KeyboardInterrupt):
             cause, code = "interrupted; what was not saved is lost", STOPPED
         else:

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
@@ -292,7 +293,7 @@ class SandboxClient:
         if status in _UNAVAILABLE:
             self._distrust(endpoint)
         if 400 <= status < 500 and not is_temporary(status):
-            raise ValueError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
+            raise UserError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
         if status != 200:
             kind = _Busy if wire.BUSY_HEADER in headers else _Fault
             least = retry_after(headers.get("Retry-After", ""))
