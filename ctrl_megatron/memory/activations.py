@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -80,7 +80,7 @@ def saved_by_layer(p: PassShape) -> float:
         norms = 2 * (2 * p.residual + per_norm)
         attention = fused_qkv + rotated + context + softmax
         attention += rotated * shape.attention.qk_norm + p.gathered / p.tokens
-        mlp = 3 * ffn
+        mlp = 3 * ffn + _saved_by_experts(p)
     else:
         norms = 2 * (2 * p.residual + per_norm)
         # Values beside what is rotated.
@@ -89,7 +89,7 @@ def saved_by_layer(p: PassShape) -> float:
         if shape.attention.qk_norm:
             attention += fused_qkv + 4 * (heads + groups) / t
         # SwiGLU's two halves and their product.
-        mlp = 3 * ffn
+        mlp = 3 * ffn + _saved_by_experts(p)
     if p.recompute_granularity == "selective":
         if "core_attn" in p.recompute_modules:
             attention -= softmax + p.gathered / p.tokens
@@ -99,6 +99,20 @@ def saved_by_layer(p: PassShape) -> float:
                 norms /= 2
                 norms += p.residual
     return norms + attention + mlp
+
+
+def _saved_by_experts(p: PassShape) -> float:
+    """Bytes per token that a layer with experts keeps beside its products: the token's copy and
+    the scaled product of each expert that it passes, and the router's scores. The layer of the
+    model that keeps most counts."""
+    kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
+    return max(
+        (
+            p.dtype_size * (kind.top_k * p.shape.hidden_size + kind.width) + 12 * kind.count
+            for kind in kinds
+        ),
+        default=0,
+    )
 
 
 def layers_of(p: PassShape) -> int:

@@ -65,6 +65,13 @@ def case(
     return {"layout": layout or {}, "shape": shape or {}, "options": options}
 
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
 STATES = {
     "one": case(),
     "float32": case(dtype="float32"),
@@ -76,6 +83,7 @@ STATES = {
     "tied": case({"tensor": 2}, {"tie_word_embeddings": True}),
     "virtual stages": case({"pipeline": 2, "virtual_pipeline": 2}),
     "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
+    "experts": case({"data": 2}, EXPERTS),
 }
 
 
@@ -128,6 +136,8 @@ PASSES = {
     "wide, layers again": case(SEQUENCE, FFN_BOUND, recompute_granularity="full"),
     "large vocabulary": case(SEQUENCE, LOGITS_BOUND),
     "large vocabulary, float32": case(shape=LOGITS_BOUND, dtype="float32"),
+    "experts": case(shape=EXPERTS),
+    "experts, layers again": case(shape=EXPERTS, recompute_granularity="full"),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
 }
