@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ settings.load_profile("no_deadline")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let nothing that tests start outlive them, whatever ends them; xdist's workers inherit it."""
+    """Let nothing that tests start outlive them, whatever ends them; xdist's workers inherit it.
+    Under nohup programs would inherit an ignored SIGHUP; a handler is not inherited.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     if not hasattr(config, "workerinput"):
         config.guardian = guard()  # type: ignore[attr-defined]
 

@@ -313,7 +313,7 @@ class OpenAIChat:
 
 async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None]) -> Any:
     """The ``chat.completion`` that a stream of ``chat.completion.chunk`` adds up to."""
-    texts, reason, usage = [], None, None
+    texts, reason, usage, model = [], None, None, None
     async for line in lines:
         name, _, value = line.partition(b":")
         if name != b"data":
@@ -329,13 +329,13 @@ async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None
                     texts.append("" + text)
                     hear(text)
                 reason = choice.get("finish_reason") or reason
-            usage = chunk.get("usage") or usage
+            usage, model = chunk.get("usage") or usage, chunk.get("model") or model
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"no choices with a delta in {str(chunk)[:200]!r}") from error
     if reason is None:
         raise ValueError("it ends without a finish_reason")
     choice = {"message": {"content": "".join(texts)}, "finish_reason": reason}
-    return {"choices": [choice], "usage": usage}
+    return {"model": model, "choices": [choice], "usage": usage}
 
 
 def read_answer(data: Any) -> ChatAnswer:

@@ -166,6 +166,8 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.parallel.waiting import Waiting
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push
     from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
@@ -189,13 +191,15 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
         sender = sender_class("shared_memory")(groups)
+        waiting = Waiting(groups=groups, stop=StopFlag(), limit=280.0)
         actor = MegatronSource(policy, layout)
         proxy = DirectorySource(model, layout, groups)
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):
             if version == "actor@1":
                 _change(policy)
-            push(source, remote, loop, sender, version=version, verify=version == "actor@1")
+            verify = version == "actor@1"
+            push(source, remote, loop, sender, waiting, version=version, verify=verify)
             found = loop.run(_speak(remote, dialogues, count))
             found["digests"] = loop.run(remote.checksums())
             if source is actor:
