@@ -49,6 +49,8 @@ them.
 """
 _FROZEN_SECONDS = 10.0
 """Seconds that a suspended rank may outlive another one."""
+_AGAIN_SECONDS = 0.1
+"""Pause before an interrupt that Python has discarded is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Main = Callable[[Sequence[str] | None], int]
@@ -106,19 +108,40 @@ def _handled(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Let the first of these signals raise KeyboardInterrupt; yield the received signals."""
+    """Let the first of these signals raise KeyboardInterrupt; yield the received signals.
+
+    Python discards an exception that is raised in a destructor or a weak reference's callback, such
+    as the callbacks of import locks; the interrupt is then raised again.
+    """
     received: list[int] = []
+    discarded, before = False, sys.unraisablehook
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal discarded
         received.append(number)
-        if len(received) == 1:
+        if len(received) == 1 or discarded:
+            discarded = False
             raise KeyboardInterrupt
+
+    def on_discarded(unraisable: sys.UnraisableHookArgs) -> None:
+        nonlocal discarded
+        if not received or unraisable.exc_type is not KeyboardInterrupt:
+            before(unraisable)
+            return
+        discarded = True
+        again = threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), received[0]))
+        again.daemon = True
+        again.start()
 
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    with _handled(on_signal):
-        yield received
+    sys.unraisablehook = on_discarded
+    try:
+        with _handled(on_signal):
+            yield received
+    finally:
+        sys.unraisablehook = before
 
 
 def run_child(words: Sequence[str], cwd: Path) -> int:

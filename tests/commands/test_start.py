@@ -267,6 +267,32 @@ def test_ranks_that_wait_for_a_missing_one_end(program: list[str], how: str, cod
         assert process.wait(30) == code
 
 
+DISCARDED = f"""
+import signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from ctrl_megatron.commands.start import command
+
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+@command("program")
+def main(arguments=None):
+    Destroyed()  # what its destructor raises is discarded
+    time.sleep(60)
+    return 0
+
+raise SystemExit(main())
+"""
+
+
+def test_an_interrupt_that_python_discards_is_raised_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DISCARDED], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (130, "program: stopped; nothing was changed\n")
+
+
 SLOW_TO_STOP = """
 import signal, sys, time
 
