@@ -172,7 +172,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
         owned.setdefault(id(own.weight), []).append(own)
     options, groups = model.options.optimizer, model.groups
     divided = options is not None and options.distributed
-    turns = _Turns(groups.rank)
+    turns, shapes = _Turns(groups.rank), hf_shapes(model.shape)
     for param, weight in model.places():
         if saving and param.copy:
             continue
@@ -192,7 +192,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
                 for offset, part in _rectangles(param, piece, flat, start):
                     if saving and not turns.mine(holders, part.nbytes):
                         continue
-                    whole = TensorParts(hf_shapes(model.shape)[piece.hf], flat.dtype)
+                    whole = TensorParts(shapes[piece.hf], flat.dtype)
                     found.setdefault(name, whole).parts[torch.Size(offset)] = part
     return found
 

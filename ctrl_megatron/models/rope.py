@@ -256,7 +256,7 @@ def _factor(given: Mapping[str, Any], where: str) -> float:
 
 
 def _need(given: Mapping[str, Any], key: str, where: str) -> Any:
-    return need(dict(given), key, f"{where}: rope scaling")
+    return need(given, key, f"{where}: rope scaling")
 
 
 _LLAMA3_KEYS = {"factor", "low_freq_factor", "high_freq_factor", _CONTEXT}
