@@ -15,7 +15,27 @@ from te_stand_ins import SPECS
 from tiny_models import EXPERTS, random_batch, reference_gradients, reference_log_probs, save_tiny
 from world import run_world
 
-LAYOUTS: dict[str, dict[str, Any]] = {"tp1": {}, "pp2": {"pipeline": 2}}
+from ctrl_megatron.parallel.layout import Layout
+
+TENSOR: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "dp2": {"data": 2},
+    "tp2": TENSOR,
+    "tp2_etp1": TENSOR | {"expert_tensor": 1},
+    "tp2_ep2_etp1": TENSOR | {"expert": 2, "expert_tensor": 1},
+    "pp2": {"pipeline": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "etp2": {"data": 2, "expert_tensor": 2},
+    "ep2_of_4": {"data": 4, "expert": 2},
+    "pp2_ep2": {"pipeline": 2, "data": 2, "expert": 2},
+    "tp2_ep2": TENSOR | {"data": 2, "expert": 2},
+    "tp2_ep4_etp1": TENSOR | {"data": 2, "expert": 4, "expert_tensor": 1},
+}
+
+
+def ranks(layout: dict[str, Any]) -> int:
+    return Layout(**layout).world_size
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +55,7 @@ def test_log_probs_are_those_of_transformers_and_the_export_is_the_import(
     layout, batch = LAYOUTS[name], random_batch(seed=3, group=3)
     results = run_world(
         "with_each_spec",
-        layout.get("pipeline", 1),
+        ranks(layout),
         of="parity",
         layout=layout,
         directories={family: str(path) for family, path in models.items()},
@@ -56,14 +76,14 @@ def test_log_probs_are_those_of_transformers_and_the_export_is_the_import(
             assert all(torch.equal(before[tensor], after[tensor]) for tensor in before)
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=["tp1", "dp2"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_transformers(
-    models: dict[str, Path], tmp_path: Path, layout: dict[str, Any]
+    models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    batch = random_batch(seed=4, group=3)
+    layout, batch = LAYOUTS[name], random_batch(seed=4, group=3)
     run_world(
         "with_each_spec",
-        layout.get("data", 1),
+        ranks(layout),
         of="gradients",
         layout=layout,
         directories={family: str(path) for family, path in models.items()},
