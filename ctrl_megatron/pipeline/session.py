@@ -140,15 +140,8 @@ def _end_alone() -> None:
 def join(config: Config) -> ProcessGroups:
     """Join the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
-    layout = layout_for(
-        launch.world_size,
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-    )
     return initialize(
-        layout,
+        layout_for(launch.world_size, megatron),
         seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,

@@ -47,6 +47,15 @@ def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, 
     return found
 
 
+def in_turn(rank: int, layout: dict, out: str, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By name the results of several functions of one world, each with its own arguments; files are
+    written below ``out/NAME``."""
+    return {
+        name: _named(name)(rank, layout=layout, out=f"{out}/{name}", **given)
+        for name, given in calls.items()
+    }
+
+
 def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
     """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
     the bytes (i + 1); returns which values each tensor has here afterwards."""
