@@ -21,6 +21,7 @@ from ctrl_megatron.rollout.engine import (
     SleepLevel,
     TokenListener,
 )
+from ctrl_megatron.rollout.hf_weights import views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -57,12 +58,7 @@ class HfEngine:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
-        self._weights = dict(self._model.named_parameters())
-        renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
-        if renamed:
-            raise ValueError(
-                f"engine 'hf' cannot update {spec.model_path}: transformers renames {renamed[:5]}"
-            )
+        self._weights = views_by_name(self._model, self._state.manifest)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None
