@@ -177,7 +177,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         step=dump.step - 1,
     )
     if start.checkpoint is not None:
-        state = CheckpointStore.load(worker.trained, start.checkpoint)
+        state = CheckpointStore.load(worker.trained, start.checkpoint).state
         worker.kl_controller.load_state_dict(state["kl_controller"])
     elif start.directory is not None:
         load_hf(policy, start.directory)
