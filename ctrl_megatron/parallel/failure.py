@@ -46,6 +46,8 @@ class FailureWatch:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[Callable[[], str | UserError | None]] = []
         self._ended, self._one_at_a_time, self._code = threading.Event(), threading.Lock(), -1
+        self.ending = ""
+        """Why the run is about to end, on one line; empty while nothing ends it."""
         # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
@@ -63,6 +65,7 @@ class FailureWatch:
     def quiet(self) -> None:
         """Stop watching services and peers, which end one by one from now on. Collective."""
         self._groups.barrier()
+        self.ending = self.ending or "the run has done its work"
         self._ended.set()
         self._thread.join()
 
@@ -165,6 +168,7 @@ class FailureWatch:
             record = json.loads(self._store.get("cause"))
             me, rank, cause = self._groups.rank, record["rank"], record["cause"]
             self._code = record["code"]
+            self.ending = f"rank {rank} ends the run: {_first_and_last(cause)[:_SHORT]}"
             if record["silent"] in self._near:
                 with suppress(ProcessLookupError):
                     os.kill(self._near[record["silent"]], signal.SIGKILL)
@@ -172,9 +176,7 @@ class FailureWatch:
                 ends = "the run stops:" if self._code != FAILED else f"rank {me} stops because"
                 _say(f"{ends} {cause}")
             elif self._groups.is_first_here and rank not in self._near:
-                lines = cause.strip().splitlines()
-                ends = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-                _say(f"rank {me} stops because of rank {rank}: {ends[:_SHORT]}")
+                _say(f"rank {me} stops because of rank {rank}: {_first_and_last(cause)[:_SHORT]}")
             return self._code
 
     def _leave(self, code: int) -> None:
@@ -190,6 +192,11 @@ def _dead_rank(local: dict[int, int]) -> str | None:
             ran = users_code_of(pid) or ", e.g. killed by the kernel"
             return f"rank {rank} (pid {pid}) died without a word{ran}"
     return None
+
+
+def _first_and_last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 
 def _is_echo(error: BaseException) -> bool:
