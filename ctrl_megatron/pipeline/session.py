@@ -23,6 +23,7 @@ from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -108,6 +109,9 @@ def session(config: Config) -> Iterator[Session]:
                 at_end.append(served.close)
             groups.barrier()
             locked = True
+            stacks = StackFile(run_dir, groups.rank)
+            at_end.append(stacks.close)
+            watch.write_stacks(stacks)
             yield Session(
                 config=config,
                 groups=groups,
