@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 
 from ctrl_megatron.errors import UserError
@@ -20,6 +20,7 @@ from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
 from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
+from ctrl_megatron.parallel.placement import Placement
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES
 
 _VOCABULARY_MULTIPLE = 64
@@ -83,11 +84,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartPlace:
-    """An embedding, a layer or an output, and the stage that has it."""
+class Part:
+    """One parameter of a pipeline stage: all shards of it go to the engines together."""
 
     pattern: int
     """The number of the layer's kind; -1 for the embedding, -2 for final norm and output."""
+    number: int
+    """The parameter's number among those of the pattern."""
     pp: int
     chunk: int
     local: int = 0
@@ -100,7 +103,7 @@ class PartPlace:
 class Transfer:
     """Rectangles that one rank sends for one worker of one engine."""
 
-    part: PartPlace
+    part: Part
     giver: int
     taker: int
     """The rank that receives for the worker; it may be the giver."""
@@ -135,92 +138,159 @@ class ShardPlan:
     ) -> None:
         self.train, self.cut, self.takers, self.host_of_rank = train, cut, takers, host_of_rank
         self.patterns = _patterns(shape, train, cut, dtype, te_names)
-        self.parts = _parts(shape, train)
+        self.parts = _parts(shape, train, self.patterns)
         self._sent_whole = sent_whole
         self._holders = cache(self._find_holders)
+        self._of_workers = cache(self._bytes_of_workers)
 
     def transfers(self, rank: int | None = None) -> Iterator[Transfer]:
-        """What ``rank`` sends and receives, part by part in the order of the push; what all ranks
-        do if it is None."""
+        """What ``rank`` sends and receives, part by part; what all ranks do if it is None."""
         involved = cache(partial(self._involved, rank))
         for part in self.parts:
-            for flow, holders, takers in involved(part.pattern, part.pp):
-                whole = flow.num_bytes < self._sent_whole
-                turn = part.layer % len(holders) if whole else 0
-                for share in _shares(holders, takers, self.host_of_rank, whole, turn):
-                    taker = takers[share.engine]
-                    if rank not in (None, share.giver, taker):
-                        continue
+            for flow, takers in involved(part.pattern, part.number, part.pp):
+                for share in self.shares(part, flow, rank):
                     if rectangles := _cut(flow.rectangles, share):
                         yield Transfer(
                             part=part,
                             giver=share.giver,
-                            taker=taker,
+                            taker=takers[share.engine],
                             engine=share.engine,
                             worker=flow.worker,
                             rectangles=tuple(_in_place(r, part) for r in rectangles),
                         )
 
     def _involved(
-        self, rank: int | None, pattern: int, pp: int
-    ) -> list[tuple[Flow, tuple[int, ...], tuple[int, ...]]]:
-        """(flow, its givers, its takers) of a pattern on a stage, where ``rank`` is one of them."""
-        found = []
-        for flow in self.patterns[pattern]:
-            holders, takers = self._holders(flow.mesh, flow.at, pp), self._takers_of[flow.worker]
-            if rank is None or rank in holders or rank in takers:
-                found.append((flow, holders, takers))
-        return found
+        self, rank: int | None, pattern: int, number: int, pp: int
+    ) -> list[tuple[Flow, tuple[int, ...]]]:
+        """(flow, its takers) of a parameter, where ``rank`` holds or takes it."""
+        taken = {w for w, takers in enumerate(self.takers_of) if rank is None or rank in takers}
+        return [
+            (flow, self.takers_of[flow.worker])
+            for flow in self.patterns[pattern][number]
+            if flow.worker in taken or rank in self._holders(flow.mesh, flow.at, pp)
+        ]
 
     def _find_holders(self, mesh: MeshName, at: Indices, pp: int) -> tuple[int, ...]:
         return self.train.holders(mesh, (*at, ("pp", pp)))
 
     @cached_property
-    def _takers_of(self) -> tuple[tuple[int, ...], ...]:
+    def takers_of(self) -> tuple[tuple[int, ...], ...]:
         """Worker -> the ranks that receive for it, engine by engine."""
         return tuple(zip(*self.takers, strict=True))
 
+    def sends_whole(self, flow: Flow) -> bool:
+        """Whether a worker gets all of the flow from one rank, since it is small."""
+        return flow.num_bytes < self._sent_whole
+
+    def shares(self, part: Part, flow: Flow, rank: int | None = None) -> tuple[Share, ...]:
+        """Who sends a flow of ``part`` to which engine, as far as ``rank`` sends or takes it."""
+        holders, whole = self._holders(flow.mesh, flow.at, part.pp), self.sends_whole(flow)
+        turn = part.layer % len(holders) if whole else 0
+        takers = self.takers_of[flow.worker]
+        return _shares(holders, takers, self.host_of_rank, rank, whole, turn)
+
     def engine_bytes(self) -> int:
         """Bytes that one engine computes with, over all its workers, without padding."""
-        return sum(flow.num_bytes for part in self.parts for flow in self.patterns[part.pattern])
+        return sum(flow.num_bytes for part in self.parts for flow in self.flows(part))
+
+    def flows(self, part: Part) -> tuple[Flow, ...]:
+        """What the workers need of a part, in the names of its pattern."""
+        return self.patterns[part.pattern][part.number]
+
+    def buckets(self, bucket_bytes: int) -> list[tuple[Part, ...]]:
+        """The parts in the order of the push; no worker gets more than ``bucket_bytes`` of a
+        bucket, unless it is a single part."""
+        found: list[list[Part]] = []
+        used: list[int] = []
+        for part in self.parts:
+            own = self._of_workers(part.pattern, part.number)
+            used = [sum(pair) for pair in zip(used, own, strict=True)] if found else []
+            if not used or max(used) > bucket_bytes:
+                found.append([])
+                used = list(own)
+            found[-1].append(part)
+        return [tuple(bucket) for bucket in found]
+
+    def most_of_a_worker(self, bucket: Sequence[Part]) -> int:
+        """The bytes of the bucket for the worker that gets most of it."""
+        parts = (self._of_workers(part.pattern, part.number) for part in bucket)
+        return max(map(sum, zip(*parts, strict=True)))
+
+    def _bytes_of_workers(self, pattern: int, number: int) -> list[int]:
+        """Bytes of a parameter for each worker."""
+        sizes = [0] * self.cut.tensor
+        for flow in self.patterns[pattern][number]:
+            sizes[flow.worker] += flow.num_bytes
+        return sizes
 
 
-def _parts(shape: ModelShape, train: Layout) -> tuple[PartPlace, ...]:
+def takers_of_engines(
+    placement: Placement, host_of_rank: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The rank that receives for each worker of each engine: the one with the same device, and
+    where engines have devices of their own, the host's ranks in turn."""
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(host_of_rank):
+        ranks.setdefault(host, []).append(rank)
+    return tuple(
+        tuple(there[device % len(there)] for device in engine.devices)
+        for engine in placement.engines
+        for there in (ranks[engine.host],)
+    )
+
+
+def _parts(
+    shape: ModelShape, train: Layout, patterns: Mapping[int, Sequence[object]]
+) -> tuple[Part, ...]:
     """Every part of the model; the stages take turns, so that all of them send at once."""
     kinds = list(shape.layers_by_kind)
-    queues: list[list[PartPlace]] = [[] for _ in range(train.pipeline)]
-    queues[0].append(PartPlace(pattern=-1, pp=0, chunk=0))
+    queues: list[list[list[Part]]] = [[] for _ in range(train.pipeline)]
+
+    def put(pattern: int, pp: int, chunk: int, local: int = 0, layer: int = 0) -> None:
+        queues[pp].append(
+            [
+                Part(pattern=pattern, number=n, pp=pp, chunk=chunk, local=local, layer=layer)
+                for n in range(len(patterns[pattern]))
+            ]
+        )
+
+    put(-1, 0, 0)
     for pp, chunk in train.stages():
         for local, layer in enumerate(train.layers(shape.num_layers, pp=pp, chunk=chunk)):
-            pattern = kinds.index(shape.feed_forward[layer])
-            place = PartPlace(pattern=pattern, pp=pp, chunk=chunk, local=local, layer=layer)
-            queues[pp].append(place)
-    last = PartPlace(pattern=-2, pp=train.pipeline - 1, chunk=train.virtual_pipeline - 1)
-    queues[-1].append(last)
-    turns = range(max(map(len, queues)))
-    return tuple(queue[turn] for turn in turns for queue in queues if turn < len(queue))
+            put(kinds.index(shape.feed_forward[layer]), pp, chunk, local, layer)
+    put(-2, train.pipeline - 1, train.virtual_pipeline - 1)
+    return tuple(
+        part
+        for turn in zip_longest(*queues, fillvalue=[])
+        for parts in zip_longest(*turn)
+        for part in parts
+        if part is not None
+    )
 
 
 @lru_cache(maxsize=8)
 def _patterns(
     shape: ModelShape, train: Layout, cut: EngineCut, dtype: str, te_names: bool
-) -> Mapping[int, tuple[Flow, ...]]:
-    """Pattern -> its flows, from a model with one layer of each kind on one pipeline stage."""
+) -> Mapping[int, tuple[tuple[Flow, ...], ...]]:
+    """Pattern -> the flows of each of its parameters, from a model with one layer of each kind on
+    one pipeline stage."""
     small = replace(shape, feed_forward=tuple(shape.layers_by_kind))
     stage = replace(train, pipeline=1, virtual_pipeline=1)
     needed, own = _needed(small, cut), hf_buffers(small)
-    found: dict[int, dict[tuple[MeshName, Indices, int], list[Rectangle]]] = {}
+    found: dict[int, dict[str, list[Flow]]] = {}
     for param in distinct_shards(small, stage, pp=0, chunk=0, te_names=te_names):
-        flows = found.setdefault(_pattern_of(param.name), {})
         at = tuple(index for index in param.at if index[0] != "pp")
+        rectangles: dict[int, list[Rectangle]] = {}
         for piece in param.pieces:
             for worker, box in needed[piece.hf]:
                 if (common := _common(piece, box)) is not None:
                     rectangle = Rectangle(param.name, common, own.get(piece.hf, dtype))
-                    flows.setdefault((param.mesh, at, worker), []).append(rectangle)
+                    rectangles.setdefault(worker, []).append(rectangle)
+        flows = found.setdefault(_pattern_of(param.name), {}).setdefault(param.name, [])
+        flows += [Flow(param.mesh, at, worker, tuple(r)) for worker, r in rectangles.items()]
     return {
-        pattern: tuple(Flow(*key, tuple(rectangles)) for key, rectangles in flows.items())
-        for pattern, flows in found.items()
+        pattern: tuple(tuple(flows) for flows in of_param.values())
+        for pattern, of_param in found.items()
     }
 
 
@@ -231,14 +301,15 @@ def _pattern_of(param: str) -> int:
     return int(rest[1]) if module == "decoder" and rest[0] == "layers" else -2
 
 
-def _in_place(rectangle: Rectangle, part: PartPlace) -> Rectangle:
+def _in_place(rectangle: Rectangle, part: Part) -> Rectangle:
     """The same rectangle of the part's own layer."""
     if part.pattern < 0:
         return rectangle
     was, piece = f"layers.{part.pattern}.", rectangle.piece
+    hf = piece.hf.replace(was, f"layers.{part.layer}.", 1)
     return Rectangle(
         rectangle.param.replace(was, f"layers.{part.local}.", 1),
-        replace(piece, hf=piece.hf.replace(was, f"layers.{part.layer}.", 1)),
+        Piece(hf=hf, hf_start=piece.hf_start, start=piece.start, extent=piece.extent),
         rectangle.dtype,
     )
 
@@ -338,18 +409,19 @@ def _shares(
     holders: tuple[int, ...],
     takers: tuple[int, ...],
     host_of_rank: tuple[int, ...],
+    rank: int | None,
     whole: bool,
     turn: int,
 ) -> tuple[Share, ...]:
-    """Who sends a flow to which engine.
+    """Who sends a flow to which engine, as far as ``rank`` sends or takes it.
 
     A taker that holds the shard sends it to itself. Holders of a host serve the other takers of
     that host, and all holders together serve the takers of all other hosts.
     """
     here = set(holders)
     of_host: dict[int, list[int]] = {}
-    for rank in holders:
-        of_host.setdefault(host_of_rank[rank], []).append(rank)
+    for holder in holders:
+        of_host.setdefault(host_of_rank[holder], []).append(holder)
     found = [Share(t, engine, 0, 1, 1) for engine, t in enumerate(takers) if t in here]
     waiting: dict[int | None, list[int]] = {}
     for engine, taker in enumerate(takers):
@@ -358,23 +430,26 @@ def _shares(
             waiting.setdefault(host if host in of_host else None, []).append(engine)
     for host, engines in waiting.items():
         givers = holders if host is None else of_host[host]
-        found += _line(givers, engines, whole, turn)
-    return tuple(found)
+        for number, engine in enumerate(engines):
+            if rank is None or rank in here or rank == takers[engine]:
+                found += _line(givers, engine, number, len(engines), whole, turn)
+    return tuple(s for s in found if rank in (None, s.giver, takers[s.engine]))
 
 
-def _line(givers: Sequence[int], engines: Sequence[int], whole: bool, turn: int) -> Iterator[Share]:
-    """The engines' needs one after the other as a line that the givers cut into equal parts; with
-    ``whole`` no engine's need is cut, and ``turn`` moves the givers on."""
-    givers_, engines_ = len(givers), len(engines)
-    for i, engine in enumerate(engines):
-        low, high = i * givers_, (i + 1) * givers_
-        if whole:
-            yield Share(givers[(low // engines_ + turn) % givers_], engine, 0, 1, 1)
-            continue
-        for giver in range(low // engines_, (high - 1) // engines_ + 1):
-            begin = max(low, giver * engines_) - low
-            end = min(high, (giver + 1) * engines_) - low
-            yield Share(givers[giver], engine, begin, end, givers_)
+def _line(
+    givers: Sequence[int], engine: int, number: int, engines: int, whole: bool, turn: int
+) -> Iterator[Share]:
+    """The shares of the engine of that ``number`` among ``engines``, whose needs are one line that
+    the givers cut into equal parts. With ``whole`` no engine's need is cut, and ``turn`` moves the
+    givers on."""
+    count = len(givers)
+    low, high = number * count, (number + 1) * count
+    if whole:
+        yield Share(givers[(low // engines + turn) % count], engine, 0, 1, 1)
+        return
+    for giver in range(low // engines, (high - 1) // engines + 1):
+        begin, end = max(low, giver * engines) - low, min(high, (giver + 1) * engines) - low
+        yield Share(givers[giver], engine, begin, end, count)
 
 
 def _cut(rectangles: Sequence[Rectangle], share: Share) -> list[Rectangle]:

@@ -203,7 +203,7 @@ def unevenness(plan: ShardPlan) -> float:
     alike = defaultdict[object, list[int]](list)
     for rank in range(plan.train.world_size):
         place = plan.train.coordinates(rank)
-        experts = any(flow.mesh == "expert" for flows in plan.patterns.values() for flow in flows)
+        experts = any(flow.mesh == "expert" for part in plan.parts for flow in plan.flows(part))
         alike[place.on("tp", "pp", *(("etp", "ep") if experts else ()))].append(load[rank])
     return max(max(own) * len(own) / sum(own) for own in alike.values() if sum(own))
 
@@ -262,8 +262,26 @@ def test_stages_take_turns() -> None:
         (0,) * 4,
         dtype="bfloat16",
     )
-    assert [part.layer for part in plan.parts if part.pattern >= 0] == [2, 4, 6, 0, 3, 5, 7, 1]
-    assert {part.pp for part in plan.parts[:4]} == set(range(4))
+    layers = [part.layer for part in plan.parts if part.pattern >= 0]
+    assert list(dict.fromkeys(layers)) == [2, 4, 6, 0, 3, 5, 7, 1]
+    first = [part for part in plan.parts if part.layer in (2, 4, 6)]
+    assert [part.pp for part in first[:6]] == [1, 2, 3] * 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(pushes(), st.integers(1, 5000))
+def test_buckets_are_the_parts_in_order_and_bounded(
+    drawn: tuple[ModelShape, ShardPlan], bucket_bytes: int
+) -> None:
+    _, plan = drawn
+    buckets = plan.buckets(bucket_bytes)
+    assert tuple(part for bucket in buckets for part in bucket) == plan.parts
+    for bucket in buckets:
+        got = [0] * plan.cut.tensor
+        for part in bucket:
+            for flow in plan.flows(part):
+                got[flow.worker] += flow.num_bytes
+        assert len(bucket) == 1 or max(got) <= bucket_bytes
 
 
 @pytest.mark.parametrize("tensor", [3, 6])
