@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatError
 from ctrl_megatron.pipeline.batch import versions_of
 from ctrl_megatron.pipeline.sampling import generate, greedy_params
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, RolloutWorker
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import (
     generation_messages,
@@ -22,7 +23,6 @@ from ctrl_megatron.prompts import (
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from ctrl_megatron.background import one_done
+from ctrl_megatron.background import gathered, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from ctrl_megatron.background import awaited
+from ctrl_megatron.background import awaited, gathered
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.rewards.items import (
     LARGEST_REWARD,
