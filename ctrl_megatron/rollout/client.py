@@ -85,7 +85,7 @@ class RemoteEngine:
             return [[wire.completion_from_json(c) for c in group] for group in groups]
         done: dict[int, Completion] = {}
 
-        def take(place: int, completion: wire.Json) -> None:
+        def take(place: int, completion: list[Any]) -> None:
             done[place] = wire.completion_from_json(completion)
             if finished is not None:
                 finished(place, done[place])
