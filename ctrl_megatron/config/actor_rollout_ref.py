@@ -281,6 +281,9 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
+    streaming: bool = True
+    """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
+    judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""
     seed: int = 0
     """Base seed of the sampling."""
     free_cache_engine: bool = key(True, read=when(".placement", "colocated"))

@@ -107,7 +107,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
                 if purpose == "rl":
-                    _check_engine_takes(path, shape)
+                    _check_engine_takes(config, path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -184,11 +184,13 @@ def _check_role(
         )
 
 
-def _check_engine_takes(path: str, shape: ModelShape) -> None:
-    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
+def _check_engine_takes(config: Config, path: str, shape: ModelShape) -> None:
+    engine = config.actor_rollout_ref.rollout.name
+    if engine != "hf" and any(isinstance(kind, Experts) for kind in shape.feed_forward):
         raise UserError(
-            f"{path} has experts, whose weights cannot be pushed to an engine yet",
-            remedy="use a dense model",
+            f"{path} has experts, whose weights cannot be pushed to engine {engine!r} yet",
+            key="actor_rollout_ref.rollout.name",
+            remedy="use engine 'hf', or a dense model",
         )
 
 
