@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.rope import Rope
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import (
+    Dense,
+    Experts,
+    FeedForward,
+    GroupedQueryAttention,
+    ModelShape,
+)
 
 
 def matmul(m: int, k: int, n: int) -> int:
@@ -28,12 +34,18 @@ def enumerated(shape: ModelShape, lens: list[int]) -> int:
                 for row in range(length):
                     total += matmul(1, d, row + 1) + matmul(1, row + 1, d)
             total += matmul(length, q * d, h)
-            total += 2 * matmul(length, h, layer.width) + matmul(length, layer.width, h)
+            passed, width = 1, layer.width
+            if isinstance(layer, Experts):
+                total += matmul(length, h, layer.count)
+                passed, width = layer.top_k, layer.expert_width
+            total += passed * (2 * matmul(length, h, width) + matmul(length, width, h))
         total += matmul(length, h, shape.vocab_size)
     return total
 
 
-def decoder(hidden: int, vocab: int, attention: GroupedQueryAttention, *widths: int) -> ModelShape:
+def decoder(
+    hidden: int, vocab: int, attention: GroupedQueryAttention, *layers: FeedForward
+) -> ModelShape:
     return ModelShape(
         family="any",
         hidden_size=hidden,
@@ -43,7 +55,7 @@ def decoder(hidden: int, vocab: int, attention: GroupedQueryAttention, *widths: 
         rope=Rope(theta=1e4),
         tied_embeddings=True,
         attention=attention,
-        feed_forward=tuple(Dense(width=width) for width in widths),
+        feed_forward=layers,
     )
 
 
@@ -62,17 +74,23 @@ small = st.integers(1, 6)
         qkv_bias=st.booleans(),
         qk_norm=st.booleans(),
     ),
-    widths=st.lists(small, max_size=3),
+    layers=st.lists(
+        st.builds(Dense, width=small)
+        | st.builds(
+            Experts, count=st.just(6), expert_width=small, top_k=small, renormalised=st.booleans()
+        ),
+        max_size=3,
+    ),
     lens=st.lists(st.integers(0, 9), max_size=4),
 )
 def test_the_count_equals_an_enumeration(
     hidden: int,
     vocab: int,
     attention: GroupedQueryAttention,
-    widths: list[int],
+    layers: list[FeedForward],
     lens: list[int],
 ) -> None:
-    shape = decoder(hidden, vocab, attention, *widths)
+    shape = decoder(hidden, vocab, attention, *layers)
     counts = {"tokens": sum(lens), "projected_tokens": sum(lens)}
     counts |= {"pairs": sum(row + 1 for length in lens for row in range(length))}
     forward = model_flops(shape, **counts, backward=False)
@@ -87,7 +105,7 @@ def test_a_known_model_is_close_to_six_flops_per_parameter_and_token() -> None:
     """SmolLM2-135M has 134.5 M parameters; short sequences make attention scores negligible."""
     attention = GroupedQueryAttention(heads=9, groups=3, head_dim=64)
     flops = model_flops(
-        decoder(576, 49152, attention, *[1536] * 30),
+        decoder(576, 49152, attention, *[Dense(width=1536)] * 30),
         tokens=320,
         pairs=10 * 32 * 33 // 2,
         projected_tokens=320,
