@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_layer import (
 from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
+from ctrl_megatron.models.router import Router
 from ctrl_megatron.models.shape import Dense, Experts, FeedForward
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -134,7 +135,8 @@ def block_spec(feed_forward: Sequence[FeedForward], *, qk_norm: bool) -> Any:
                 mlp = ModuleSpec(module=MLP, submodules=gated)
             case Experts():
                 experts = ModuleSpec(module=SequentialMLP, submodules=gated)
-                mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+                parts: Any = MoESubmodules(experts=experts, router=Router)
+                mlp = ModuleSpec(module=MoELayer, submodules=parts)
         parts = TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(
@@ -161,4 +163,6 @@ def _transformer_engine_layer(kind: FeedForward, *, qk_norm: bool) -> Any:
     )
     parts = spec.submodules.self_attention.submodules
     parts.core_attention = over_shared_prefixes(parts.core_attention)
+    if experts is not None:
+        spec.submodules.mlp.submodules.router = Router
     return spec
