@@ -105,5 +105,5 @@ def _largest_module(shape: ModelShape) -> int:
     arriving = 0
     for rule in rules(shape):
         sizes = [math.prod(tensor.shape) for tensor in rule.hf]
-        arriving = max(arriving, sum(sizes) if rule.kind == "gate_up" else max(sizes))
+        arriving = max(arriving, sum(sizes) if rule.kind == "column" else max(sizes))
     return arriving

@@ -13,7 +13,14 @@ from typing import Any
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, whole
-from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, GroupedQueryAttention
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    ExpertNames,
+    Experts,
+    FeedForward,
+    GroupedQueryAttention,
+)
 
 HfConfig = Mapping[str, Any]
 """A ``config.json`` with the family's defaults."""
@@ -74,14 +81,9 @@ def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
     experts = Experts(
         count=whole(config, counted, where),
         expert_width=whole(config, "moe_intermediate_size", where),
-        top_k=whole(config, "num_experts_per_tok", where),
+        top_k=_top_k(config, counted, where),
         renormalised=bool(config["norm_topk_prob"]),
     )
-    if not 1 < experts.top_k <= experts.count:
-        raise UserError(
-            f"{where}: num_experts_per_tok={experts.top_k} is not supported, only 2 to "
-            f"{counted}={experts.count}"
-        )
     step, dense = whole(config, "decoder_sparse_step", where), config.get("mlp_only_layers") or ()
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     if len(sparse) == layers:
@@ -89,6 +91,33 @@ def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
     width = Dense(width=whole(config, "intermediate_size", where))
     return tuple(experts if i in sparse else width for i in range(layers))
 
+
+def _top_k(config: HfConfig, counted: str, where: str) -> int:
+    """Experts for each token, of as many as the key ``counted`` says."""
+    chosen, count = whole(config, "num_experts_per_tok", where), whole(config, counted, where)
+    if not 1 < chosen <= count:
+        raise UserError(
+            f"{where}: num_experts_per_tok={chosen} is not supported, only 2 to {counted}={count}"
+        )
+    return chosen
+
+
+_MIXTRAL = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def _mixtral(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    experts = Experts(
+        count=whole(config, "num_local_experts", where),
+        expert_width=whole(config, "intermediate_size", where),
+        top_k=_top_k(config, "num_local_experts", where),
+        renormalised=True,
+        names=_MIXTRAL,
+    )
+    return (experts,) * whole(config, "num_hidden_layers", where)
+
+
+_ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Keys that change a loss that is not computed here."""
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -120,11 +149,23 @@ FAMILIES: Mapping[str, Family] = {
             [
                 *("num_experts", "num_local_experts", "moe_intermediate_size"),
                 *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step"),
-                "mlp_only_layers",
-                # They change a loss that is not computed here.
-                *("output_router_logits", "router_aux_loss_coef"),
+                *("mlp_only_layers", *_ROUTER_LOSS),
             ]
         ),
+    ),
+    "mixtral": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
+        feed_forward=_mixtral,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        keys=frozenset(
+            [*("num_local_experts", "num_experts_per_tok", "router_jitter_noise"), *_ROUTER_LOSS]
+        ),
+        only={"sliding_window": (None,), "router_jitter_noise": (None, 0, 0.0)},
     ),
 }
 """``model_type`` -> family."""

@@ -14,10 +14,19 @@ from itertools import groupby, product
 from types import MappingProxyType
 from typing import Literal
 
-from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    ExpertNames,
+    Experts,
+    FeedForward,
+    ModelShape,
+)
 from ctrl_megatron.parallel.layout import MeshName
 
-Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Kind = Literal["replicated", "row", "vocab", "qkv", "column"]
+"""How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
+rows of every tensor, one after the other (``column``) or by query group (``qkv``)."""
 Part = Literal["embedding", "layer", "final_norm", "output"]
 
 
@@ -140,24 +149,25 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
         case Dense(width=width):
             fc1 = "mlp.linear_fc1"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
-            yield from _gated(layers, "mlp", "mlp", hidden, width)
-        case Experts(count=count, top_k=top_k, expert_width=width):
-            router = {"mlp.gate": (count, hidden)}
-            own, theirs = "mlp.experts.local_experts.{e}", "mlp.experts.{e}"
+            yield from _gated(layers, "mlp", "mlp", ExpertNames(), hidden, width)
+        case Experts(count=count, top_k=top_k, expert_width=width, names=names):
+            router = {f"{names.block}.gate": (count, hidden)}
+            own, theirs = "mlp.experts.local_experts.{e}", f"{names.block}.experts.{{e}}"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
-            for rule in _gated(layers, own, theirs, hidden, width):
+            for rule in _gated(layers, own, theirs, names, hidden, width):
                 yield replace(rule, mesh="expert", experts=count, passed=top_k)
 
 
 def _gated(
-    layers: tuple[int, ...], own: str, theirs: str, hidden: int, width: int
+    layers: tuple[int, ...], own: str, theirs: str, names: ExpertNames, hidden: int, width: int
 ) -> Iterator[ParamRule]:
     """The products of a gated feed-forward layer, which is called ``own`` here and ``theirs`` in
     Hugging Face's models."""
-    gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
-    yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
-    yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
+    halves = {f"{theirs}.{x}": (width, hidden) for x in (names.gate, names.up)}
+    out = {f"{theirs}.{names.down}": (hidden, width)}
+    yield _layer_rule(layers, f"{own}.linear_fc1", "column", halves)
+    yield _layer_rule(layers, f"{own}.linear_fc2", "row", out)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""The dimensions of a decoder, independent of library, layout and names."""
+"""The dimensions of a decoder, independent of library and layout."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a family's files call the parts of a layer with experts."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Gated feed-forward layers of which a router chooses ``top_k`` for each token."""
 
@@ -60,6 +70,7 @@ class Experts:
     top_k: int
     renormalised: bool
     """The weights of a token's experts sum to 1; otherwise they are their shares among all."""
+    names: ExpertNames = ExpertNames()
 
     @property
     def width(self) -> int:

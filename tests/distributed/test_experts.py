@@ -77,5 +77,5 @@ def test_gradients_are_those_of_transformers(
                 found = weights_of(tmp_path / spec / way / family)
                 assert expected.keys() == found.keys()
                 for name, want in expected.items():
-                    gap = (found[name] - want).norm() / want.norm()
-                    assert gap <= 1e-5, (family, spec, way, name, float(gap))
+                    gap = (found[name] - want).norm()  # 0 for an expert that no token passes
+                    assert gap <= 1e-5 * want.norm(), (family, spec, way, name, float(gap))

@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "mlp_only_layers": [3],
         },
     ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "head_dim": 10}),
 }
 LAYOUTS = [
     Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
@@ -116,7 +117,7 @@ def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
             assert torch.all(own == 1), param.name
     copied = shape.tied_embeddings and layout.pipeline * layout.virtual_pipeline > 1
     for hf, count in covered.items():
-        if hf.endswith(("norm.weight", "mlp.gate.weight")):
+        if hf.endswith(("norm.weight", ".gate.weight")):
             assert torch.all(count == layout.tensor), hf
         else:
             assert torch.all(count == (2 if copied and "embed" in hf else 1)), hf
@@ -140,15 +141,20 @@ def whole_parameter(
         fused = torch.cat(grouped, dim=1)
         return fused.chunk(tensor)[tp].flatten(0, 2)
     mlp = at + "mlp"
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if shape.family == "mixtral":
+        mlp, gate, up, down = at + "block_sparse_moe", "w1", "w3", "w2"
+    if "router" in param.name:
+        return hf[f"{mlp}.gate.weight"]
     if "local_experts" in param.name:
         mlp += ".experts." + param.name.split("local_experts.")[1].split(".")[0]
     if "linear_fc1" in param.name:
-        halves = [hf[f"{mlp}.{p}_proj.weight"].chunk(tensor)[tp] for p in ("gate", "up")]
+        halves = [hf[f"{mlp}.{p}.weight"].chunk(tensor)[tp] for p in (gate, up)]
         return torch.cat(halves)
     if "linear_proj" in param.name:
         return hf[at + "self_attn.o_proj.weight"].chunk(tensor, dim=1)[tp]
     if "linear_fc2" in param.name:
-        return hf[f"{mlp}.down_proj.weight"].chunk(tensor, dim=1)[tp]
+        return hf[f"{mlp}.{down}.weight"].chunk(tensor, dim=1)[tp]
     if "embedding" in param.name or "output_layer" in param.name:
         head_name = "model.embed_tokens.weight"
         if "output" in param.name and not shape.tied_embeddings:
@@ -162,7 +168,6 @@ def whole_parameter(
         "q_layernorm": at + "self_attn.q_norm.weight",
         "k_layernorm": at + "self_attn.k_norm.weight",
         "final_layernorm": "model.norm.weight",
-        "router": at + "mlp.gate.weight",
     }
     return hf[norms[param.name.split(".")[-2]]]
 

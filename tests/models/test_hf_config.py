@@ -143,6 +143,28 @@ QWEN3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+EXPERTS = {"qwen3_moe": QWEN3_MOE, "mixtral": MIXTRAL}
 MODELS = {"smollm2": SMOLLM2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
 
 
@@ -189,23 +211,45 @@ def test_layers_with_experts_are_those_of_the_configuration() -> None:
     shape = parse_model_shape(QWEN3_MOE)
     experts = Experts(count=128, expert_width=768, top_k=8, renormalised=True)
     assert shape.feed_forward == (experts,) * 48
-    parameters = sum(map(math.prod, hf_shapes(shape).values()))
-    assert parameters == 30_532_122_624  # as published: 30.5 B
     changes = {"decoder_sparse_step": 3, "mlp_only_layers": [5], "num_hidden_layers": 9}
     mixed = parse_model_shape({**QWEN3_MOE, **changes}).feed_forward
     assert [kind == experts for kind in mixed] == [i in (2, 8) for i in range(9)]
     assert mixed[0] == Dense(width=6144)
 
 
-def test_a_key_of_experts_that_is_missing_has_the_value_that_transformers_takes() -> None:
-    for key in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"):
-        config = {k: v for k, v in QWEN3_MOE.items() if k != key}
+@pytest.mark.parametrize(
+    ("model", "published"), [("qwen3_moe", 30_532_122_624), ("mixtral", 46_702_792_704)]
+)
+def test_a_model_with_experts_has_as_many_parameters_as_published(
+    model: str, published: int
+) -> None:
+    shape = parse_model_shape(EXPERTS[model])
+    assert sum(map(math.prod, hf_shapes(shape).values())) == published
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(EXPERTS[model]))
+    assert shape == parse_model_shape(json.loads(theirs.to_json_string()))
+
+
+FILLED_IN_FOR_EXPERTS = {
+    "qwen3_moe": ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"),
+    "mixtral": ("rope_theta", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads"),
+}
+NEEDED_FOR_EXPERTS = {
+    "qwen3_moe": ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+}
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_a_key_of_experts_that_is_missing_has_the_value_that_transformers_takes(model: str) -> None:
+    for key in FILLED_IN_FOR_EXPERTS[model]:
+        config = {k: v for k, v in EXPERTS[model].items() if k != key}
         theirs = transformers.AutoConfig.for_model(**config)
         ours = parse_model_shape(config)
         assert ours == parse_model_shape(json.loads(theirs.to_json_string())), key
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        with pytest.raises(UserError, match=key if key != "num_experts" else "num_local_experts"):
-            parse_model_shape({k: v for k, v in QWEN3_MOE.items() if k != key})
+    for key in NEEDED_FOR_EXPERTS[model]:
+        names = {key, "num_experts"} if key == "num_local_experts" else {key}
+        with pytest.raises(UserError, match=key):
+            parse_model_shape({k: v for k, v in EXPERTS[model].items() if k not in names})
 
 
 @pytest.mark.parametrize("chosen", [1, 129])
@@ -293,7 +337,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama31", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("llama31", {"embedding_multiplier": 0}, "embedding_multiplier"),
     ("llama31", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
-    ("llama31", {"model_type": "mixtral"}, "mixtral"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("llama31", {"model_type": "gemma3"}, "gemma3"),
     ("llama31", {"model_type": None}, "model_type"),
     ("llama31", {"rope_theta": None}, "rope_theta"),
     ("llama31", {"num_key_value_heads": 5}, "num_attention_heads=32 .* num_key_value_heads=5"),
@@ -305,7 +351,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_supported_is_refused_by_name(
     model: str, change: dict[str, Any], named: str
 ) -> None:
-    config = {**MODELS[model], **change}
+    config = {**{**MODELS, **EXPERTS}[model], **change}
     with pytest.raises(ValueError, match=rf"some/config\.json: .*{named}"):
         parse_model_shape(config, "some/config.json")
 
