@@ -20,7 +20,9 @@ from ctrl_megatron.models.shape import (
     ExpertNames,
     Experts,
     FeedForward,
+    GroupedQueryAttention,
     ModelShape,
+    MultiLatentAttention,
 )
 from ctrl_megatron.parallel.layout import MeshName
 
@@ -127,6 +129,16 @@ def _layer_rule(
 
 
 def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
+    match attention:
+        case GroupedQueryAttention():
+            return _grouped_query(attention, hidden, layers)
+        case MultiLatentAttention():
+            return _latent(attention, hidden, layers)
+
+
+def _grouped_query(
+    attention: GroupedQueryAttention, hidden: int, layers: tuple[int, ...]
+) -> Iterator[ParamRule]:
     qkv, own = "self_attention.linear_qkv", "self_attn"
     rows = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     norm = {"input_layernorm": (hidden,)}
@@ -143,6 +155,34 @@ def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> It
     yield _layer_rule(layers, "self_attention.linear_proj", "row", out)
 
 
+def _latent(
+    attention: MultiLatentAttention, hidden: int, layers: tuple[int, ...]
+) -> Iterator[ParamRule]:
+    """The short vectors are computed on every tensor rank, what follows from them by heads."""
+
+    def rule(own: str, kind: Kind, theirs: str, *size: int, te: str | None = None) -> ParamRule:
+        at = "self_attention."
+        hf = {f"self_attn.{theirs}": size}
+        return _layer_rule(layers, at + own, kind, hf, te=te and at + te)
+
+    heads, rank, short = attention.heads, attention.q_lora_rank, attention.kv_lora_rank
+    queries = heads * attention.qk_head_dim
+    yield _layer_rule(layers, "input_layernorm", "replicated", {"input_layernorm": (hidden,)})
+    if rank is None:
+        yield rule("linear_q_proj", "column", "q_proj", queries, hidden)
+    else:
+        up = "linear_q_up_proj"
+        yield rule("linear_q_down_proj", "replicated", "q_a_proj", rank, hidden)
+        yield rule("q_layernorm", "replicated", "q_a_layernorm", rank, te=up)
+        yield rule(up, "column", "q_b_proj", queries, rank)
+    down, up = short + attention.qk_rope_head_dim, "linear_kv_up_proj"
+    expanded = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    yield rule("linear_kv_down_proj", "replicated", "kv_a_proj_with_mqa", down, hidden)
+    yield rule("kv_layernorm", "replicated", "kv_a_layernorm", short, te=up)
+    yield rule(up, "column", "kv_b_proj", expanded, short)
+    yield rule("linear_proj", "row", "o_proj", hidden, heads * attention.v_head_dim)
+
+
 def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
     norm = {"post_attention_layernorm": (hidden,)}
     match kind:
@@ -150,13 +190,26 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
             fc1 = "mlp.linear_fc1"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
             yield from _gated(layers, "mlp", "mlp", ExpertNames(), hidden, width)
-        case Experts(count=count, top_k=top_k, expert_width=width, names=names):
+        case Experts(count=count, names=names):
             router = {f"{names.block}.gate": (count, hidden)}
             own, theirs = "mlp.experts.local_experts.{e}", f"{names.block}.experts.{{e}}"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
-            for rule in _gated(layers, own, theirs, names, hidden, width):
-                yield replace(rule, mesh="expert", experts=count, passed=top_k)
+            if kind.correction_bias:
+                bias = f"model.layers.{{i}}.{names.block}.gate.e_score_correction_bias"
+                yield ParamRule(
+                    "layer",
+                    "decoder.layers.{i}.mlp.router.expert_bias",
+                    (HfTensor(bias, (count,)),),
+                    "replicated",
+                    layers=layers,
+                    buffer="float32",
+                )
+            for rule in _gated(layers, own, theirs, names, hidden, kind.expert_width):
+                yield replace(rule, mesh="expert", experts=count, passed=kind.top_k)
+            if kind.shared_width:
+                shared = "mlp.shared_experts"
+                yield from _gated(layers, shared, shared, names, hidden, kind.shared_width)
 
 
 def _gated(
