@@ -34,6 +34,7 @@ from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_pr
 from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
+from ctrl_megatron.models.router import Router
 from ctrl_megatron.models.shape import (
     Attention,
     Dense,
@@ -144,7 +145,7 @@ def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
         case Experts():
             experts = ModuleSpec(module=SequentialMLP, submodules=gated)
             shared = ModuleSpec(module=SharedExpertMLP, submodules=gated)
-            parts = MoESubmodules(experts=experts, shared_experts=shared)
+            parts: Any = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
             mlp = ModuleSpec(module=MoELayer, submodules=parts)
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -200,4 +201,6 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
     own.submodules.core_attention = over_shared_prefixes(own.submodules.core_attention)
     if latent:
         own.module = LatentSelfAttention
+    if isinstance(kind, Experts):
+        spec.submodules.mlp.submodules.router = Router
     return spec

@@ -153,6 +153,57 @@ def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
     return out
 
 
+def reference_router_losses(
+    directory: Path, batches: list[dict], losses: dict[str, float], out: Path
+) -> tuple[Path, dict[str, float]]:
+    """The routers' losses over ``batches``, each one micro-batch, on transformers' hidden states in
+    float64: (gradients saved as a model in ``out``, metrics of a step)."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    )
+    gates = {i: m.mlp.gate for i, m in enumerate(model.model.layers) if hasattr(m.mlp, "gate")}
+    seen: dict[int, list[torch.Tensor]] = {}
+    for layer, gate in gates.items():
+        gate.register_forward_pre_hook(
+            lambda gate, given, layer=layer: seen.setdefault(layer, []).append(
+                given[0].flatten(0, -2) @ gate.weight.T
+            )
+        )
+    count = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    top_k, sums = model.config.num_experts_per_tok, {"balance": 0.0, "z": 0.0}
+    loads = {layer: torch.zeros(model.config.num_experts) for layer in gates}
+    for batch in batches:
+        seen.clear()
+        for ids, attended in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            model.model(ids[attended.bool()][None])
+        total = torch.zeros((), dtype=torch.float64)
+        for layer, rows in seen.items():
+            logits = torch.cat(rows)
+            shares = logits.softmax(-1)
+            chosen = torch.zeros_like(shares).scatter(1, shares.topk(top_k).indices, 1.0)
+            loads[layer] += chosen.sum(0).float()
+            fractions = chosen.mean(0) / top_k
+            parts = {
+                "balance": len(fractions) * (fractions * shares.mean(0)).sum(),
+                "z": logits.logsumexp(-1).square().mean(),
+            }
+            for name, part in parts.items():
+                total = total + losses[name] * part * len(logits) / count
+                sums[name] += float(part) * len(logits) / count / len(gates)
+        total.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(out)
+    busiest = {f"moe/max_load/{i}": float(load.max() / load.mean()) for i, load in loads.items()}
+    return out, {
+        **busiest,
+        "moe/max_load": max(busiest.values()),
+        "moe/balance_loss": sums["balance"],
+        "moe/z_loss": sums["z"],
+    }
+
+
 @torch.no_grad()
 def reference_log_probs(
     directory: Path, batch: dict, temperature: float
