@@ -97,13 +97,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     host_of_rank = tuple(rank // each for rank in range(trainer.nnodes * each))
     plan = ShardPlan(
         shape,
-        layout_for(
-            len(host_of_rank),
-            tensor=megatron.tensor_model_parallel_size,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-            sequence_parallel=megatron.sequence_parallel,
-        ),
+        layout_for(len(host_of_rank), megatron),
         EngineCut(tensor=tensor),
         takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
         host_of_rank,
