@@ -42,11 +42,39 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "head_dim": 20,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "mscale": 0.7},
+    **{"mscale_all_dim": 0.9, "original_max_position_embeddings": 16},
+}
 EXPERTS = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_mixed": (
         transformers.Qwen3MoeConfig,
         {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {**_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
     ),
 }
 
@@ -73,6 +101,9 @@ def save_tiny(
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     model.to(dtype).save_pretrained(directory)
     return directory
 
