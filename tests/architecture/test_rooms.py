@@ -27,6 +27,7 @@ ORDER = (
         "types",
         "engine_kinds",
         "background",
+        "exposition",
         "config",
         "metrics",
         "prompts",
