@@ -75,8 +75,9 @@ def test_what_is_sent_is_read(name: str) -> None:
                 # As it arrives in the engine's process.
                 chunk = json.loads(json.dumps(bucket.chunk))
                 read = {key: tensor.clone() for key, tensor in read_chunk(chunk)}
-                assert read.keys() == dict(bucket.tensors).keys()
-                assert all(torch.equal(read[key], sent) for key, sent in bucket.tensors)
+                sent = dict(bucket.tensors)
+                assert read.keys() == sent.keys()
+                assert all(torch.equal(read[key], tensor) for key, tensor in sent.items())
                 found |= read
         assert list(found) == [spec.name for spec in SPECS]
         for number, spec in enumerate(SPECS):
@@ -124,7 +125,7 @@ def test_a_medium_of_ones_own_is_named_by_its_class(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("carrier_pigeon", "is none of shared_memory; name one of them, or module:Class"),
+        ("carrier_pigeon", "is none of shards, shared_memory; name one of them, or module:Class"),
         ("no_such_module_anywhere:Sender", "cannot import 'no_such_module_anywhere:Sender'"),
         ("ctrl_megatron.types:Sender", "cannot import 'ctrl_megatron.types:Sender'"),
     ],
