@@ -137,6 +137,42 @@ def push_shards(
     return found
 
 
+def push_into(
+    rank: int, layout: dict[str, Any], directory: str, address: Any, workers: int
+) -> dict[str, dict[str, str]]:
+    """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
+    shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
+    empty on the other ranks."""
+    from ctrl_megatron.background import BackgroundLoop
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import push
+    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+    from ctrl_megatron.rollout.client import RemoteEngine
+
+    joined = start(layout)
+    groups = on_hosts(joined, tuple(range(joined.layout.world_size)))
+    policy = make_policy(groups, directory)
+    engines = EngineLayout(dtype="float32", bucket_bytes=20000, workers=workers)
+    source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
+    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=200.0)
+    engine = RemoteEngine(address) if groups.is_first else None
+    found: dict[str, dict[str, str]] = {}
+    for version in ("sent", "doubled"):
+        push(source, engine, loop, sender, waiting, version=version, verify=True)
+        if engine is not None:
+            found[version] = loop.run(engine.checksums())
+        with torch.no_grad():
+            for model in policy.models:
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+    if engine is not None:
+        loop.run(engine.close())
+    return found
+
+
 def make_policy(
     groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
 ) -> Any:
