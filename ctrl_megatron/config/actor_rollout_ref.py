@@ -103,6 +103,10 @@ class Megatron:
     """Ranks that share the stack of layers."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
+    expert_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks over which the experts of a layer are spread; it may take in data-parallel ranks."""
+    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1)
+    """Ranks that share one expert; None for tensor_model_parallel_size, as in Megatron."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
@@ -272,6 +276,9 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
+    streaming: bool = True
+    """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
+    judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""
     seed: int = 0
     """Base seed of the sampling."""
     free_cache_engine: bool = key(True, read=when(".placement", "colocated"))

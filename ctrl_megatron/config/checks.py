@@ -114,6 +114,13 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"does not divide the {world_size} ranks that were started; start a multiple of "
             f"{tensor * pipeline} ranks or change the sizes"
         )
+    expert = megatron.expert_tensor_parallel_size or tensor
+    if tensor * data % (expert * megatron.expert_model_parallel_size):
+        raise UserError(
+            f"{_M}expert_model_parallel_size={megatron.expert_model_parallel_size} x "
+            f"expert_tensor_parallel_size={expert} does not divide the {tensor * data} ranks of a "
+            "pipeline stage; change the sizes"
+        )
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size

@@ -104,14 +104,17 @@ def saved_by_layer(p: PassShape) -> float:
 def _saved_by_experts(p: PassShape) -> float:
     """Bytes per token that a layer with experts keeps beside its products: the token's copy and
     the scaled product of each expert that it passes, and the router's scores. The layer of the
-    model that keeps most counts."""
+    model that keeps most counts. A rank computes as many tokens as it sends if the load is even,
+    and with expert tensor ranks those that it sends and those that they send.
+    """
     kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
-    return max(
-        (
-            p.dtype_size * (kind.top_k * p.shape.hidden_size + kind.width) + 12 * kind.count
-            for kind in kinds
-        ),
-        default=0,
+    copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
+    return (
+        max(
+            (p.dtype_size * (kind.top_k * copies + kind.width) + 12 * kind.count for kind in kinds),
+            default=0,
+        )
+        / p.sequence_ranks
     )
 
 

@@ -144,12 +144,17 @@ METRICS: dict[str, Metric] = {
 
 def metric_of(name: str) -> Metric | None:
     """The entry of a logged name; None for a metric of a user's own."""
-    exact = METRICS.get(name)
-    if exact is not None:
-        return exact
-    found = next((m for pattern, m in METRICS.items() if _matches(pattern, name)), None)
-    rate = rate_of_all(name)
-    return metric_of(rate) if found is None and rate is not None else found
+    entry, rate = pattern_of(name), rate_of_all(name)
+    if entry is None:
+        return None if rate is None else metric_of(rate)
+    return METRICS[entry]
+
+
+def pattern_of(name: str) -> str | None:
+    """The key of ``METRICS`` for a logged name: itself, or the pattern that it matches."""
+    if name in METRICS:
+        return name
+    return next((pattern for pattern in METRICS if _matches(pattern, name)), None)
 
 
 def rate_of_all(name: str) -> str | None:

@@ -21,7 +21,7 @@ from ctrl_megatron.models.layer_spec import (
 )
 from ctrl_megatron.models.rope import rope_frequencies
 from ctrl_megatron.models.shape import Dense, Experts, FeedForward, ModelShape
-from ctrl_megatron.models.shards import check_tensor_size
+from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -80,6 +80,8 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
@@ -149,7 +151,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     """
     layout = groups.layout
     layout.check_layers(shape.num_layers)
-    check_tensor_size(shape, layout)
+    check_split(shape, layout)
     config = transformer_config(shape, groups, options)
     padded = vocab_range(shape.vocab_size, 0, layout.tensor)[2] * layout.tensor
     chunks = []

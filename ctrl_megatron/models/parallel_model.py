@@ -72,6 +72,8 @@ class ParallelModel:
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
         for param, weight in self.places():
+            # Megatron sums the gradients of unmarked weights over the data-parallel ranks.
+            weight.allreduce = param.mesh == "dense"  # type: ignore[attr-defined]
             for cut in param.cuts:
                 # Megatron marks split weights when it initialises them, which is skipped here;
                 # unmarked, they would count as copies and be missing in the gradient norm.
@@ -273,7 +275,7 @@ class ParallelModel:
             token_budget=token_budget,
             shared_prefix=self.options.shared_prefix,
             multiple=layout.tensor if self.config.sequence_parallel else 1,
-            count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            count=self._micro_batches_together,
             device=self.groups.device,
         )
         self._count(micro_batches, backward=backward)
@@ -286,6 +288,17 @@ class ParallelModel:
             "seq_length": layout.tensor,
             "micro_batch_size": 1,
         }
+
+    def _micro_batches_together(self, own: int) -> int:
+        """The number of micro-batches of a pass in which ``own`` have rows of this rank.
+
+        Ranks that compute a layer's experts together take part in each other's micro-batches, and
+        the interleaved schedule needs a multiple of the stages.
+        """
+        layout = self.groups.layout
+        most = self.groups.most_over_data(own) if layout.experts_join_data_ranks else own
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return -(-most // multiple) * multiple
 
     def _sum(self, shares: list[Scalars]) -> dict[str, float]:
         """The sum over micro-batches and data-parallel ranks, on every stage."""

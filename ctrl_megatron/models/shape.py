@@ -68,7 +68,7 @@ class Experts:
 
     @property
     def split_sizes(self) -> Mapping[str, int]:
-        """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
+        """Key of ``config.json`` -> a size that must divide over the expert tensor ranks."""
         return {"moe_intermediate_size": self.expert_width}
 
 

@@ -32,8 +32,8 @@ from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import Experts, ModelShape
-from ctrl_megatron.models.shards import check_tensor_size
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.models.shards import check_split
+from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
@@ -107,7 +107,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
                 if purpose == "rl":
-                    _check_engine_takes(path, shape)
+                    _check_engine_takes(config, path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -167,12 +167,8 @@ def _check_role(
     trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
     megatron = config.actor_rollout_ref.actor.megatron
     if trained:
-        layout = Layout(
-            tensor=megatron.tensor_model_parallel_size,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
-        )
-        check_tensor_size(shape, layout)
+        layout = layout_for(config.trainer.nnodes * config.trainer.n_gpus_per_node, megatron)
+        check_split(shape, layout)
         layout.check_layers(shape.num_layers)
     if shape.value_head and key != "critic.model.path":
         raise UserError(
@@ -188,11 +184,13 @@ def _check_role(
         )
 
 
-def _check_engine_takes(path: str, shape: ModelShape) -> None:
-    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
+def _check_engine_takes(config: Config, path: str, shape: ModelShape) -> None:
+    engine = config.actor_rollout_ref.rollout.name
+    if engine != "hf" and any(isinstance(kind, Experts) for kind in shape.feed_forward):
         raise UserError(
-            f"{path} has experts, whose weights cannot be pushed to an engine yet",
-            remedy="use a dense model",
+            f"{path} has experts, whose weights cannot be pushed to engine {engine!r} yet",
+            key="actor_rollout_ref.rollout.name",
+            remedy="use engine 'hf', or a dense model",
         )
 
 

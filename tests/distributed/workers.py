@@ -47,6 +47,15 @@ def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, 
     return found
 
 
+def in_turn(rank: int, layout: dict, out: str, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By name the results of several functions of one world, each with its own arguments; files are
+    written below ``out/NAME``."""
+    return {
+        name: _named(name)(rank, layout=layout, out=f"{out}/{name}", **given)
+        for name, given in calls.items()
+    }
+
+
 def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
     """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
     the bytes (i + 1); returns which values each tensor has here afterwards."""
@@ -696,6 +705,45 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             process.stop()
         background.close()
     return found
+
+
+def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
+    """Rank 1 never comes to a barrier; rank 0 reports what it sees of that and ends."""
+    import ctypes
+    import threading
+    import time
+
+    from ctrl_megatron.parallel.failure import FailureWatch
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.parallel.stacks import StackFile
+
+    groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=60 if holds_the_lock else 3)
+
+    def wait_for_stacks() -> None:
+        # ``run_world`` kills the others once a rank has ended.
+        deadline = time.monotonic() + 10
+        while "a_users" not in (run_dir / "stacks/rank_1.txt").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    limit = 3 if holds_the_lock else 60
+    watch = FailureWatch(groups, timeout=limit, clean_up=wait_for_stacks)
+    watch.write_stacks(StackFile(run_dir, rank))
+    groups.barrier()
+
+    def a_users_loss() -> None:
+        library = ctypes.PyDLL(None)  # whose functions keep Python's lock
+        while True:
+            library.sleep(60) if holds_the_lock else time.sleep(60)
+
+    try:
+        if rank == 1:
+            a_users_loss()
+        groups.barrier()
+    except RuntimeError as error:
+        watch.report(error)
+        threading.Event().wait()  # the watch ends the process
 
 
 def vocab_log_probs(

@@ -19,7 +19,7 @@ from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes, rules
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
-from ctrl_megatron.models.shards import ShardParam, check_tensor_size, shard_params
+from ctrl_megatron.models.shards import ShardParam, check_split, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 DIMS = {
@@ -258,7 +258,7 @@ def test_a_tensor_size_that_does_not_divide_is_named(
 ) -> None:
     shape = parse_model_shape({"model_type": "llama", **DIMS, **change})
     with pytest.raises(ValueError, match=f"{named} .*tensor_model_parallel_size={tensor}"):
-        check_tensor_size(shape, Layout(tensor=tensor))
+        check_split(shape, Layout(tensor=tensor))
 
 
 @st.composite
@@ -292,7 +292,7 @@ def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
 @given(shapes_and_layouts())
 def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layout]) -> None:
     shape, layout = drawn
-    check_tensor_size(shape, layout)
+    check_split(shape, layout)
     hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     back = {n: torch.full_like(t, torch.nan) for n, t in hf.items()}
     for _, _, _, param in shards(shape, layout):
