@@ -85,8 +85,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, takers_of_engines
 
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    megatron, each = config.actor_rollout_ref.actor.megatron, trainer.n_gpus_per_node
-    tensor = rollout.tensor_model_parallel_size
+    each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
     devices = engine_devices(
         each,
         placement=rollout.placement,
@@ -97,13 +96,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     host_of_rank = tuple(rank // each for rank in range(trainer.nnodes * each))
     plan = ShardPlan(
         shape,
-        layout_for(
-            len(host_of_rank),
-            tensor=megatron.tensor_model_parallel_size,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-            sequence_parallel=megatron.sequence_parallel,
-        ),
+        layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
         EngineCut(tensor=tensor),
         takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
         host_of_rank,
