@@ -132,7 +132,9 @@ def push_shards(
                 if groups.is_first_here and groups.here in readers:
                     for worker in range(workers):
                         with pytest.MonkeyPatch.context() as patched:
-                            patched.setattr(shards, "worker_number", lambda own=worker: own)
+                            patched.setattr(
+                                shards, "worker_number", lambda own=worker: (own, workers)
+                            )
                             read = dict(receiver.tensors(bucket.chunk))
                         got[worker] |= {name: tensor.clone() for name, tensor in read.items()}
                     got[-1] |= {name: tensor.clone() for name, tensor in bucket.tensors}

@@ -23,12 +23,12 @@ class ShardsReceiver:
         self._memory = SharedMemoryReceiver()
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the worker's segment. ValueError if there is none for this worker."""
-        worker, segments = worker_number(), chunk["place"]["segments"]
-        if worker >= len(segments):
+        """Yield views of the worker's segment. ValueError if the chunk is cut for an engine of
+        another size."""
+        (worker, size), segments = worker_number(), chunk["place"]["segments"]
+        if size != len(segments):
             raise ValueError(
-                f"the chunk is cut for an engine of {len(segments)} workers; this is number "
-                f"{worker}"
+                f"the chunk is cut for an engine of {len(segments)} workers; this one has {size}"
             )
         place = {"segment": segments[worker], "offsets": chunk["place"]["offsets"]}
         return self._memory.tensors(
@@ -36,6 +36,6 @@ class ShardsReceiver:
         )
 
 
-def worker_number() -> int:
-    """The number of this process among the workers of its engine, which split every layer."""
-    return dist.get_rank() if dist.is_initialized() else 0
+def worker_number() -> tuple[int, int]:
+    """(number of this process among the workers of its engine, their number)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
