@@ -102,12 +102,14 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
-                SafetensorsDirectory(path).check(shape)
+                tensors = SafetensorsDirectory(path)
+                tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
                 if purpose == "rl":
                     _check_engine_takes(config, path, shape)
+                    _check_not_quantised(path, tensors)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -191,6 +193,15 @@ def _check_engine_takes(config: Config, path: str, shape: ModelShape) -> None:
             f"{path} has experts, whose weights cannot be pushed to engine {engine!r} yet",
             key="actor_rollout_ref.rollout.name",
             remedy="use engine 'hf', or a dense model",
+        )
+
+
+def _check_not_quantised(path: str, tensors: SafetensorsDirectory) -> None:
+    if tensors.block is not None:
+        raise UserError(
+            f"the weights of {path} have 8 bits, in which engines would load them and receive no "
+            "others",
+            remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
 
 
