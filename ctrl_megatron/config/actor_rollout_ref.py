@@ -291,7 +291,8 @@ class Rollout(EngineKeys):
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
-    """Medium that brings weights to the engines: shared_memory, or module:Class of your own."""
+    """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
+    gets only its part), or module:Class of your own."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

@@ -12,6 +12,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
+from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, need, whole
 from ctrl_megatron.models.rope import Yarn
@@ -23,6 +24,7 @@ from ctrl_megatron.models.shape import (
     FeedForward,
     GroupChoice,
     GroupedQueryAttention,
+    ModelShape,
     MultiLatentAttention,
 )
 
@@ -303,3 +305,15 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """``model_type`` -> family."""
+
+
+def unread_keys(shape: ModelShape, engine: EngineName) -> list[str]:
+    """The keys of a model's ``config.json`` that ``engine`` ignores although they change the model
+    (by the code of SGLang 0.5.23)."""
+    if engine != "sglang" or shape.family != "qwen3_moe":
+        return []
+    changed = {
+        "tie_word_embeddings": shape.tied_embeddings,
+        "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
+    }
+    return [key for key, has in changed.items() if has]

@@ -350,6 +350,7 @@ def device_owner(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
         hosts=services.placement.hosts,
+        workers=family.rollout.tensor_model_parallel_size,
     )
     return DeviceOwner(
         services.connect_here(),

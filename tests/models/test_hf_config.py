@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.families import unread_keys
 from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
 from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
 from ctrl_megatron.models.rules import hf_shapes
@@ -608,6 +609,16 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with one mscale": {**YARN, "mscale": 0.7},
     "yarn with two mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+def test_keys_that_an_engine_does_not_read_are_named(engine: EngineName) -> None:
+    plain = {**QWEN3_MOE, "tie_word_embeddings": False}
+    changes = {"tie_word_embeddings": True, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+    assert unread_keys(parse_model_shape(plain), engine) == []
+    for key, value in changes.items():
+        found = unread_keys(parse_model_shape({**plain, key: value}), engine)
+        assert [key in named for named in found] == ([True] if engine == "sglang" else [])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
