@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.models.shape import (
+    Dense,
     Experts,
+    FeedForward,
     GroupedQueryAttention,
     ModelShape,
     MultiLatentAttention,
@@ -73,12 +75,11 @@ class PassShape:
 
 
 def saved_by_layer(p: PassShape) -> float:
-    """Bytes per token that one layer keeps for its backward pass, without full recomputation."""
-    e, t = p.dtype_size, p.layout.tensor
-    # The two halves of the activation and their product.
-    mlp = 3 * e * p.shape.widest / t + _saved_by_experts(p)
+    """Bytes per token that one layer keeps for its backward pass, without full recomputation; the
+    layer of the model that keeps most counts."""
+    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.shape.layers_by_kind)
     norms = 2 * (2 * p.residual + 4 / p.sequence_ranks)
-    softmax = 4 * p.shape.attention.heads / t
+    softmax = 4 * p.shape.attention.heads / p.layout.tensor
     match p.shape.attention:
         case GroupedQueryAttention() as attention:
             attended = _saved_by_grouped_query(p, attention)
@@ -123,21 +124,20 @@ def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
     return e * (short / s + wide) + 8 / s
 
 
-def _saved_by_experts(p: PassShape) -> float:
-    """Bytes per token that a layer with experts keeps beside its products: the token's copy and
-    the scaled product of each expert that it passes, and the router's scores. The layer of the
-    model that keeps most counts. A rank computes as many tokens as it sends if the load is even,
-    and with expert tensor ranks those that it sends and those that they send.
+def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
+    """Bytes per token of the two halves of the activation and their product; with experts also the
+    token's copy and the scaled product of each expert that it passes, and the router's scores. A
+    rank computes as many tokens as it sends if the load is even, and with expert tensor ranks those
+    that it sends and those that they send.
     """
-    kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
-    copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
-    return (
-        max(
-            (p.dtype_size * (kind.top_k * copies + kind.width) + 12 * kind.count for kind in kinds),
-            default=0,
-        )
-        / p.sequence_ranks
-    )
+    e, products = p.dtype_size, 3 * p.dtype_size * kind.width / p.layout.tensor
+    match kind:
+        case Dense():
+            return products
+        case Experts():
+            copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
+            routed = e * (kind.top_k * copies + kind.width) + 12 * kind.count
+            return products + routed / p.sequence_ranks
 
 
 def _exchanged(p: PassShape) -> float:

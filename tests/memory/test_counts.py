@@ -84,7 +84,26 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
 }
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 STATES = {
+    "latent attention": case({"data": 2}, LATENT),
+    "latent attention, expert and tensor ranks": case({**SEQUENCE, "data": 2, "expert": 2}, LATENT),
+    "latent attention, stages": case({"pipeline": 2}, LATENT),
     "one": case(),
     "float32": case(dtype="float32"),
     "plain optimizer": case(distributed=False),
@@ -165,6 +184,7 @@ PASSES = {
     "whole experts over tensor ranks": case(
         {**SEQUENCE, "data": 2, "expert": 4, "expert_tensor": 1}, EXPERTS
     ),
+    "latent attention": case(shape=LATENT),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
 }
