@@ -197,6 +197,12 @@ class ShardPlan:
         """What the workers need of a part, in the names of its pattern."""
         return self.patterns[part.pattern][part.number]
 
+    def rectangles(self, part: Part) -> Iterator[tuple[int, Rectangle]]:
+        """(worker, rectangle) of everything that the workers need of a part."""
+        for flow in self.flows(part):
+            for rectangle in flow.rectangles:
+                yield flow.worker, _in_place(rectangle, part)
+
     def buckets(self, bucket_bytes: int) -> list[tuple[Part, ...]]:
         """The parts in the order of the push; no worker gets more than ``bucket_bytes`` of a
         bucket, unless it is a single part."""

@@ -313,6 +313,14 @@ def test_world_size_must_fit_layout_and_batches() -> None:
         check(12, "sft")
 
 
+def test_shards_are_refused_for_engines_that_cut_in_other_ways() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    spread = rollout + "engine_kwargs.enable_expert_parallel=true"
+    assert messages(spread) == []
+    (line,) = messages(spread, rollout + "weight_transport=shards")
+    assert "weight_transport=shards" in line and "engine_kwargs.enable_expert_parallel" in line
+
+
 def test_engines_take_whole_hosts() -> None:
     rollout = "actor_rollout_ref.rollout."
     vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")

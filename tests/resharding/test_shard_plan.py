@@ -10,6 +10,7 @@ from math import prod
 
 import pytest
 import torch
+from fused_weights import fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,47 +89,6 @@ def pushes(draw: st.DrawFn, *, unit: int = 1) -> tuple[ModelShape, ShardPlan]:
         sent_whole=draw(st.sampled_from((0, 1 << 20))),
     )
     return shape, plan
-
-
-def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weights:
-    """What a worker computes with, as vLLM and SGLang fuse it; padding left out."""
-    size, found = cut.tensor, Weights()
-    heads, groups, width = (getattr(shape.attention, x) for x in ("heads", "groups", "head_dim"))
-    padded = -(-shape.vocab_size // 64) * 64 // size
-    for name, whole in hf.items():
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
-            found[name] = whole[worker * padded : (worker + 1) * padded]
-        elif ".q_proj." in name:
-            own = heads // size
-            rows = [whole[worker * own * width : (worker + 1) * own * width]]
-            count = max(1, groups // size)
-            first = worker * groups // size
-            for x in "kv":
-                part = hf[name.replace(".q_proj.", f".{x}_proj.")]
-                rows.append(part[first * width : (first + count) * width])
-            found[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(rows)
-        elif ".o_proj." in name:
-            found[name] = whole.chunk(size, dim=1)[worker]
-        elif ".gate_proj." in name or ".down_proj." in name:
-            spread = ".experts." in name and cut.spread_experts
-            index, parts = (0, 1) if spread else (worker, size)
-            if spread:
-                expert = int(name.split(".experts.")[1].split(".")[0])
-                count = max(
-                    int(n.split(".experts.")[1].split(".")[0]) + 1 for n in hf if ".experts." in n
-                )
-                if expert * size // count != worker:
-                    continue
-            if ".down_proj." in name:
-                found[name] = whole.chunk(parts, dim=1)[index]
-            else:
-                up = hf[name.replace(".gate_proj.", ".up_proj.")]
-                found[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
-                    [part.chunk(parts)[index] for part in (whole, up)]
-                )
-        elif not any(f".{x}_proj." in name for x in ("k", "v", "up")):
-            found[name] = whole
-    return found
 
 
 @settings(deadline=None, max_examples=50)
