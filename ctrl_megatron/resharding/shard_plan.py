@@ -353,7 +353,7 @@ def _box(
             return whole
         case "row":
             return _part_of(tensor, 1, worker, cut.tensor)
-        case "gate_up":
+        case "column":
             return _part_of(tensor, 0, worker, cut.tensor)
         case "qkv":
             groups = _groups(shape)
