@@ -25,7 +25,13 @@ from ctrl_megatron.checkpoint.sharded import (
     save_tensors,
     saved_tensors,
 )
-from ctrl_megatron.checkpoint.store import HF_FOLDER, POLICY_FOLDER, STATE_FILE, VALUE_FOLDER
+from ctrl_megatron.checkpoint.store import (
+    HF_FOLDER,
+    POLICY_FOLDER,
+    STATE_FILE,
+    VALUE_FOLDER,
+    verify_alone,
+)
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_model_shape
@@ -113,7 +119,7 @@ def megatron_to_hf(
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
     Memory has one file of at most ``file_bytes``. A value model becomes transformers'
-    token classification model with one label. Raises UserError for a checkpoint that is not whole,
+    token classification model with one label. Raises UserError for a checkpoint that is damaged,
     and for ``out`` as ``hf_to_megatron`` does.
     """
     require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
@@ -126,7 +132,8 @@ def megatron_to_hf(
     shape = read_model_shape(side)
     if folder == VALUE_FOLDER:
         shape = value_shape(shape)
-    require_whole(checkpoint / folder)
+    if verify_alone(checkpoint) is None:
+        require_whole(checkpoint / folder)
     held, first = saved_tensors(checkpoint / folder), hf_specs(shape, "float32")[0].name
     if first not in held:
         raise UserError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ctrl_megatron.checkpoint.manifest import (
+    MARKER,
+    DamagedFiles,
+    read_manifest,
+    sizes_of,
+    write_manifest,
+)
 from ctrl_megatron.errors import UserError, naming
-
-MARKER = ".ctrl_megatron.json"
-"""A file in a directory that a tool wrote: the name of the tool, and the size of every file."""
 
 
 @contextmanager
@@ -57,15 +60,14 @@ def _left_behind(target: Path, ending: str) -> list[Path]:
 
 @contextmanager
 def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
-    """``whole_directory`` for the output of ``tool``, with a file that records the tool.
+    """``whole_directory`` for the output of ``tool``, with a manifest.
 
     Raises the UserErrors of ``require_own``.
     """
     require_own(target, tool, overwrite=overwrite)
     with whole_directory(target) as work:
         yield work
-        marked = {"tool": tool, "files": _sizes(work)}
-        (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
+        write_manifest(work, tool)
 
 
 @contextmanager
@@ -82,8 +84,7 @@ def new_files(
     work.mkdir()
     try:
         yield work
-        marked = {"tool": tool, "files": _sizes(work)}
-        (work / MARKER).write_text(json.dumps(marked, indent=1) + "\n")
+        write_manifest(work, tool)
         # The mark is written first, so that after a kill the tool recognises its files.
         for path in sorted(work.iterdir(), key=lambda path: (path.name != MARKER, path.name)):
             os.replace(path, folder / path.name)
@@ -167,31 +168,18 @@ def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
 
 def _foreign(target: Path, tool: str) -> str | None:
     """A file in ``target`` that ``tool`` did not write, or not like this; None if there is none."""
-    wrote, sizes = _written_by(tool, target), _sizes(target)
+    wrote, sizes = _written_by(tool, target), sizes_of(target)
     changed = (name for name, size in sizes.items() if wrote.get(name) != size)
     return next(changed, None) or (None if wrote else "directories")
 
 
-def _written_by(tool: str, directory: Path) -> dict[str, int]:
+def _written_by(tool: str, directory: Path) -> Mapping[str, int]:
     """Sizes, in bytes, of the files that ``tool`` recorded."""
     try:
-        marked = json.loads((directory / MARKER).read_text())
-        return marked["files"] if marked["tool"] == tool else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = read_manifest(directory)
+    except DamagedFiles:
         return {}
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    """Size of every file below, by relative path; an empty directory counts as a file."""
-    found = {}
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_symlink() or not path.is_dir():
-            found[name] = path.lstat().st_size
-        elif not any(path.iterdir()):
-            found[name + "/"] = 0
-    found.pop(MARKER, None)
-    return found
+    return manifest.sizes if manifest is not None and manifest.tool == tool else {}
 
 
 def free_space(directory: Path) -> int:

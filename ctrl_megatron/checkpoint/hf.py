@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import whole_directory
+from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -67,13 +68,14 @@ def save_hf(
     *,
     side_files: str | Path,
     file_bytes: int = FILE_BYTES,
+    origin: Origin | None = None,
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
     They go through two buckets of ``file_bytes`` in the hosts' shared memory; nothing else is
     gathered. config.json and the tokenizer are taken from ``side_files``; a value model becomes
-    transformers' token classification model with one label. The directory appears
-    completely or not at all.
+    transformers' token classification model with one label. A manifest, which names ``origin``,
+    has the hashes of all files. The directory appears completely or not at all.
     """
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
@@ -90,6 +92,7 @@ def save_hf(
                 files.add(dict(bucket.tensors))
         if groups.is_first:
             files.finish(Path(side_files), dtype, value_head=model.shape.value_head)
+            write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 
 

@@ -9,10 +9,12 @@ import os
 import socket
 import threading
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config.flags import require_writable
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.parallel.parent_watch import process_start
@@ -79,7 +81,7 @@ class RunLock:
             os.close(self._file)
             raise _in_use(directory, before)
         self._write(0)
-        (directory / MARKER_FILE).touch()
+        run_identity(directory)
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
         return self
 
@@ -110,6 +112,17 @@ class RunLock:
                     self._write(beat)
                 elif not self._ended.is_set():
                     self._lost = removed(self._path.parent)
+
+
+def run_identity(run_dir: Path) -> str:
+    """The identity of the run in this directory, which its checkpoints name. It is made where there
+    is none."""
+    marker = run_dir / MARKER_FILE
+    found = marker.read_text().strip() if marker.is_file() else ""
+    if not found:
+        found = uuid.uuid4().hex[:16]
+        write_whole(marker, found + "\n")
+    return found
 
 
 def removed(run_dir: Path) -> UserError:

@@ -4,7 +4,7 @@ They have the names and shapes of a Hugging Face directory with every layout, la
 optimizer: ``NAME`` is a weight, ``optimizer.exp_avg.NAME``, ``.exp_avg_sq.`` and
 ``.main_param.`` its optimizer state. Every rank writes its own rectangles, one rank writes
 each element, and nothing is gathered. The files are those of
-``torch.distributed.checkpoint``.
+``torch.distributed.checkpoint``, and files of tensors begin with a line that names run and step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,17 +44,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ctrl_megatron.checkpoint.files import free_space
+from ctrl_megatron.checkpoint.hashes import HashedFile
+from ctrl_megatron.checkpoint.manifest import Origin
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.optimizer import SHARED_OVER, OwnedRange
+from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece, ShardParam
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.layout import REPLICAS
 
 STEPS_FILE = "optimizer.json"
 """The number of optimizer steps; a checkpoint of weights alone has none."""
 
-_ANOTHER = "copy it anew, or name another with trainer.resume_mode"
+PARTS_SUFFIX = ".distcp"
+"""Ending of the files of tensors."""
+_COUNTED = ("adam", "schedule")
+ANOTHER = "copy it anew, or name another with trainer.resume_mode"
 _FILE_BYTES = 1 << 30
 _NO_ROOM = 1 << 20
 
@@ -126,11 +133,17 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     return Snapshot(tensors=tensors, steps=steps)
 
 
-def write_snapshot(taken: Snapshot, directory: Path, groups: ProcessGroups) -> None:
-    """Write all ranks' snapshots into the existing, empty ``directory``. Collective."""
+def write_snapshot(
+    taken: Snapshot, directory: Path, groups: ProcessGroups, origin: Origin | None = None
+) -> dict[str, str]:
+    """Write all ranks' snapshots into the existing, empty ``directory``. Collective.
+
+    Returns the BLAKE3 of the files that this rank has written of tensors, by name.
+    """
     if groups.is_first and taken.steps is not None:
-        (directory / STEPS_FILE).write_text(json.dumps(taken.steps))
-    save_tensors(taken.tensors, directory, groups)
+        steps = {**taken.steps, **(asdict(origin) if origin else {})}
+        (directory / STEPS_FILE).write_text(json.dumps(steps))
+    return save_tensors(taken.tensors, directory, groups, origin)
 
 
 def save_sharded(model: ParallelModel, directory: Path) -> None:
@@ -177,7 +190,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
         if saving and param.copy:
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
-        own_at = (*param.at, *groups.place.on(*(SHARED_OVER[param.mesh] if divided else ())))
+        own_at = (*param.at, *groups.place.on(*(REPLICAS[param.mesh] if divided else ())))
         for own in owned.get(id(weight), ()):
             flats += [
                 (f"optimizer.{name}.", flat, own.start, own_at)
@@ -247,9 +260,34 @@ class _Saving(DefaultSavePlanner):
         return self.state_dict[index.fqn].part(index.offset)
 
 
+class _HashedFiles(FileSystem):
+    """A file system that hashes what is written to it; files of tensors begin with the origin."""
+
+    def __init__(self, origin: Origin | None, aside: ThreadPoolExecutor) -> None:
+        self._header, self._aside = b"" if origin is None else origin.header(), aside
+        self.hashes: dict[str, str] = {}
+        """BLAKE3 of every file that is complete, by name."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with closing(HashedFile(Path(path), self._aside)) as stream:
+            if Path(path).suffix == PARTS_SUFFIX:
+                stream.write(self._header)
+            yield stream
+        self.hashes[Path(path).name] = stream.hexdigest()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.hashes[Path(new_path).name] = self.hashes.pop(Path(path).name)
+
+
 class _Writer(FileSystemWriter):
     """Writes each rank's items in files of bounded size. Host memory has the tensors of one file,
     copied from the device or read from elsewhere, until the file is complete."""
+
+    def __init__(self, directory: Path, origin: Origin | None, aside: ThreadPoolExecutor) -> None:
+        super().__init__(directory)
+        self.fs = self.hashed = _HashedFiles(origin, aside)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         files: list[list[WriteItem]] = []
@@ -287,17 +325,26 @@ class _Loading(DefaultLoadPlanner):
 
 
 def save_tensors(
-    tensors: Mapping[str, TensorParts], directory: Path, groups: ProcessGroups | None
-) -> None:
-    """Write every rank's parts; together they must be whole. Collective, or alone for None."""
-    with _one_error("writing", directory), _alone() if groups is None else nullcontext():
+    tensors: Mapping[str, TensorParts],
+    directory: Path,
+    groups: ProcessGroups | None,
+    origin: Origin | None = None,
+) -> dict[str, str]:
+    """Write every rank's parts; together they must be whole. Collective, or alone for None.
+
+    Returns the BLAKE3 of the files that this rank has written, by name.
+    """
+    alone = _alone() if groups is None else nullcontext()
+    with _one_error("writing", directory), alone, ThreadPoolExecutor(1) as aside:
+        writer = _Writer(directory, origin, aside)
         save(
             dict(tensors),
-            storage_writer=_Writer(directory),
+            storage_writer=writer,
             planner=_Saving(),
             process_group=None if groups is None else groups.host,
             no_dist=groups is None,
         )
+    return writer.hashed.hashes
 
 
 def load_tensors(
@@ -348,7 +395,7 @@ def require_whole(directory: Path) -> None:
         if there < size:
             raise UserError(
                 f"{file} has {there} of {size} bytes: the checkpoint is not whole",
-                remedy=_ANOTHER,
+                remedy=ANOTHER,
             )
 
 
@@ -361,7 +408,7 @@ def _metadata(directory: Path) -> Metadata:
     except Exception as error:
         raise UserError(
             f"{directory} is not a whole checkpoint: {error}",
-            remedy=_ANOTHER,
+            remedy=ANOTHER,
         ) from error
     return metadata
 
@@ -372,14 +419,15 @@ def _steps(directory: Path) -> dict[str, int] | None:
     if not file.is_file():
         return None
     try:
-        steps = json.loads(file.read_text())
-        if not isinstance(steps, dict) or not all(isinstance(n, int) for n in steps.values()):
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict) or not all(type(found.get(n)) is int for n in _COUNTED):
             raise ValueError("it holds no counted steps")
+        steps = {name: found[name] for name in _COUNTED}
     except ValueError as error:
         raise UserError(
             f"cannot be read: {error}",
             file=file,
-            remedy=_ANOTHER,
+            remedy=ANOTHER,
         ) from error
     return steps
 

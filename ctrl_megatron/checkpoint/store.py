@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,25 @@ import torch
 
 from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
 from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
+from ctrl_megatron.checkpoint.manifest import (
+    MARKER,
+    TRAINER,
+    DamagedFiles,
+    Manifest,
+    Origin,
+    added,
+    changed,
+    in_shares,
+    read_manifest,
+    require_undamaged,
+    resized,
+    verify,
+    write_manifest,
+)
+from ctrl_megatron.checkpoint.run_directory import run_identity
 from ctrl_megatron.checkpoint.sharded import (
+    ANOTHER,
+    PARTS_SUFFIX,
     Snapshot,
     load_sharded,
     require_whole,
@@ -45,6 +63,17 @@ class Checkpoint:
 
     path: Path
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint that is loaded."""
+
+    checkpoint: Checkpoint
+    state: dict[str, Any]
+    """The trainer's small state."""
+    remarks: tuple[str, ...]
+    """What is wrong with newer checkpoints, and what this one lacks or has beside its own files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,28 +124,44 @@ class CheckpointStore:
         return sorted(found, key=lambda c: c.step)
 
     def find(self, resume_mode: str) -> Checkpoint | None:
-        """The checkpoint to continue from: the newest (``auto``), none (``disable``), or a path.
+        """The first of ``candidates`` that is undamaged as far as ``look_at`` sees; None if there
+        are no candidates. Raises UserError if all are damaged, and as ``candidates``.
+        """
+        damages = list[DamagedFiles]()
+        for checkpoint in self.candidates(resume_mode):
+            try:
+                look_at(checkpoint.path)
+            except DamagedFiles as error:
+                damages.append(error)
+            else:
+                return checkpoint
+        return _none_whole(damages)
+
+    def candidates(self, resume_mode: str) -> list[Checkpoint]:
+        """The checkpoints to continue from, the first that is whole: the newest (``auto``) and
+        those before it, none (``disable``), or a path.
 
         A run that was started from that path and has saved since continues from its newest
         checkpoint, so that the same command continues after a stop. Raises UserError if the path is
         not a checkpoint.
         """
         if resume_mode == "disable":
-            return None
-        newest = max(self.all(), key=lambda one: one.step, default=None)
+            return []
+        newest_first = self.all()[::-1]
         if resume_mode == "auto":
-            return newest
+            return newest_first
         path, began = Path(resume_mode), self.directory / _BEGAN_FILE
         same = began.is_file() and began.read_text() == str(path.resolve())
         # Checkpoints that existed before and are not ahead of the path are older than it.
-        if same and newest is not None and newest.step > _step_of(path):
-            return newest
-        if not (path / STATE_FILE).is_file() or not path.name.startswith(_PREFIX):
-            raise UserError(
-                f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
-                f"directory {_PREFIX}N that holds {STATE_FILE}"
-            )
-        return Checkpoint(path=path, step=_step_of(path))
+        own = [one for one in newest_first if same and one.step > _step_of(path)]
+        if (path / STATE_FILE).is_file() and path.name.startswith(_PREFIX):
+            return [*own, Checkpoint(path=path, step=_step_of(path))]
+        if own:
+            return own
+        raise UserError(
+            f"trainer.resume_mode={resume_mode} is not a checkpoint; give auto, disable, or a "
+            f"directory {_PREFIX}N that holds {STATE_FILE}"
+        )
 
     def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
         """Set aside checkpoints of later steps than ``checkpoint``, the result of ``find``.
@@ -155,14 +200,15 @@ class CheckpointStore:
         num_bytes = max(shares)
         if groups.is_first:
             require_space(self.directory, sum(shares), f"a checkpoint of step {step}")
+        origin = Origin(self._run(groups), step)
+        text = json.dumps({**asdict(origin), **state}, indent=1)
         blocked = time.monotonic() - start
         target = self.directory / f"{_PREFIX}{step}"
-        text = json.dumps({"step": step, **state}, indent=1)
         # Collectives of two threads must not share a group.
         writers = replace(groups, host=groups.writers)
 
         def write() -> SaveReport:
-            self._write(taken, target, text, writers)
+            self._write(taken, target, origin, text, writers)
             seconds = time.monotonic() - start
             return SaveReport(
                 path=target,
@@ -194,6 +240,7 @@ class CheckpointStore:
         self,
         taken: Mapping[str, Snapshot],
         target: Path,
+        origin: Origin,
         state: str,
         groups: ProcessGroups,
     ) -> None:
@@ -202,46 +249,155 @@ class CheckpointStore:
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
         with whole_directory(target, active=groups.is_first) as work:
-            work = Path(groups.from_first(str(work)))
+            work = groups.from_first(work)
             if groups.is_first:
                 for name in taken:
                     (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
             groups.barrier()
+            hashes = dict[str, str]()
             for name, one in taken.items():
-                write_snapshot(one, work / name, groups)
+                written = write_snapshot(one, work / name, groups, origin)
+                hashes |= {f"{name}/{file}": found for file, found in written.items()}
+            everyone = groups.from_all(hashes)
             if groups.is_first:
                 for name in taken:
                     require_whole(work / name)
                 (work / STATE_FILE).write_text(state)
+                known = {file: found for part in everyone for file, found in part.items()}
+                write_manifest(work, TRAINER, known=known, origin=origin)
         if groups.is_first and self._keep > 0:
             for old in self.all()[: -self._keep]:
                 _remove(old.path)
         groups.barrier()
 
+    def _run(self, groups: ProcessGroups) -> str:
+        """The identity of the run. Collective."""
+        return groups.from_first(run_identity(self.directory.parent) if groups.is_first else "")
+
     def export(self, models: Mapping[str, ParallelModel], step: int) -> Path:
         """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has
         ``_value`` added) beside the checkpoints' directory; returns the policy's. Collective."""
         target = self.directory.parent / EXPORT_FOLDER / f"{_PREFIX}{step}"
+        groups = next(iter(models.values())).groups
+        origin = Origin(self._run(groups), step)
         for name, model in models.items():
             folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
-            save_hf(model, folder, side_files=self._side_files)
+            save_hf(model, folder, side_files=self._side_files, origin=origin)
         return target
+
+    def load_newest(
+        self, models: Mapping[str, ParallelModel], resume_mode: str, *, parts: Collection[str]
+    ) -> Loaded | None:
+        """``load`` the first of ``candidates`` that is whole; None if there are no candidates.
+        Collective.
+
+        Raises UserError if all are damaged, and as ``candidates`` and ``load``.
+        """
+        groups = next(iter(models.values())).groups
+        damages = list[DamagedFiles]()
+        # One rank decides, because a shared file system may show other ranks an older state.
+        for checkpoint in groups.from_first(self.candidates(resume_mode)):
+            try:
+                loaded = self.load(models, checkpoint, parts=parts)
+            except DamagedFiles as error:
+                damages.append(error)
+                continue
+            skipped = (f"{one}; an older checkpoint takes its place" for one in damages)
+            return replace(loaded, remarks=(*skipped, *loaded.remarks))
+        return _none_whole(damages)
 
     @staticmethod
     def load(
         models: Mapping[str, ParallelModel], checkpoint: Checkpoint, *, parts: Collection[str] = ()
-    ) -> dict[str, Any]:
-        """Fill the models and their optimizers; returns the trainer's small state, which has the
-        named ``parts``. Collective.
+    ) -> Loaded:
+        """Fill the models and their optimizers; the trainer's small state has the named ``parts``.
+        Collective.
 
         Raises UserError, before anything is loaded, if the checkpoint lacks one of the models or
-        parts.
+        parts, and DamagedFiles, on all ranks, if a file is not as it was saved.
         """
+        groups = next(iter(models.values())).groups
+        remarks = verify_together(checkpoint.path, groups)
         state = read_state(checkpoint, models, parts)
         for name, model in models.items():
             load_sharded(model, checkpoint.path / name)
-        return state
+        return Loaded(checkpoint=checkpoint, state=state, remarks=remarks)
+
+
+def look_at(path: Path) -> Manifest | None:
+    """The manifest of the checkpoint ``path``; None if an older version, without hashes, saved it.
+
+    Raises DamagedFiles for what can be seen without reading tensors: files that are missing or of
+    another size, other content of the small files that a resume reads, another step.
+    """
+    manifest = read_manifest(path)
+    if manifest is None or not manifest.hashes:
+        if _names_run(path / STATE_FILE):
+            raise DamagedFiles("is missing", file=path / MARKER, remedy=ANOTHER)
+        return None
+    origin = manifest.origin
+    named = path.name.startswith(_PREFIX)
+    if named and origin is not None and path.name != f"{_PREFIX}{origin.step}":
+        raise DamagedFiles(f"{path} is the checkpoint of step {origin.step}", remedy=ANOTHER)
+    wrong = resized(path, manifest)
+    small = [name for name in manifest.hashes if name not in wrong and not _is_large(name)]
+    require_undamaged(path, wrong | changed(path, manifest, small), ANOTHER)
+    return manifest
+
+
+def _names_run(state: Path) -> bool:
+    """Whether a trainer's state names its run, which the checkpoints of older versions do not.
+    DamagedFiles if it cannot be read."""
+    try:
+        return "run" in json.loads(state.read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedFiles(f"cannot be read: {error}", file=state, remedy=ANOTHER) from error
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith(PARTS_SUFFIX) or name.startswith(f"{HF_FOLDER}/")
+
+
+def verify_alone(path: Path) -> Manifest | None:
+    """The manifest of the checkpoint ``path``, with which every file agrees; None if an older
+    version, without hashes, saved it. Raises DamagedFiles for the first file that differs.
+    """
+    look_at(path)
+    return verify(path, remedy=ANOTHER)
+
+
+def verify_together(path: Path, groups: ProcessGroups) -> tuple[str, ...]:
+    """Compare every file with the manifest, each on one rank; returns what is worth a line in the
+    log. Collective. Raises DamagedFiles, on all ranks, for the first file that differs.
+    """
+    manifest, fault = None, None
+    if groups.is_first:
+        try:
+            manifest = look_at(path)
+        except DamagedFiles as error:
+            fault = error
+    manifest, fault = groups.from_first((manifest, fault))
+    if fault is not None:
+        raise fault
+    if manifest is None:
+        return (f"{path} has no hashes, because an older version saved it: it is not verified",)
+    large = {name: manifest.sizes[name] for name in manifest.hashes if _is_large(name)}
+    mine = in_shares(large, groups.layout.world_size)[groups.rank]
+    wrong = {}
+    for part in groups.from_all(changed(path, manifest, mine)):
+        wrong |= part
+    require_undamaged(path, wrong, ANOTHER)
+    others = added(path, manifest) if groups.is_first else []
+    return (f"{path} also holds {', '.join(others)}, which is not used",) if others else ()
+
+
+def _none_whole(damages: list[DamagedFiles]) -> None:
+    """Return if there are none; else raise the first, of the newest checkpoint."""
+    if damages:
+        older = len(damages) - 1
+        others = "an older one is" if older == 1 else f"{older} older ones are"
+        raise DamagedFiles(f"{damages[0]}" + (f"; {others} damaged too" if older else ""))
 
 
 def read_state(
@@ -251,6 +407,7 @@ def read_state(
     if any are named, exactly these parts of the state. Reads no tensor.
     """
     anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
+    verified = look_at(checkpoint.path) is not None
     for name in models:
         folder = checkpoint.path / name
         if not folder.is_dir():
@@ -258,7 +415,8 @@ def read_state(
                 f"{checkpoint.path} holds no {name}/: a run without that model saved it",
                 remedy=anew,
             )
-        require_whole(folder)
+        if not verified:
+            require_whole(folder)
     file = checkpoint.path / STATE_FILE
     try:
         state = json.loads(file.read_text())
@@ -273,7 +431,7 @@ def read_state(
             "path",
         )
     missing = [name for name in parts if name not in state]
-    further = sorted(state.keys() - {"step", *parts}) if parts else []
+    further = sorted(state.keys() - {"run", "step", *parts}) if parts else []
     for verb, names in (("lacks", missing), ("holds", further)):
         if names:
             raise UserError(

@@ -107,16 +107,18 @@ class TrainingLoop:
         cannot be loaded leaves the run's directory as it was.
         """
         groups, mode = self.worker.groups, self.schedule.resume_mode
-        # One rank decides, because a shared file system may show other ranks an older state.
-        checkpoint = groups.from_first(self.store.find(mode))
         parts = ("sampler", *self.parts)
-        if checkpoint is not None:
-            state = self.store.load(self.worker.trained, checkpoint, parts=parts)
+        loaded = self.store.load_newest(self.worker.trained, mode, parts=parts)
+        if loaded is not None:
+            state = loaded.state
             self.sampler.load_state_dict(state["sampler"])
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.worker.step = self._saved = state["step"]
         self.recorder.begin()
+        for remark in loaded.remarks if loaded else ():
+            self.recorder.say(f"warning: {remark}")
+        checkpoint = loaded.checkpoint if loaded else None
         left = self.store.begin(mode, checkpoint) if groups.is_first else []
         if left:
             names = ", ".join(path.name for path in left)

@@ -169,15 +169,8 @@ def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer 
 def join(config: Config) -> ProcessGroups:
     """Join the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
-    layout = layout_for(
-        launch.world_size,
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-    )
     return initialize(
-        layout,
+        layout_for(launch.world_size, megatron),
         seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,

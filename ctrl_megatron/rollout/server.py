@@ -34,10 +34,9 @@ from ctrl_megatron.rollout.engine import (
     EngineBroken,
     EngineDied,
     EngineSpec,
-    TokenListener,
 )
 from ctrl_megatron.rollout.imports import without_collections
-from ctrl_megatron.types import SamplingParams
+from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -78,7 +77,7 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
         return await handler(request)
 
     calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
-        "/generate": partial(generate, engine, meter, None),
+        "/generate": partial(generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["level"]),
@@ -95,14 +94,12 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
     return app
 
 
-async def generate(
-    engine: EmbeddedEngine, meter: WorkMeter, listener: TokenListener | None, body: wire.Json
-) -> list[list[Any]]:
+async def generate(engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json) -> list[list[Any]]:
     """The completions of the request ``body``, as JSON."""
     prompts, params = body["prompts"], wire.params_from_json(body["params"])
-    with meter.request(len(prompts) * params.n) as finished:
-        done = await engine.generate(prompts, params, listener)
-        finished([completion for group in done for completion in group])
+    with meter.request(len(prompts) * params.n) as drawn:
+        done = await engine.generate(prompts, params)
+        drawn([completion for group in done for completion in group])
     return [[wire.completion_to_json(c) for c in group] for group in done]
 
 
@@ -134,16 +131,27 @@ async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Reque
 async def stream(
     engine: EmbeddedEngine, meter: WorkMeter, request: web.Request
 ) -> web.StreamResponse:
-    """Lines of JSON: ``{"tokens": [completion, its next tokens]}`` as they are drawn, and at the
-    end the outcome of ``/generate``.
+    """Lines of JSON: ``{"tokens": [number, its next tokens]}`` as they are drawn, where the request
+    asks for ``tokens``; ``{"finished": [number, completion]}`` as each completion ends; and at the
+    end ``{"result": null}`` or ``{"error": ...}``.
     """
 
     async def draw(send: Callable[[wire.Json], None]) -> None:
-
-        def tell(place: int, new: Sequence[int]) -> None:
+        def show(place: int, new: Sequence[int]) -> None:
             send({"tokens": [place, list(new)]})
 
-        send(await outcome(partial(generate, engine, meter, tell), request))
+        async def call(body: wire.Json) -> None:
+            prompts, params = body["prompts"], wire.params_from_json(body["params"])
+            listener = show if body["tokens"] else None
+            with meter.request(len(prompts) * params.n) as drawn:
+
+                def finished(place: int, completion: Completion) -> None:
+                    drawn([completion])
+                    send({"finished": [place, wire.completion_to_json(completion)]})
+
+                await engine.generate(prompts, params, listener, finished=finished)
+
+        send(await outcome(call, request))
 
     response = web.StreamResponse()
     await response.prepare(request)

@@ -35,6 +35,7 @@ from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
+    CompletionListener,
     EngineDied,
     EngineMemory,
     EngineSpec,
@@ -195,6 +196,8 @@ class SglangEngine:
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
@@ -210,24 +213,42 @@ class SglangEngine:
             return []
         if params.n > 1 and not await self._fill_cache(prompts):
             ended = Completion(token_ids=(), log_probs=(), finish_reason="abort", spans=())
+            if finished is not None:
+                for place in range(len(asked)):
+                    finished(place, ended)
             return [[ended] * params.n for _ in prompts]
+        listened = listener is not None or finished is not None
+        # One request for all: SGLang then computes the same batches whenever it is asked the same.
         answers: Any = await self._engine.async_generate(
             input_ids=[prompt for prompt, _ in asked],
-            sampling_params=[own for _, own in asked],
+            sampling_params=[
+                own if listener else {**own, "stream_interval": params.max_tokens}
+                for _, own in asked
+            ],
             return_logprob=params.log_probs,
-            stream=listener is not None,
+            stream=listened,
         )
-        if listener is not None:
-            shows = [next_tokens(listener, place) for place in range(len(asked))]
-            latest: dict[int, dict[str, Any]] = {}
+        done: dict[int, Completion] = {}
+        shows = [next_tokens(listener, place) if listener else None for place in range(len(asked))]
+
+        def take(place: int, answer: dict[str, Any]) -> None:
+            if (show := shows[place]) is not None:
+                show(answer["output_ids"])
+            if answer["meta_info"]["finish_reason"] is not None:
+                done[place] = completion_of(answer, log_probs=params.log_probs)
+                self._count(answer["meta_info"])
+                if finished is not None:
+                    finished(place, done[place])
+
+        if listened:
             async for answer in answers:
-                latest[answer["index"]] = answer
-                shows[answer["index"]](answer["output_ids"])
-            answers = [latest[place] for place in range(len(asked))]
+                take(answer["index"], answer)
+        else:
+            for place, answer in enumerate(answers):
+                take(place, answer)
         self._state.require_whole()
-        self._count(answers)
-        done = [completion_of(answer, log_probs=params.log_probs) for answer in answers]
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        every = [done[place] for place in range(len(asked))]
+        return [every[i : i + params.n] for i in range(0, len(every), params.n)]
 
     async def _fill_cache(self, prompts: list[list[int]]) -> bool:
         """Compute each prompt once, for all its completions: completions that begin together would
@@ -244,9 +265,9 @@ class SglangEngine:
         )
         return all(info["finish_reason"]["type"] != "abort" for info in infos)
 
-    def _count(self, answers: Sequence[dict[str, Any]]) -> None:
+    def _count(self, info: dict[str, Any]) -> None:
         for name, own in _COUNTED.items():
-            self._counted[name] += sum(answer["meta_info"][own] for answer in answers)
+            self._counted[name] += info[own]
 
     def own_counters(self) -> Counters:
         """The queue's length is as old as the scheduler's last report."""

@@ -53,7 +53,7 @@ OWNERS = {
     ),
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/"),
-    "transformers": (*("data/tokens.py", "rollout/hf_engine.py", "rollout/sglang_stand_ins.py"),),
+    "transformers": ("data/tokens.py", "rollout/hf_", "rollout/sglang_stand_ins.py"),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
     "ray": ("sandbox/client/ray_cluster.py",),

@@ -122,7 +122,7 @@ def test_the_commands_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "out/policy/.metadata").unlink()
     wrong = ["--checkpoint", str(tmp_path / "out"), "--out", str(tmp_path / "back")]
     assert convert_megatron_to_hf.main(wrong) == 2
-    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert "policy/.metadata: is missing" in capsys.readouterr().err
     assert convert_megatron_to_hf.main([*wrong, "--model", "value"]) == 2
     assert "is not a checkpoint with a value model" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

@@ -212,7 +212,7 @@ def _save_aside(
 ) -> None:
     import multiprocessing.process
 
-    from ctrl_megatron.checkpoint import sharded, store
+    from ctrl_megatron.checkpoint import run_directory, sharded, store
     from ctrl_megatron.checkpoint.convert import hf_to_megatron
     from ctrl_megatron.checkpoint.hf import save_hf
 
@@ -246,9 +246,9 @@ def _save_aside(
 
     gate, write = threading.Event(), store.write_snapshot
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any) -> dict[str, str]:
         assert gate.wait(60)
-        write(*arguments)
+        return write(*arguments)
 
     patch.setattr(store, "write_snapshot", late)
     model.offload("weights", "gradients", "optimizer")
@@ -269,7 +269,13 @@ def _save_aside(
     assert saved.take_report() is None
 
     copy = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
-    assert saved.load({"policy": copy}, saved.all()[0]) == {"step": 1, "sampler": [1, 2]}
+    loaded = saved.load({"policy": copy}, saved.all()[0])
+    assert loaded.state == {
+        "run": run_directory.run_identity(out),
+        "step": 1,
+        "sampler": [1, 2],
+    }
+    assert loaded.remarks == ()
     assert_equal_states(before, state_of(copy))
 
     saved.save({"policy": model}, 2, {})

@@ -59,3 +59,36 @@ def test_a_refused_resume_leaves_everything_as_it_was(
     assert code != 0
     assert not [name for name in changed if "config" in name or "checkpoints" in name]
     assert before.keys() <= kept(world).keys()
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
+    trained: Path, tmp_path: Path
+) -> None:
+    world = Path(shutil.copytree(trained, tmp_path / "given"))
+    checkpoints = world / RUN / "checkpoints"
+    given = ["--config", "run.yaml", "sft.total_training_steps=3"]
+    code, output = run(SFT, given, world)
+    assert code == 0, output[-4000:]
+    file = next((checkpoints / "global_step_3/policy").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[-len(data) // 3] ^= 4
+    file.write_bytes(data)
+    further = ["--config", "run.yaml", "sft.total_training_steps=4"]
+    named = f"trainer.resume_mode={RUN / 'checkpoints/global_step_3'}"
+    code, output = run(SFT, [*further, named], world)
+    (line,) = (line for line in output.splitlines() if line.startswith("the run stops:"))
+    assert code == 2 and f"{file.relative_to(world)}: is not what was saved" in line
+    assert "Traceback" not in output and data == file.read_bytes()
+    code, output = run(SFT, further, world)
+    assert code == 0, output[-4000:]
+    for said in (
+        f"{file.relative_to(world)}: is not what was saved",
+        "an older checkpoint takes its place",
+        f"continuing from {RUN / 'checkpoints/global_step_1'} after step 1",
+    ):
+        assert said in output.replace("\n", " "), output
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "abandoned",
+        "global_step_1",
+        "global_step_4",
+    ]

@@ -32,6 +32,7 @@ from mistaken_world import (
     write_tokenizer,
 )
 
+from ctrl_megatron.checkpoint.manifest import MARKER
 from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
 from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
@@ -160,6 +161,7 @@ def _checkpoint(folder: Path) -> Path:
     (folder / "runs/mine/.ctrl_megatron_run").touch()
     state = {"step": 1, "sampler": {}, "kl_controller": {}, "reserve": {}}
     (there / "trainer_state.json").write_text(json.dumps(state))
+    (there / MARKER).unlink()  # as of a version without hashes
     return there
 
 
@@ -630,9 +632,11 @@ CASES = [
     to_hf(
         "no metadata",
         "--checkpoint checkpoint --out new",
-        "whole checkpoint",
+        "checkpoint/policy/.metadata: is missing",
         _remove("checkpoint/policy/.metadata"),
     ),
+    tool("check_checkpoint", "no checkpoint", "runs", "runs does not exist"),
+    tool("check_checkpoint", "nothing of ours", "model", "model holds no checkpoint"),
     to_hf("onto others' files", "--checkpoint checkpoint --out model", "model is not empty"),
     to_hf("over others' files", "--checkpoint checkpoint --out model --overwrite", "did not write"),
     # The plan and the check of the environment.
@@ -926,6 +930,7 @@ MODULES = {
         for name in ("plan", "check_env", "serve_sandbox", "report", "generate", "serve_critic")
     },
     **{name: f"ctrl_megatron.commands.{name}" for name in ("prepare_data", "synthesize")},
+    "check_checkpoint": "ctrl_megatron.commands.check_checkpoint",
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
     **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},

@@ -1,0 +1,209 @@
+"""The manifest of a directory: who wrote it, and size and hash of every file, to notice damage.
+
+A checkpoint's manifest and the files of its tensors also name the run and the step, so that a file
+of another run or step is recognised as such.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
+from ctrl_megatron.errors import UserError
+
+MARKER = ".ctrl_megatron.json"
+"""The manifest, a file in a directory that a tool wrote."""
+TRAINER = "train"
+"""The tool that writes checkpoints and exports."""
+_HASHES, _SEAL = "blake3", "seal"
+_HEADER_BYTES = 4096
+
+
+class DamagedFiles(UserError):
+    """Files are not as they were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The run that wrote a checkpoint, by its identity (``run_identity``), and the step."""
+
+    run: str
+    step: int
+
+    def header(self) -> bytes:
+        """The first line of a file of tensors."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of a manifest."""
+
+    tool: str
+    sizes: Mapping[str, int]
+    """Bytes of every file, by relative path; an empty directory ends with a slash."""
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    """BLAKE3 of every file; empty if an older version wrote the manifest."""
+    origin: Origin | None = None
+
+
+def write_manifest(
+    directory: Path,
+    tool: str,
+    *,
+    known: Mapping[str, str] | None = None,
+    origin: Origin | None = None,
+) -> None:
+    """Write the manifest of all files in ``directory``; ``known`` are hashes by relative path, the
+    other files are read.
+    """
+    sizes, known = sizes_of(directory), known or {}
+    names = [name for name in sizes if name not in known and not name.endswith("/")]
+    hashes = dict(known)
+    found = hash_files([directory / name for name in names], hashing_threads())
+    for name, one in zip(names, found, strict=True):
+        if isinstance(one, OSError):
+            raise one
+        hashes[name] = one
+    text: dict[str, Any] = {"tool": tool, **(asdict(origin) if origin else {})}
+    text |= {"files": sizes, _HASHES: {name: hashes[name] for name in sorted(hashes)}}
+    text[_SEAL] = _seal(text)
+    (directory / MARKER).write_text(json.dumps(text, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of ``directory``; None without one. DamagedFiles if it cannot be read, or was
+    changed.
+    """
+    file = directory / MARKER
+    try:
+        found = json.loads(file.read_text())
+        hashed = _SEAL in found or _HASHES in found
+        if hashed and found.pop(_SEAL, None) != _seal(found):
+            raise ValueError("its content is not that which was written")
+        if not isinstance(found["files"], dict):
+            raise TypeError("it has no list of files")
+        origin = Origin(found["run"], found["step"]) if "run" in found else None
+        return Manifest(
+            tool=found["tool"],
+            sizes=found["files"],
+            hashes=found.get(_HASHES, {}),
+            origin=origin,
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFiles(f"is damaged: {error}", file=file) from error
+
+
+def _seal(text: Mapping[str, Any]) -> str:
+    return blake3(json.dumps(text, sort_keys=True).encode()).hexdigest()
+
+
+def sizes_of(directory: Path) -> dict[str, int]:
+    """Size of every file below but the manifest, by relative path; an empty directory counts as a
+    file.
+    """
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or not path.is_dir():
+            found[name] = path.lstat().st_size
+        elif not any(path.iterdir()):
+            found[name + "/"] = 0
+    found.pop(MARKER, None)
+    return found
+
+
+def resized(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Name -> reason of every file of the manifest that is missing or has another size."""
+    found = {}
+    for name, size in manifest.sizes.items():
+        path = directory / name
+        if name.endswith("/"):
+            continue
+        if not path.is_file():
+            found[name] = "is missing"
+        elif (there := path.stat().st_size) != size:
+            origin = _other_origin(path, manifest)
+            found[name] = origin or f"has {there} of {size} bytes"
+    return found
+
+
+def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict[str, str]:
+    """Name -> reason of those of ``names`` whose content is not what was written. Reads them."""
+    hashes = hash_files([directory / name for name in names], hashing_threads())
+    found = {}
+    for name, one in zip(names, hashes, strict=True):
+        if isinstance(one, OSError):
+            found[name] = f"cannot be read: {one.strerror}"
+        elif one != manifest.hashes[name]:
+            origin = _other_origin(directory / name, manifest)
+            found[name] = origin or "is not what was saved: its BLAKE3 hash differs"
+    return found
+
+
+def added(directory: Path, manifest: Manifest) -> list[str]:
+    """Files in ``directory`` that the manifest does not have."""
+    return [name for name in sizes_of(directory) if name not in manifest.sizes]
+
+
+def require_undamaged(directory: Path, reasons: Mapping[str, str], remedy: str) -> None:
+    """DamagedFiles, in one line, if there is any (name -> reason)."""
+    if reasons:
+        name, reason = min(reasons.items())
+        more = f" ({len(reasons) - 1} further files are damaged)" if len(reasons) > 1 else ""
+        raise DamagedFiles(reason + more, file=directory / name, remedy=remedy)
+
+
+def verify(directory: Path, *, remedy: str) -> Manifest | None:
+    """Compare every file with the manifest, which is returned; None without hashes. DamagedFiles
+    for the first one that differs.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None or not manifest.hashes:
+        return None
+    wrong = resized(directory, manifest)
+    wrong |= changed(directory, manifest, [n for n in manifest.hashes if n not in wrong])
+    require_undamaged(directory, wrong, remedy)
+    return manifest
+
+
+def in_shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """The names in ``count`` shares of about the same number of bytes."""
+    shares: list[list[str]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        shares[least].append(name)
+        loads[least] += sizes[name]
+    return shares
+
+
+def _other_origin(path: Path, manifest: Manifest) -> str:
+    """How the run or the step that ``path`` names differs from the manifest's; empty if not."""
+    mine, theirs = manifest.origin, _origin_in(path)
+    if mine is None or theirs is None or mine == theirs:
+        return ""
+    if mine.run != theirs.run:
+        return f"is of another run ({theirs.run}, step {theirs.step})"
+    return f"is of step {theirs.step}, not of step {mine.step}"
+
+
+def _origin_in(path: Path) -> Origin | None:
+    """The origin in a JSON file, or in the first line of another one."""
+    try:
+        if path.suffix == ".json":
+            facts = json.loads(path.read_text())
+        else:
+            with open(path, "rb") as file:
+                facts = json.loads(file.readline(_HEADER_BYTES))
+        return Origin(str(facts["run"]), int(facts["step"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
