@@ -122,6 +122,11 @@ class Megatron:
     """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
     recompute_num_layers: int = key(1, AT_LEAST_1, read=when(".recompute_granularity", "full"))
     """Layers per recomputed block."""
+    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the loss that spreads tokens evenly over the experts; 0, as usual in RL, for none.
+    It replaces config.json's router_aux_loss_coef, which is not read."""
+    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)

@@ -33,6 +33,7 @@ _SAME = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "sequence_parallel"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("recompute_granularity", "recompute_num_layers"),
 )
 OURS: Mapping[str, str] = {

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
@@ -96,10 +97,16 @@ def report_loss(scalars: Scalars, loss: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:
     """(this stage's GPTModel, its output for the micro-batch)."""
+    module: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    padding = micro.padding
+    if module.config.sequence_parallel and not module.pre_process:
+        # Megatron does this in the first stage only.
+        padding = scatter_to_sequence_parallel_region(padding.T).T
     output = model(
         input_ids=micro.tokens,
         position_ids=micro.positions,
         attention_mask=None,
         packed_seq_params=micro.packed,
+        padding_mask=padding,
     )
-    return (model.module if isinstance(model, DistributedDataParallel) else model), output
+    return module, output

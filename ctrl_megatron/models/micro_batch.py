@@ -24,6 +24,8 @@ class MicroBatch:
     """(1, T) int64."""
     positions: torch.Tensor
     """(1, T) int64, counted from 0 in every row."""
+    num_tokens: int
+    """T without the tokens that belong to no row, which come last."""
     packed: PackedLayoutParams
     predictors: torch.Tensor
     """(N,) int64: index in T of the hidden state that predicts each response token."""
@@ -35,6 +37,12 @@ class MicroBatch:
     """(N,) int64: column of each response token in the (B, R) fields."""
     width: int
     """R."""
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """(1, T) bool: on for the tokens that belong to no row."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return columns.unsqueeze(0) >= self.num_tokens
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values as a (b, R) matrix with zeros elsewhere; differentiable."""
@@ -135,6 +143,7 @@ def _pack(
         rows=torch.tensor(rows, dtype=torch.int64),
         tokens=torch.cat(parts).unsqueeze(0).to(device),
         positions=packed.positions.unsqueeze(0),
+        num_tokens=total,
         packed=packed,
         predictors=torch.cat(predictors).to(device),
         targets=torch.cat(targets).to(device),

@@ -28,6 +28,7 @@ from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.models.router import RouterLosses, Routers
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -48,6 +49,8 @@ class ModelOptions:
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together; a value model has none."""
+    router: RouterLosses = field(default_factory=RouterLosses)
+    """Losses of the routers of a model with experts, in optimizer steps."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
 
@@ -57,6 +60,9 @@ class ParallelModel:
 
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
+
+    load_metrics = "moe"
+    """Prefix of the metrics of experts' loads."""
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class ParallelModel:
         self._take_device = take_device
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
+        self._routers = Routers(self.models, shape)
         for param, weight in self.places():
             # Megatron sums the gradients of unmarked weights over the data-parallel ranks.
             weight.allreduce = param.mesh == "dense"  # type: ignore[attr-defined]
@@ -228,7 +235,8 @@ class ParallelModel:
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
-        ``lr``. Raises UserError on a gradient, or updated weights, that are not finite.
+        ``lr``, and the loads of experts (``models.router.Routers.metrics``). Raises UserError on a
+        gradient, or updated weights, that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
@@ -245,7 +253,12 @@ class ParallelModel:
             forward_only=False,
             **self._micro_batches(rows, self.options.token_budget, backward=True),
         )
-        return {**self._sum(shares), **self.optimization.step()}
+        loads = self._routers.metrics(self.groups)
+        return {
+            **self._sum(shares),
+            **self.optimization.step(),
+            **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
+        }
 
     def take_flops(self) -> tuple[int, int]:
         """Floating-point operations of this model copy since the last call: (in passes without
@@ -279,6 +292,9 @@ class ParallelModel:
             device=self.groups.device,
         )
         self._count(micro_batches, backward=backward)
+        if backward:
+            tokens = sum(micro.num_tokens for micro in micro_batches)
+            self._routers.start(self.options.router, tokens, self.groups)
         return {
             "data_iterator": [iter(micro_batches) for _ in self.chunks],
             "model": self.chunks,

@@ -90,6 +90,9 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
     sizes += [
         (("experts", k.count), ("expert_model_parallel_size", layout.expert)) for k in experts
     ]
+    sizes += [
+        (("n_shared_experts x moe_intermediate_size", k.shared_width), tensor) for k in experts
+    ]
     for (what, size), (key, ranks) in sizes:
         if size % ranks:
             raise UserError(

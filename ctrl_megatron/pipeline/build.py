@@ -23,6 +23,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.router import RouterLosses
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -305,6 +306,7 @@ def _model_options(
         token_budget=budget,
         shared_prefix=config.actor_rollout_ref.model.shared_prefix,
         logprob_chunk=megatron.logprob_chunk_size,
+        router=RouterLosses(balance=megatron.moe_aux_loss_coeff, z=megatron.moe_z_loss_coeff),
         optimizer=optimizer,
     )
 

@@ -27,11 +27,12 @@ from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
+from ctrl_megatron.models.families import unread_keys
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import Experts, ModelShape
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -106,8 +107,6 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
-                if purpose == "rl":
-                    _check_engine_takes(config, path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -181,16 +180,6 @@ def _check_role(
             "(actor_rollout_ref.proxy.kind=engine)"
             if key == _PROXY
             else "use a model of the actor's shape",
-        )
-
-
-def _check_engine_takes(config: Config, path: str, shape: ModelShape) -> None:
-    engine = config.actor_rollout_ref.rollout.name
-    if engine != "hf" and any(isinstance(kind, Experts) for kind in shape.feed_forward):
-        raise UserError(
-            f"{path} has experts, whose weights cannot be pushed to engine {engine!r} yet",
-            key="actor_rollout_ref.rollout.name",
-            remedy="use engine 'hf', or a dense model",
         )
 
 
@@ -288,6 +277,12 @@ def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: 
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
         raise UserError(f"the rope scaling of {path}/config.json: {difference}")
+    if unread := unread_keys(shape, engine):
+        raise UserError(
+            f"{engine} does not read {' and '.join(unread)} in {path}/config.json, so it would "
+            "compute another model",
+            remedy="use another actor_rollout_ref.rollout.name",
+        )
 
 
 def check_tokenizer(config: Config) -> TextCodec:

@@ -74,6 +74,11 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
         }
+        if spec.extra.get("enable_expert_parallel"):
+            raise ValueError(
+                "on a CPU vLLM's kernel computes all experts on every rank; remove "
+                "actor_rollout_ref.rollout.engine_kwargs.enable_expert_parallel"
+            )
     if _in_core(spec):
         chosen["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**{**chosen, **spec.extra})

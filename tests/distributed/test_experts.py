@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_saved_state import assert_same_contents
-from tiny_models import EXPERTS, random_batch, reference_gradients, reference_log_probs, save_tiny
+from tiny_models import (
+    EXPERTS,
+    random_batch,
+    reference_gradients,
+    reference_log_probs,
+    reference_router_losses,
+    save_tiny,
+)
 from world import run_world
 
 from ctrl_megatron.parallel.layout import Layout
@@ -35,6 +42,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = ("tp2_ep2_etp1", "pp2", "ep2", "tp2_ep2")
+
+LOADS = {"moe/max_load", *(f"moe/max_load/{layer}" for layer in range(4))}
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +122,16 @@ def steps(models: dict[str, Path]) -> dict[str, Any]:
         "variants": {
             "shared": {"token_budget": 64},
             "many": {"token_budget": 21, "shared_prefix": False},
-            "recompute": {"token_budget": 64, "build": {"recompute_granularity": "full"}},
-            "plain_optimizer": {"token_budget": 64, "optimizer": {"distributed": False}},
+            "recompute": {
+                "token_budget": 64,
+                "shared_prefix": False,
+                "build": {"recompute_granularity": "full"},
+            },
+            "plain_optimizer": {
+                "token_budget": 64,
+                "shared_prefix": False,
+                "optimizer": {"distributed": False},
+            },
         },
     }
 
@@ -131,7 +148,7 @@ def alone(
     out = tmp_path_factory.mktemp("alone")
     found = in_world({}, out, **passes, train=steps)
     check_passes(models, theirs, out, found)
-    return weights_of(out / "train/shared"), found[0]["train"]["shared"]
+    return weights_of(out / "train/many"), found[0]["train"]["many"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +170,10 @@ def test_every_layout_computes_what_transformers_does_and_takes_the_same_steps(
     for results in found:
         for variant, taken in results["train"].items():
             for step, want in zip(taken, metrics, strict=True):
-                assert step == pytest.approx(want, rel=1e-5, abs=1e-9), variant
+                assert step.keys() == want.keys() >= {"moe/max_load", "moe/max_load/3"}
+                # How often a shared prompt is computed depends on the ranks of its rows.
+                for name in step if variant != "shared" else step.keys() - LOADS:
+                    assert step[name] == pytest.approx(want[name], rel=1e-5, abs=1e-9), variant
             assert_close(tmp_path / "train" / variant, weights, 1e-5)
 
 
@@ -214,3 +234,19 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(tmp_path: Path, nam
     for case in cases:
         for spec, again in (("local", "read_by_te"), ("te", "read_by_local")):
             assert_same_contents(tmp_path / spec / case, tmp_path / again / case)
+
+
+@pytest.mark.parametrize("name", ["tp2_ep2_etp1", "pp2", "ep2"])
+def test_losses_of_the_routers_are_means_over_all_tokens(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    layout, batch = LAYOUTS[name], random_batch(seed=6, rows=7)
+    losses, data = {"balance": 0.3, "z": 0.05}, LAYOUTS[name].get("data", 1)
+    parts = [{key: rows[rank::data] for key, rows in batch.items()} for rank in range(data)]
+    family = "qwen3_moe_mixed"
+    theirs, metrics = reference_router_losses(models[family], parts, losses, tmp_path / "theirs")
+    arguments = {"directory": str(models[family]), "batch": batch, "losses": losses}
+    for found in in_world(layout, tmp_path, router_gradients=arguments):
+        step = found["router_gradients"]
+        assert {key: step[key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+    assert_close(tmp_path / "router_gradients", weights_of(theirs), 1e-5)

@@ -288,8 +288,6 @@ def weighted_loss(log_probs, entropy, rows, counts):
 def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str) -> None:
     """The gradients of ``weighted_loss``, saved as models below ``out``: of packed rows that share
     prompts, and of rows apart."""
-    from ctrl_megatron.checkpoint.hf import save_hf
-
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
@@ -299,11 +297,45 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
                 groups, directory, optimizer=optimizer, token_budget=64, shared_prefix=shared
             )
             policy.step(mine, weighted_loss)
-            with torch.no_grad():
-                for model in policy.models:
-                    for weight in model.parameters():
-                        weight.copy_(weight.main_grad)  # type: ignore[attr-defined]
-            save_hf(policy, f"{out}/{way}/{family}", side_files=directory)
+            save_gradients(policy, f"{out}/{way}/{family}", directory)
+
+
+def save_gradients(policy: Any, out: str, directory: str) -> None:
+    """Export the gradients of the last step in the place of the weights."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    with torch.no_grad():
+        for model in policy.models:
+            for weight in model.parameters():
+                weight.copy_(weight.main_grad)
+    save_hf(policy, out, side_files=directory)
+
+
+def no_loss(log_probs, entropy, rows, counts):
+    """A loss without a gradient."""
+    return 0.0 * log_probs.sum(), {}
+
+
+def router_gradients(
+    rank: int, layout: dict, directory: str, batch: dict, losses: dict[str, float], out: str
+) -> dict[str, float]:
+    """The metrics of a step with no other losses than the routers'; its gradients are exported.
+    Every data rank has one micro-batch."""
+    from ctrl_megatron.models.router import RouterLosses
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    policy = make_policy(
+        groups,
+        directory,
+        optimizer={"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9},
+        token_budget=4096,
+        shared_prefix=False,
+        router=RouterLosses(**losses),
+    )
+    metrics = policy.step(mine, no_loss)
+    save_gradients(policy, out, directory)
+    return metrics
 
 
 def buffer_bytes(chunk: Any) -> int:

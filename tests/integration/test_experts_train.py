@@ -28,7 +28,7 @@ def experts_job(job: Job, smollm2_path: Path, tmp_path_factory: pytest.TempPathF
     )
 
 
-@pytest.mark.parametrize("engine", ["hf"])
+@pytest.mark.parametrize("engine", ["hf", "vllm", pytest.param("sglang", marks=pytest.mark.long)])
 def test_ctrl_trains_with_an_engine_that_holds_what_was_sent_and_agrees(
     experts_job: Job, engine: str
 ) -> None:

@@ -62,9 +62,11 @@ def chain_model(
     config = AutoConfig.from_pretrained(tokenizer_from)
     if experts:
         kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-        kept += ("max_position_embeddings", "tie_word_embeddings")
+        kept += ("max_position_embeddings",)
         config = Qwen3MoeConfig(
             **{key: getattr(config, key) for key in kept},
+            # SGLang reads no tied head of this family.
+            tie_word_embeddings=False,
             num_experts=experts,
             num_experts_per_tok=2,
             moe_intermediate_size=48,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import Sender, greedy, save, tiny_llama, weights
+from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, weights
 from safetensors.torch import load_file
 
 from ctrl_megatron.parallel.parent_watch import group_members
@@ -43,13 +44,16 @@ def check_shards(process: EngineProcess, directory: Path) -> None:
 # A busy machine may be several times slower than an idle one.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [tiny_llama, tiny_experts])
+def test_two_tensor_ranks_hold_what_was_sent(
+    name: str, make: Callable[[int], torch.nn.Module], tmp_path: Path
+) -> None:
     if name not in available_engines():
         pytest.skip(f"the optional engine {name} is not installed")
     torch.set_num_threads(1)
     spec = EngineSpec(
         name=name,
-        model_path=str(save(tiny_llama(0), tmp_path / "model")),
+        model_path=str(save(make(0), tmp_path / "model")),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
@@ -61,7 +65,7 @@ def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
         log_path=str(tmp_path / "engine.log"),
         startup_timeout=600.0,
     )
-    sent = tiny_llama(1)
+    sent = make(1)
 
     async def update_and_ask() -> None:
         engine, sender = process.connect(), Sender(weights(sent))
