@@ -309,13 +309,9 @@ FAMILIES: Mapping[str, Family] = {
 
 def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
     """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
-    computes the same (by the code of SGLang 0.5.23 and by what vLLM 0.32 computes on a CPU)."""
-    if engine == "hf":
-        return None
+    computes the same (by the code of SGLang 0.5.23)."""
     attention = shape.attention
-    if isinstance(attention, MultiLatentAttention):
-        return f"{engine} has not been shown to compute latent attention as the trainer; use hf"
-    if engine != "sglang":
+    if engine != "sglang" or not isinstance(attention, GroupedQueryAttention):
         return None
     unread = {
         "qwen3_moe": {

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from ctrl_megatron.models.shape import (
     Experts,
     GroupedQueryAttention,
     ModelShape,
-    MultiLatentAttention,
 )
 
 LLAMA3_ROPE = {
@@ -626,22 +624,6 @@ def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     for key, value in changes.items():
         found = engine_obstacle(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
-
-
-def test_only_transformers_computes_latent_attention() -> None:
-    shape = parse_model_shape(QWEN3_MOE)
-    latent = MultiLatentAttention(
-        heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=8,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=4,
-        v_head_dim=4,
-    )
-    shape = replace(shape, attention=latent)
-    assert engine_obstacle(shape, "hf") is None
-    assert "latent" in str(engine_obstacle(shape, "vllm"))
-    assert "latent" in str(engine_obstacle(shape, "sglang"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
