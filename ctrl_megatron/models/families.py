@@ -307,13 +307,19 @@ FAMILIES: Mapping[str, Family] = {
 """``model_type`` -> family."""
 
 
-def unread_keys(shape: ModelShape, engine: EngineName) -> list[str]:
-    """The keys of a model's ``config.json`` that ``engine`` ignores although they change the model
-    (by the code of SGLang 0.5.23)."""
-    if engine != "sglang" or shape.family != "qwen3_moe":
-        return []
-    changed = {
-        "tie_word_embeddings": shape.tied_embeddings,
-        "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
-    }
-    return [key for key, has in changed.items() if has]
+def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
+    """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
+    computes the same (by the code of SGLang 0.5.23)."""
+    attention = shape.attention
+    if engine != "sglang" or not isinstance(attention, GroupedQueryAttention):
+        return None
+    unread = {
+        "qwen3_moe": {
+            "tie_word_embeddings": shape.tied_embeddings,
+            "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
+        },
+        "mixtral": {"head_dim": attention.heads * attention.head_dim != shape.hidden_size},
+    }.get(shape.family, {})
+    if keys := [key for key, matters in unread.items() if matters]:
+        return f"SGLang does not read {' and '.join(keys)}; use vllm or hf"
+    return None

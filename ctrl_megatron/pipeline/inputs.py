@@ -27,7 +27,7 @@ from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
-from ctrl_megatron.models.families import unread_keys
+from ctrl_megatron.models.families import engine_obstacle
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
@@ -300,12 +300,8 @@ def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: 
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
         raise UserError(f"the rope scaling of {path}/config.json: {difference}")
-    if unread := unread_keys(shape, engine):
-        raise UserError(
-            f"{engine} does not read {' and '.join(unread)} in {path}/config.json, so it would "
-            "compute another model",
-            remedy="use another actor_rollout_ref.rollout.name",
-        )
+    if (obstacle := engine_obstacle(shape, engine)) is not None:
+        raise UserError(f"{path}/config.json: {obstacle}", key="actor_rollout_ref.rollout.name")
 
 
 def check_tokenizer(config: Config) -> TextCodec:

@@ -62,6 +62,27 @@ def tiny_experts(seed: int) -> torch.nn.Module:
     return Qwen3MoeForCausalLM(config).eval()
 
 
+def tiny_mixtral(seed: int) -> torch.nn.Module:
+    """A random fp32 Mixtral; SGLang reads no head size of this family."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        intermediate_size=40,
+        vocab_size=VOCAB,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    return MixtralForCausalLM(config).eval()
+
+
 def save(model: torch.nn.Module, directory: Path) -> Path:
     """Write an HF directory that holds a tied head too, as some exports do."""
     model.save_pretrained(directory)  # type: ignore[operator]
