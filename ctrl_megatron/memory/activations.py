@@ -140,6 +140,17 @@ def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
             return products + routed / p.sequence_ranks
 
 
+def _exchanged(p: PassShape) -> float:
+    """Bytes per token of the copies that exist while a layer's experts compute: what is sent and
+    what arrives, in the order of the experts, their output, and this in the order of arrival. Where
+    tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
+    kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
+    sizes = dict(p.layout.mesh("expert").sizes)
+    most = max((kind.top_k for kind in kinds), default=0) * p.residual
+    added = (2 if p.kernels == "torch" else 1) * (sizes["etp"] > 1)
+    return most * (1 + (sizes["ep"] > 1) + 3 * sizes["etp"] + added)
+
+
 def layers_of(p: PassShape) -> int:
     """Layers of one virtual stage."""
     return p.shape.num_layers // (p.layout.pipeline * p.layout.virtual_pipeline)
@@ -238,6 +249,7 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     stream = 3 if p.kernels == "te" else 5
     moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
+    moments.append(p.tokens * (stream * p.residual + _exchanged(p)))
     if pp == p.layout.pipeline - 1:
         head = logits_workspace(p, backward=False)
         moments.append(p.tokens * (p.residual + gathered) + head)
