@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from ctrl_megatron.config.transformer_overrides import override_problems
+from ctrl_megatron.config.transformer_overrides import KEY, override_problems
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.expert_choice import ChoiceInGroups
 from ctrl_megatron.models.latent_attention import LatentRotation
@@ -124,6 +124,9 @@ def transformer_config(
             # Saves three fifths of the memory that an unfused SwiGLU keeps for its backward pass.
             "bias_activation_fusion": True,
         }
+    latent = isinstance(shape.attention, MultiLatentAttention)
+    if latent and options.overrides.get("apply_rope_fusion"):
+        raise UserError(f"{KEY}.apply_rope_fusion has no effect on latent attention; remove it")
     kind, own = _attention_settings(shape.attention, shape.rope)
     return kind(**{**settings, **own, **options.overrides})
 

@@ -201,8 +201,7 @@ def _check_engine_takes(
         raise UserError(
             f"{path} has multi-latent attention, whose weights cannot be pushed to engine "
             f"{engine!r}",
-            key="actor_rollout_ref.rollout.name",
-            remedy="use engine 'hf'",
+            remedy="set actor_rollout_ref.rollout.name to 'hf'",
         )
 
 

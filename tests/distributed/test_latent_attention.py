@@ -53,3 +53,9 @@ def test_steps_and_checkpoints_are_the_same_on_tensor_and_expert_ranks(tmp_path:
     for ours, want in zip(found, alone[2:], strict=True):
         assert ours == pytest.approx(want, rel=1e-5, abs=1e-9)
     assert_same_contents(first, tmp_path / "split/first")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (directory, tmp_path / "split/hf")
+    )
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(before[name], after[name]) for name in biases)
+    assert not any(torch.equal(before[name], after[name]) for name in before.keys() - set(biases))

@@ -81,6 +81,15 @@ def _drop(column: str) -> Spoil:
     return lambda folder: drop_column(folder / "train.parquet", column)
 
 
+LATENT: dict[str, object] = {
+    **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
+    **{"v_head_dim": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
+    "num_key_value_heads": None,
+}
+
+
 def _model(**changes: object) -> Spoil:
     return lambda folder: change_json(folder / "model/config.json", **changes)
 
@@ -363,6 +372,18 @@ CASES = [
         f"{_A}ref.model.path=other {_A}actor.use_kl_loss=true",
         f"{_A}ref.model.path: the model of other has a context of max_position_embeddings=70",
         lambda f: write_model(f / "other", max_position_embeddings=70),
+    ),
+    rl(
+        "weights in 8 bits",
+        "",
+        "the weights of model have 8 bits",
+        _model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ),
+    rl(
+        "an engine that cannot receive latent attention",
+        f"{_A}model.path=other {_A}rollout.name=vllm",
+        f"pushed to engine 'vllm'; set {_A}rollout.name",
+        lambda f: write_model(f / "other", **LATENT),
     ),
     rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),
     rl("no chat template", "", "chat template", _remove("model/chat_template.jinja")),
