@@ -1,5 +1,5 @@
 """Work beside the main thread: event loops in threads of their own, calls of functions that may
-never return, and the words for what a process waits for.
+never return, calls that fail together, and the words for what a process waits for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -132,6 +132,20 @@ class AbandonableCall(Generic[T]):
     def place(self) -> str:
         """``FILE line N`` that the function is running."""
         return _place(self._thread)
+
+
+async def gathered(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run all calls together and return their results in order; the first exception cancels the
+    other calls and is raised.
+    """
+    tasks = [asyncio.ensure_future(call()) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class Standstill:

@@ -181,7 +181,7 @@ def installed(active: bool = True) -> Iterator[None]:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer import multi_latent_attention, transformer_block
 
     from ctrl_megatron.models import attention_kernel
     from ctrl_megatron.models.layer_spec import RMSNorm
@@ -219,6 +219,9 @@ def installed(active: bool = True) -> Iterator[None]:
 
         def column_parallel_layer_norm_linear(self) -> type:
             return LayerNormColumnParallelLinear
+
+        def linear(self) -> type:
+            return multi_latent_attention.Linear
 
         def column_parallel_linear(self) -> type:
             return ColumnParallelLinear

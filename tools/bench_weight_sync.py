@@ -8,6 +8,8 @@ The following alternate in every round, so that a slower phase of the machine af
 - ``push``: ``resharding.push.push`` of the trainer's model, as before every generation;
 - ``verified``: the same with ``trainer.verify_weight_sync``.
 
+``--transport`` selects the medium of the pushes.
+
 Each push brings new weights, and a completion from the last ones checks that they arrived. Medians
 are reported; the goal is 60 % of the slower of ``raw`` and ``vLLM``.
 """
@@ -41,8 +43,8 @@ from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.resharding.transports.shared_memory import (
-    SharedMemorySender,
     SharedSegment,
     remove_segment,
     segment_names,
@@ -91,6 +93,7 @@ def main() -> None:
     """Entry point."""
     parser = bench_parser(__doc__)
     parser.add_argument("--bucket", type=int, default=128, help="in 2**20 bytes")
+    parser.add_argument("--transport", default="shared_memory", help="medium of the pushes")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--log", type=Path, default=Path("runs/bench_weight_sync.log"))
     options = parser.parse_args()
@@ -124,7 +127,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     source = MegatronSource(policy, layout)
     print("starting vLLM ...", flush=True)
     engine, loop = process.connect(), BackgroundLoop()
-    sender = SharedMemorySender(groups)
+    sender = sender_class(options.transport)(groups)
 
     size = layout.bucket_bytes
     names = segment_names(2)

@@ -500,10 +500,9 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import initialize, shutdown
-    from ctrl_megatron.parallel.layout import layout_for
+    from ctrl_megatron.parallel.layout import Layout
 
-    one = layout_for(1, tensor=1, pipeline=1, virtual_pipeline=1, sequence_parallel=False)
-    groups = initialize(one, seed=1, timeout_seconds=300)
+    groups = initialize(Layout(), seed=1, timeout_seconds=300)
     shape = read_model_shape(directory)
     # Gradients are looked at, so nothing may scale them, and the weights stay.
     frozen = OptimizerOptions(lr=0.0, total_steps=1, clip_grad=1e9, weight_decay=0.0)

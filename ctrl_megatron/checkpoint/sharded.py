@@ -47,11 +47,12 @@ from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.checkpoint.hashes import HashedFile
 from ctrl_megatron.checkpoint.manifest import Origin
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.optimizer import SHARED_OVER, OwnedRange
+from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece, ShardParam
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.layout import REPLICAS
 
 STEPS_FILE = "optimizer.json"
 """The number of optimizer steps; a checkpoint of weights alone has none."""
@@ -189,7 +190,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
         if saving and param.copy:
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
-        own_at = (*param.at, *groups.place.on(*(SHARED_OVER[param.mesh] if divided else ())))
+        own_at = (*param.at, *groups.place.on(*(REPLICAS[param.mesh] if divided else ())))
         for own in owned.get(id(weight), ()):
             flats += [
                 (f"optimizer.{name}.", flat, own.start, own_at)

@@ -2,15 +2,21 @@
 
 ``ctrl-plan --config FILE --gpu-memory 80 key=value`` needs no GPU and no weights: it reads the
 shape of the models from config.json in actor_rollout_ref.model.path, or from --model-config.
+With --push it prints instead how long a push from shard to shard takes, and over which links.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config import check_world_size, load_config
+from ctrl_megatron.config import Config, check_world_size, load_config
 from ctrl_megatron.config.flags import count, given_file, number
+
+if TYPE_CHECKING:
+    from ctrl_megatron.models.shape import ModelShape
 
 
 @command("plan")
@@ -33,6 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="config.json of all models, in place of their directories",
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
+    parser.add_argument("--push", action="store_true", help="the time of a push, not the memory")
+    for flag, speed, words in (
+        ("--network-speed", 50.0, "a GPU's share of its host's network cards"),
+        ("--host-speed", 200.0, "a GPU to another of its host"),
+        ("--copy-speed", 1000.0, "inside a GPU's memory"),
+    ):
+        parser.add_argument(
+            flag, type=number(above=0, most=1e6), default=speed, help=f"{words}, GB/s, with --push"
+        )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.nnodes=4")
     options = parser.parse_args(arguments)
     overrides = list(options.overrides)
@@ -52,11 +67,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.table import table
 
     shapes = model_shapes(config, purpose, same=options.model_config)
+    if options.push:
+        print(_push(config, shapes.actor, options))
+        return 0
     memory = int(options.gpu_memory * GIB)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(table(config, budget))
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
     return 0
+
+
+def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
+    """The simulated push of the actor to the engines of the configuration."""
+    from ctrl_megatron.parallel.layout import layout_for
+    from ctrl_megatron.parallel.placement import engine_devices, place_engines
+    from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
+    from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, takers_of_engines
+
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
+    devices = engine_devices(
+        each,
+        placement=rollout.placement,
+        engine_gpus=rollout.n_gpus_per_node,
+        tensor=tensor,
+        visible=each + (rollout.n_gpus_per_node or 0),
+    )
+    host_of_rank = tuple(rank // each for rank in range(trainer.nnodes * each))
+    plan = ShardPlan(
+        shape,
+        layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
+        EngineCut(tensor=tensor),
+        takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
+        host_of_rank,
+        dtype=config.actor_rollout_ref.rollout_dtype,
+    )
+    speeds = Speeds(
+        network=options.network_speed * 1e9,
+        host=options.host_speed * 1e9,
+        copy=options.copy_speed * 1e9,
+    )
+    return push_table(plan, simulate(plan, rollout.update_bucket_megabytes << 20, speeds), speeds)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,10 @@ class Megatron:
     """Ranks that share the stack of layers."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
+    expert_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks over which the experts of a layer are spread; it may take in data-parallel ranks."""
+    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1)
+    """Ranks that share one expert; None for tensor_model_parallel_size, as in Megatron."""
     sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
@@ -118,6 +122,11 @@ class Megatron:
     """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
     recompute_num_layers: int = key(1, AT_LEAST_1, read=when(".recompute_granularity", "full"))
     """Layers per recomputed block."""
+    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the loss that spreads tokens evenly over the experts; 0, as usual in RL, for none.
+    It replaces config.json's router_aux_loss_coef, which is not read."""
+    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
@@ -272,6 +281,9 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
+    streaming: bool = True
+    """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
+    judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""
     seed: int = 0
     """Base seed of the sampling."""
     free_cache_engine: bool = key(True, read=when(".placement", "colocated"))
@@ -279,7 +291,8 @@ class Rollout(EngineKeys):
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
-    """Medium that brings weights to the engines: shared_memory, or module:Class of your own."""
+    """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
+    gets only its part), or module:Class of your own."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

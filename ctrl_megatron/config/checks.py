@@ -24,6 +24,11 @@ from ctrl_megatron.errors import UserError
 Purpose = Literal["rl", "sft", "none"]
 """The kind of run, which determines the required keys; ``none`` requires no key."""
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_OTHER_CUTS = (
+    *("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+    *("pp_size", "dp_size", "ep_size", "enable_dp_attention", "moe_dense_tp_size"),
+)
+"""Arguments of vLLM and SGLang that give a worker other parts of a model."""
 _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
@@ -113,6 +118,13 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"{_M}tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
             f"does not divide the {world_size} ranks that were started; start a multiple of "
             f"{tensor * pipeline} ranks or change the sizes"
+        )
+    expert = megatron.expert_tensor_parallel_size or tensor
+    if tensor * data % (expert * megatron.expert_model_parallel_size):
+        raise UserError(
+            f"{_M}expert_model_parallel_size={megatron.expert_model_parallel_size} x "
+            f"expert_tensor_parallel_size={expert} does not divide the {tensor * data} ranks of a "
+            "pipeline stage; change the sizes"
         )
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
@@ -247,6 +259,13 @@ def _parallelism(config: Config) -> Iterator[str]:
     )
     if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
+    others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
+    if rollout.weight_transport == "shards" and others:
+        yield (
+            f"{_R}weight_transport=shards sends each worker the part that "
+            f"tensor_model_parallel_size gives it, which {_R}engine_kwargs.{others[0]} changes; "
+            "leave that out, or use weight_transport=shared_memory"
+        )
     yield from _engine(_R, rollout)
     yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)
 

@@ -83,6 +83,14 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     return Launch(launcher, rank, world_size, local_rank, local_world_size, address, port)
 
 
+def read_restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the launcher (torchrun) and the job's scheduler (SLURM) have started this run's
+    processes again.
+    """
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return sum(_integer(environ, name) for name in counts if name in environ)
+
+
 def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, by default WARNING; UserError for any other name with ``CTRL_``."""
     for name in environ:

@@ -74,7 +74,6 @@ RENAMED: Mapping[str, str] = {
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
 _ALWAYS_MEGATRON = "the trainer is always Megatron-Core"
-_NO_EXPERTS = "mixtures of experts are not split over ranks"
 _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
@@ -89,8 +88,6 @@ ABSENT: Mapping[str, str] = {
     ),
     "critic.megatron": "the value model has the actor's layout",
     _MEGATRON + "context_parallel_size": "a sequence is not cut over ranks",
-    _MEGATRON + "expert_model_parallel_size": _NO_EXPERTS,
-    _MEGATRON + "expert_tensor_parallel_size": _NO_EXPERTS,
     _MEGATRON + "use_dist_checkpointing": _FROM_HF,
     _MEGATRON + "dist_checkpointing_path": _FROM_HF,
     _MEGATRON + "use_mbridge": _FROM_HF,

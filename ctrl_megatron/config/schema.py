@@ -36,6 +36,7 @@ _TRACKED = Condition(
 )
 _IN_EPOCHS = when(".total_training_steps", None)
 _STEPS = Range("a list of steps (from 1), or all", re.compile(r"(all|[1-9][0-9]*)$").match)
+_SERVED = Condition((".metrics_port",), bool, "{0}=PORT")
 _PROFILED = Condition((".profile_steps",), bool, "{0}=[STEP]")
 
 
@@ -144,6 +145,11 @@ class Trainer:
     """Seconds until a silent rank or service counts as dead."""
     distributed_timeout: float = key(600.0, ABOVE_0)
     """Time-out of a collective and of the start of an engine, in seconds."""
+    metrics_port: int | None = key(None, Range("between 1 and 65535", lambda v: 1 <= v <= 65535))
+    """Port at which rank 0 serves the run's newest metrics (/metrics, for Prometheus) and health
+    (/healthz); None serves nothing."""
+    metrics_host: str = key("127.0.0.1", read=_SERVED)
+    """Address at which it listens; 0.0.0.0 for all of the host's, without any access control."""
     wait_timeout: float = key(7200.0, ABOVE_0, stage="rl")
     """Seconds that the ranks wait for one piece of work beside the trainer: a batch of texts from
     the engines, its judging, the end of a weight push, a coroutine node of your own. Then the run

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.search_nodes import total, vote
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     Judge,
     check_tests,

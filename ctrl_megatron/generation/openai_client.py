@@ -14,9 +14,9 @@ from typing import Any
 
 import aiohttp
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,

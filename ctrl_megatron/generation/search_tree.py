@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatAnswer
 from ctrl_megatron.generation.search_nodes import (
@@ -43,7 +44,6 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import CachedJudge, Judge
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams

@@ -17,7 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.models.shape import Experts, ModelShape
+from ctrl_megatron.models.shape import (
+    Experts,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -47,7 +52,7 @@ class PassShape:
     @property
     def gathered(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        numbers = 2 * self.shape.attention.key_width / self.layout.tensor
+        numbers = self.shape.attention.attended_width / self.layout.tensor
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
@@ -69,27 +74,19 @@ class PassShape:
 
 def saved_by_layer(p: PassShape) -> float:
     """Bytes per token that one layer keeps for its backward pass, without full recomputation."""
-    shape, e, t = p.shape, p.dtype_size, p.layout.tensor
-    heads, groups, head = shape.attention.heads, shape.attention.groups, shape.attention.head_dim
-    fused_qkv = e * (heads + 2 * groups) * head / t
-    rotated = e * (heads + groups) * head / t
-    context, softmax = e * heads * head / t, 4 * heads / t
-    ffn = e * shape.widest / t
-    per_norm = 4 / p.sequence_ranks
+    e, t = p.dtype_size, p.layout.tensor
+    # The two halves of the activation and their product.
+    mlp = 3 * e * p.shape.widest / t + _saved_by_experts(p)
+    norms = 2 * (2 * p.residual + 4 / p.sequence_ranks)
+    softmax = 4 * p.shape.attention.heads / t
+    match p.shape.attention:
+        case GroupedQueryAttention() as attention:
+            attended = _saved_by_grouped_query(p, attention)
+        case MultiLatentAttention() as attention:
+            attended = _saved_by_latent(p, attention)
+    attention = attended + softmax
     if p.kernels == "te":
-        norms = 2 * (2 * p.residual + per_norm)
-        attention = fused_qkv + rotated + context + softmax
-        attention += rotated * shape.attention.qk_norm + p.gathered / p.tokens
-        mlp = 3 * ffn + _saved_by_experts(p)
-    else:
-        norms = 2 * (2 * p.residual + per_norm)
-        # Values beside what is rotated.
-        value = e * groups * head / t
-        attention = rotated + value + context + softmax
-        if shape.attention.qk_norm:
-            attention += fused_qkv + 4 * (heads + groups) / t
-        # SwiGLU's two halves and their product.
-        mlp = 3 * ffn + _saved_by_experts(p)
+        attention += p.gathered / p.tokens
     if p.recompute_granularity == "selective":
         if "core_attn" in p.recompute_modules:
             attention -= softmax + p.gathered / p.tokens
@@ -101,17 +98,45 @@ def saved_by_layer(p: PassShape) -> float:
     return norms + attention + mlp
 
 
+def _saved_by_grouped_query(p: PassShape, attention: GroupedQueryAttention) -> float:
+    """Bytes per token of projections, rotated queries and keys, values, and the context."""
+    e, t = p.dtype_size, p.layout.tensor
+    heads, groups, head = attention.heads, attention.groups, attention.head_dim
+    fused_qkv = e * (heads + 2 * groups) * head / t
+    rotated = e * (heads + groups) * head / t
+    context = e * heads * head / t
+    if p.kernels == "te":
+        return fused_qkv + rotated + context + rotated * attention.qk_norm
+    # Values beside what is rotated.
+    saved = rotated + e * groups * head / t + context
+    return saved + (fused_qkv + 4 * (heads + groups) / t) * attention.qk_norm
+
+
+def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
+    """Bytes per token of the short vectors before and after their norms, of queries, keys and
+    values, and of the context; the same with both kernels."""
+    e, heads, s = p.dtype_size, attention.heads / p.layout.tensor, p.sequence_ranks
+    short = 2 * attention.kv_lora_rank + attention.qk_rope_head_dim
+    if attention.q_lora_rank is not None:
+        short += 2 * attention.q_lora_rank
+    wide = heads * (2 * attention.qk_head_dim + 2 * attention.v_head_dim)
+    return e * (short / s + wide) + 8 / s
+
+
 def _saved_by_experts(p: PassShape) -> float:
     """Bytes per token that a layer with experts keeps beside its products: the token's copy and
     the scaled product of each expert that it passes, and the router's scores. The layer of the
-    model that keeps most counts."""
+    model that keeps most counts. A rank computes as many tokens as it sends if the load is even,
+    and with expert tensor ranks those that it sends and those that they send.
+    """
     kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
-    return max(
-        (
-            p.dtype_size * (kind.top_k * p.shape.hidden_size + kind.width) + 12 * kind.count
-            for kind in kinds
-        ),
-        default=0,
+    copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
+    return (
+        max(
+            (p.dtype_size * (kind.top_k * copies + kind.width) + 12 * kind.count for kind in kinds),
+            default=0,
+        )
+        / p.sequence_ranks
     )
 
 

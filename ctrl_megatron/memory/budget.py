@@ -26,7 +26,8 @@ from ctrl_megatron.memory.model_state import (
     trained_state,
 )
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.shards import check_tensor_size
+from ctrl_megatron.models.shape import Experts
+from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, layout_for
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -109,15 +110,9 @@ def memory_budget(
     Raises ValueError if the model does not divide over the layout.
     """
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
-    layout = layout_for(
-        trainer.nnodes * trainer.n_gpus_per_node,
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-    )
+    layout = layout_for(trainer.nnodes * trainer.n_gpus_per_node, megatron)
     layout.check_layers(shapes.actor.num_layers)
-    check_tensor_size(shapes.actor, layout)
+    check_split(shapes.actor, layout)
     engine = None
     if purpose == "rl":
         engine = engine_use(config, shapes.actor, gpu_memory)
@@ -185,13 +180,8 @@ class _Stage:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes that this rank writes: data-parallel ranks share the tensors that they all have."""
-        data = self.layout.data
-        shared = self.megatron.use_distributed_optimizer
-        return sum(
-            state.parameters // data + state.optimizer // (1 if shared else data)
-            for state in self.trained.values()
-        )
+        """Bytes that this rank writes."""
+        return sum(state.saved for state in self.trained.values())
 
     def phases(self) -> dict[str, dict[str, int]]:
         """Phase -> item -> bytes, in the order of a run."""
@@ -225,6 +215,10 @@ class _Stage:
         layout = self.layout
         groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
         groups += layout.model_size > 1
+        if any(isinstance(kind, Experts) for kind in self.shapes["actor"].feed_forward):
+            sizes = dict(layout.mesh("expert").sizes)
+            groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
+            groups += layout.expert_ranks > 1
         return {"trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR}
 
     def _engine_at_rest(self) -> dict[str, int]:

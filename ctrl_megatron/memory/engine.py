@@ -76,8 +76,7 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     width = 4 * shape.hidden_size + 3 * shape.widest / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, rollout.max_num_seqs) * shape.vocab_size * 3 * 4
-    heads = math.ceil(shape.attention.groups / tensor)
-    cache_per_token = 2 * heads * shape.attention.head_dim * size * shape.num_layers
+    cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
@@ -105,5 +104,5 @@ def _largest_module(shape: ModelShape) -> int:
     arriving = 0
     for rule in rules(shape):
         sizes = [math.prod(tensor.shape) for tensor in rule.hf]
-        arriving = max(arriving, sum(sizes) if rule.kind == "gate_up" else max(sizes))
+        arriving = max(arriving, sum(sizes) if rule.kind == "column" else max(sizes))
     return arriving

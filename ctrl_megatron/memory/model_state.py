@@ -14,7 +14,7 @@ from functools import lru_cache
 from ctrl_megatron.models.rules import rules
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import shard_params
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.layout import Layout, MeshName
 
 DTYPE_SIZE = {"bfloat16": 2, "float32": 4}
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -31,6 +31,8 @@ class ModelState:
     master: int = 0
     """float32 copies of bfloat16 parameters."""
     moments: int = 0
+    saved: int = 0
+    """Bytes that one rank writes into a checkpoint: the ranks with the same part share them."""
 
     @property
     def optimizer(self) -> int:
@@ -38,66 +40,72 @@ class ModelState:
         return self.master + self.moments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Consecutive parameters in one of Megatron's gradient buffers."""
+
+    mesh: MeshName
+    sizes: tuple[int, ...]
+    """Elements of each parameter."""
+
+
 @lru_cache(maxsize=256)
-def stage_elements(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[tuple[int, ...], ...]:
-    """Elements of every parameter of a stage, by virtual stage; equal on all tensor ranks."""
-    return tuple(
-        tuple(
-            math.prod(param.shape)
-            for param in shard_params(shape, layout, layout.first_of(pp), chunk=c)
-            if not param.buffer
-        )
-        for c in range(layout.virtual_pipeline)
-    )
+def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[Bucket, ...]:
+    """The parameters of a stage, equal on all of its ranks; experts have buffers of their own."""
+    found = []
+    for chunk in range(layout.virtual_pipeline):
+        params = shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        sizes: dict[MeshName, list[int]] = {"dense": [], "expert": []}
+        for param in params:
+            if not param.buffer:
+                sizes[param.mesh].append(math.prod(param.shape))
+        dense, parts = sizes["dense"], [sizes["dense"]]
+        if shape.tied_embeddings and layout.pipeline > 1:
+            # The shared embedding has a separate bucket on the ranks that have it.
+            if layout.is_first(pp=pp, chunk=chunk):
+                parts = [dense[:1], dense[1:]]
+            elif layout.is_last(pp=pp, chunk=chunk):
+                parts = [dense[:-1], dense[-1:]]
+        found += [Bucket(mesh="dense", sizes=tuple(part)) for part in parts]
+        found += [Bucket(mesh="expert", sizes=tuple(sizes["expert"]))]
+    return tuple(found)
 
 
 def frozen_state(shape: ModelShape, layout: Layout, *, pp: int, dtype: str) -> ModelState:
     """A model that is not trained, on a rank of stage ``pp``."""
-    elements = sum(sum(chunk) for chunk in stage_elements(shape, layout, pp=pp))
+    elements = sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
     return ModelState(parameters=elements * DTYPE_SIZE[dtype])
 
 
 def trained_state(
     shape: ModelShape, layout: Layout, *, pp: int, dtype: str, distributed: bool
 ) -> ModelState:
-    """A trained model on the fullest data-parallel rank of stage ``pp``.
+    """A trained model on the fullest rank of stage ``pp``.
 
-    Gradients are float32, Adam has two float32 moments. With the ``distributed`` optimizer master
-    weights and moments are split over the data-parallel ranks.
+    Gradients are float32, Adam has two float32 moments. The ``distributed`` optimizer splits master
+    weights and moments over the ranks with the same weights.
     """
-    size = DTYPE_SIZE[dtype]
-    chunks = stage_elements(shape, layout, pp=pp)
-    if not distributed:
-        elements = sum(map(sum, chunks))
-        master = 0 if dtype == "float32" else 4 * elements
-        return ModelState(
-            parameters=size * elements,
-            gradients=4 * elements,
-            master=master,
-            moments=8 * elements,
-        )
-    buffers = 0
-    for chunk, sizes in enumerate(chunks):
-        buckets = [sizes]
-        if shape.tied_embeddings and layout.pipeline > 1:
-            # The shared embedding has a separate bucket on the ranks that have it.
-            if layout.is_first(pp=pp, chunk=chunk):
-                buckets = [sizes[:1], sizes[1:]]
-            elif layout.is_last(pp=pp, chunk=chunk):
-                buckets = [sizes[:-1], sizes[-1:]]
-        buffers += sum(_padded_bucket(bucket, layout.data) for bucket in buckets)
-    own = buffers // layout.data
+    size, master = DTYPE_SIZE[dtype], 0 if dtype == "float32" else 4
+    elements = own = share = 0
+    for bucket in stage_buckets(shape, layout, pp=pp):
+        replicas = layout.replicas(bucket.mesh)
+        count = _padded(bucket.sizes, replicas) if distributed else sum(bucket.sizes)
+        elements += count
+        own += count // replicas if distributed else count
+        share += count // replicas
     return ModelState(
-        parameters=size * buffers,
-        gradients=4 * buffers,
-        master=0 if dtype == "float32" else 4 * own,
+        parameters=size * elements,
+        gradients=4 * elements,
+        master=master * own,
         moments=8 * own,
+        saved=(size + master + 8) * share,
     )
 
 
-def _padded_bucket(sizes: Sequence[int], data: int) -> int:
+def _padded(sizes: Sequence[int], replicas: int) -> int:
+    """Elements of a bucket that is split over ``replicas`` ranks."""
     aligned = sum(_up(size, _PARAM_ALIGNMENT) for size in sizes)
-    return _up(aligned, math.lcm(data, _BUCKET_ALIGNMENT))
+    return _up(aligned, math.lcm(replicas, _BUCKET_ALIGNMENT))
 
 
 def _up(number: int, multiple: int) -> int:

@@ -3,6 +3,7 @@
 from ctrl_megatron.metrics.display import Display, byte_bar
 from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
+from ctrl_megatron.metrics.server import Gauge, MetricsServer
 from ctrl_megatron.metrics.sinks import build_sinks
 from ctrl_megatron.metrics.timeline import (
     Meter,
@@ -14,8 +15,10 @@ from ctrl_megatron.metrics.timeline import (
 
 __all__ = [
     "Display",
+    "Gauge",
     "JsonlWriter",
     "Meter",
+    "MetricsServer",
     "Phase",
     "Timeline",
     "build_sinks",

@@ -88,6 +88,14 @@ METRICS: dict[str, Metric] = {
     "critic/value_mean": Metric("value per token"),
     "critic/grad_norm": Metric("the value model's gradient norm before clipping"),
     "critic/lr": Metric("the value model's learning rate"),
+    "critic/moe/NAME": Metric("moe/NAME of the value model"),
+    "moe/max_load": Metric(
+        "tokens of the busiest expert over the mean of its layer, in the layer where that is most",
+        "Busiest expert",
+    ),
+    "moe/max_load/NAME": Metric("the same of layer NAME, counted from 0"),
+    "moe/balance_loss": Metric("moe_aux_loss_coeff's loss, mean over layers; 1 if all is even"),
+    "moe/z_loss": Metric("moe_z_loss_coeff's loss, mean over layers"),
     "filter/NAME": Metric("share of rows that the filter_plugin of the node NAME keeps"),
     "sampling/rounds": Metric("draws until enough groups had different rewards"),
     "sampling/useful_rate": Metric("share of this step's groups with different rewards"),
@@ -148,12 +156,17 @@ METRICS: dict[str, Metric] = {
 
 def metric_of(name: str) -> Metric | None:
     """The entry of a logged name; None for a metric of a user's own."""
-    exact = METRICS.get(name)
-    if exact is not None:
-        return exact
-    found = next((m for pattern, m in METRICS.items() if _matches(pattern, name)), None)
-    rate = rate_of_all(name)
-    return metric_of(rate) if found is None and rate is not None else found
+    entry, rate = pattern_of(name), rate_of_all(name)
+    if entry is None:
+        return None if rate is None else metric_of(rate)
+    return METRICS[entry]
+
+
+def pattern_of(name: str) -> str | None:
+    """The key of ``METRICS`` for a logged name: itself, or the pattern that it matches."""
+    if name in METRICS:
+        return name
+    return next((pattern for pattern in METRICS if _matches(pattern, name)), None)
 
 
 def rate_of_all(name: str) -> str | None:

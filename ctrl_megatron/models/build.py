@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.expert_choice import ChoiceInGroups
+from ctrl_megatron.models.latent_attention import LatentRotation
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
@@ -19,9 +21,17 @@ from ctrl_megatron.models.layer_spec import (
     block_spec,
     has_transformer_engine,
 )
-from ctrl_megatron.models.rope import rope_frequencies
-from ctrl_megatron.models.shape import Dense, Experts, FeedForward, ModelShape
-from ctrl_megatron.models.shards import check_tensor_size
+from ctrl_megatron.models.rope import Rope, Yarn, rope_frequencies
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
+from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -53,22 +63,13 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model; UserError for an override that may not be set."""
     check_options(options)
-    layout, attention, dtype = groups.layout, shape.attention, DTYPES[options.dtype]
+    layout, dtype = groups.layout, DTYPES[options.dtype]
     settings: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "num_attention_heads": attention.heads,
-        "num_query_groups": attention.groups,
-        "kv_channels": attention.head_dim,
-        # Rotated queries and keys times the factor have the same scores as a larger scale.
-        "softmax_scale": attention.head_dim**-0.5 * shape.rope.attention_factor**2
-        if shape.rope.attention_factor != 1.0
-        else None,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
         "add_bias_linear": False,
-        "add_qkv_bias": attention.qkv_bias,
-        "qk_layernorm": attention.qk_norm,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         # Means "the activation of the layer spec": models.layers.SwiGLU without Transformer Engine.
@@ -80,6 +81,8 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
@@ -121,7 +124,44 @@ def transformer_config(
             # Saves three fifths of the memory that an unfused SwiGLU keeps for its backward pass.
             "bias_activation_fusion": True,
         }
-    return TransformerConfig(**{**settings, **options.overrides})
+    kind, own = _attention_settings(shape.attention, shape.rope)
+    return kind(**{**settings, **own, **options.overrides})
+
+
+def _attention_settings(
+    attention: Attention, rope: Rope
+) -> tuple[type[TransformerConfig], dict[str, Any]]:
+    """The class of Megatron's configuration and the fields that one kind of attention reads."""
+    settings = {"num_attention_heads": attention.heads, "num_query_groups": attention.groups}
+    match attention:
+        case GroupedQueryAttention():
+            # Rotated queries and keys times the factor have the same scores as a larger scale.
+            scale = attention.head_dim**-0.5 * rope.attention_factor**2
+            return TransformerConfig, settings | {
+                "kv_channels": attention.head_dim,
+                "softmax_scale": scale if rope.attention_factor != 1.0 else None,
+                "add_qkv_bias": attention.qkv_bias,
+                "qk_layernorm": attention.qk_norm,
+            }
+        case MultiLatentAttention():
+            scaled = {}
+            if isinstance(rope.scaling, Yarn):
+                # Megatron computes ``Yarn.score_factor`` from them.
+                scaled["rotary_scaling_factor"] = rope.scaling.factor
+                scaled["mscale_all_dim"] = rope.scaling.mscale_all_dim
+            return MLATransformerConfig, settings | scaled | {
+                "q_lora_rank": attention.q_lora_rank,
+                "kv_lora_rank": attention.kv_lora_rank,
+                "qk_head_dim": attention.qk_nope_head_dim,
+                "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+                "v_head_dim": attention.v_head_dim,
+                "kv_channels": attention.qk_head_dim,
+                # It would sum the norm's gradients over tensor ranks that have them whole.
+                "qk_layernorm": False,
+                # models.latent_attention rotates.
+                "rope_type": "rope",
+                "apply_rope_fusion": False,
+            }
 
 
 def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:
@@ -134,8 +174,13 @@ def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:
                 "num_moe_experts": kind.count,
                 "moe_ffn_hidden_size": kind.expert_width,
                 "moe_router_topk": kind.top_k,
+                "moe_router_score_function": kind.scores,
                 # The softmax over the chosen experts equals the renormalised one over all.
                 "moe_router_pre_softmax": not kind.renormalised,
+                "moe_router_topk_scaling_factor": kind.scaling if kind.scaling != 1.0 else None,
+                "moe_router_enable_expert_bias": kind.correction_bias,
+                "moe_router_dtype": "fp32" if kind.wide_router else None,
+                "moe_shared_expert_intermediate_size": kind.shared_width or None,
                 "moe_router_load_balancing_type": "none",
             }
 
@@ -149,17 +194,16 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     """
     layout = groups.layout
     layout.check_layers(shape.num_layers)
-    check_tensor_size(shape, layout)
+    check_split(shape, layout)
     config = transformer_config(shape, groups, options)
     padded = vocab_range(shape.vocab_size, 0, layout.tensor)[2] * layout.tensor
     chunks = []
     for chunk in range(layout.virtual_pipeline):
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
+        kinds = [shape.feed_forward[layer] for layer in layers]
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(
-                [shape.feed_forward[layer] for layer in layers], qk_norm=shape.attention.qk_norm
-            ),
+            transformer_layer_spec=block_spec(shape.attention, kinds),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),
@@ -169,14 +213,35 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             rotary_base=int(shape.rope.theta),
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
-        frequencies = rope_frequencies(shape.rope, shape.attention.head_dim)
-        model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)  # type: ignore[assignment]
+        _rotate_by_positions(model, shape)
+        _choose_in_groups(model, kinds)
         if model.post_process and shape.value_head:
             model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
         elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         chunks.append(model.to(groups.device))
+    # The routers have their biases by now, which Megatron would change after every step.
+    config.moe_router_enable_expert_bias = False
     return chunks
+
+
+def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
+    """Replace Megatron's rotary embedding, which knows one sequence."""
+    frequencies = rope_frequencies(shape.rope, shape.attention.rotary_width)
+    match shape.attention:
+        case GroupedQueryAttention():
+            model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)  # type: ignore[assignment]
+        case MultiLatentAttention():
+            rotation = LatentRotation(frequencies, shape.rope.attention_factor)
+            for layer in model.decoder.layers:
+                layer.self_attention.rotary_pos_emb = rotation  # type: ignore[union-attr]
+
+
+def _choose_in_groups(model: GPTModel, kinds: Sequence[FeedForward]) -> None:
+    """Give the routers of families that group their experts our choice."""
+    for layer, kind in zip(model.decoder.layers, kinds, strict=True):
+        if isinstance(kind, Experts) and kind.choice is not None:
+            layer.mlp.router.router_replay = ChoiceInGroups(kind.choice)  # type: ignore[union-attr]
 
 
 def _pass_through(

@@ -7,13 +7,26 @@ The records of the shape decide everything else: ``models.rules`` has their para
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
+from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import divides, whole
-from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, GroupedQueryAttention
+from ctrl_megatron.models.hf_keys import divides, need, whole
+from ctrl_megatron.models.rope import Yarn
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    ExpertNames,
+    Experts,
+    FeedForward,
+    GroupChoice,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
 
 HfConfig = Mapping[str, Any]
 """A ``config.json`` with the family's defaults."""
@@ -35,6 +48,8 @@ class Family:
     """Keys beside those that all families have (``models.hf_config``)."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Key -> the values that are supported."""
+    scalings: tuple[type, ...] = (object,)
+    """Classes of the supported scalings of ``models.rope``."""
 
 
 def _grouped_query(
@@ -74,14 +89,9 @@ def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
     experts = Experts(
         count=whole(config, counted, where),
         expert_width=whole(config, "moe_intermediate_size", where),
-        top_k=whole(config, "num_experts_per_tok", where),
+        top_k=_top_k(config, counted, where),
         renormalised=bool(config["norm_topk_prob"]),
     )
-    if not 1 < experts.top_k <= experts.count:
-        raise UserError(
-            f"{where}: num_experts_per_tok={experts.top_k} is not supported, only 2 to "
-            f"{counted}={experts.count}"
-        )
     step, dense = whole(config, "decoder_sparse_step", where), config.get("mlp_only_layers") or ()
     sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
     if len(sparse) == layers:
@@ -89,6 +99,124 @@ def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
     width = Dense(width=whole(config, "intermediate_size", where))
     return tuple(experts if i in sparse else width for i in range(layers))
 
+
+def _top_k(config: HfConfig, counted: str, where: str) -> int:
+    """Experts for each token, of as many as the key ``counted`` says."""
+    chosen, count = whole(config, "num_experts_per_tok", where), whole(config, counted, where)
+    if not 1 < chosen <= count:
+        raise UserError(
+            f"{where}: num_experts_per_tok={chosen} is not supported, only 2 to {counted}={count}"
+        )
+    return chosen
+
+
+_MIXTRAL = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def _mixtral(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    experts = Experts(
+        count=whole(config, "num_local_experts", where),
+        expert_width=whole(config, "intermediate_size", where),
+        top_k=_top_k(config, "num_local_experts", where),
+        renormalised=True,
+        names=_MIXTRAL,
+    )
+    return (experts,) * whole(config, "num_hidden_layers", where)
+
+
+def _latent(config: HfConfig, where: str) -> MultiLatentAttention:
+    heads = whole(config, "num_attention_heads", where)
+    if config.get("num_key_value_heads") not in (None, heads):
+        raise UserError(
+            f"{where}: num_key_value_heads={config['num_key_value_heads']} is not supported, only "
+            f"num_attention_heads={heads}: every head has its own keys"
+        )
+    if "q_lora_rank" not in config:
+        raise UserError(f"{where}: the key 'q_lora_rank' is missing; it may be null")
+    rank = None if config["q_lora_rank"] is None else whole(config, "q_lora_rank", where)
+    return MultiLatentAttention(
+        heads=heads,
+        q_lora_rank=rank,
+        kv_lora_rank=whole(config, "kv_lora_rank", where),
+        qk_nope_head_dim=whole(config, "qk_nope_head_dim", where),
+        qk_rope_head_dim=whole(config, "qk_rope_head_dim", where),
+        v_head_dim=whole(config, "v_head_dim", where),
+    )
+
+
+def _deepseek(config: HfConfig, where: str, *, experts: Experts) -> tuple[FeedForward, ...]:
+    """``experts`` in all layers but the first ones."""
+    layers, dense = whole(config, "num_hidden_layers", where), config["first_k_dense_replace"]
+    if not isinstance(dense, int) or dense < 0:
+        raise UserError(f"{where}: first_k_dense_replace={dense!r} must be a whole number")
+    first = min(dense, layers)
+    plain = (Dense(width=whole(config, "intermediate_size", where)),) * first if first else ()
+    return plain + (experts,) * (layers - first)
+
+
+def _deepseek_experts(config: HfConfig, where: str, **own: Any) -> Experts:
+    width = whole(config, "moe_intermediate_size", where)
+    return Experts(
+        count=whole(config, "n_routed_experts", where),
+        expert_width=width,
+        top_k=_top_k(config, "n_routed_experts", where),
+        scaling=float(need(config, "routed_scaling_factor", where)),
+        shared_width=width * whole(config, "n_shared_experts", where),
+        wide_router=True,
+        **own,
+    )
+
+
+def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupChoice | None:
+    groups, chosen = (whole(config, key, where) for key in ("n_group", "topk_group"))
+    count, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
+    divides(count, "n_routed_experts", groups, "n_group", where)
+    if chosen > groups or top_k > chosen * (count // groups) or best > count // groups:
+        raise UserError(
+            f"{where}: topk_group={chosen} of n_group={groups} groups have no "
+            f"num_experts_per_tok={top_k} of n_routed_experts={count} experts to choose"
+        )
+    return None if groups == chosen else GroupChoice(groups=groups, chosen=chosen, best=best)
+
+
+def _deepseek_v2(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    limited = config["topk_method"] == "group_limited_greedy"
+    experts = _deepseek_experts(config, where, renormalised=False)
+    choice = _group_choice(config, where, best=1) if limited else None
+    return _deepseek(config, where, experts=replace(experts, choice=choice))
+
+
+def _deepseek_v3(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    experts = _deepseek_experts(
+        config, where, renormalised=True, scores="sigmoid", correction_bias=True
+    )
+    choice = _group_choice(config, where, best=2)
+    return _deepseek(config, where, experts=replace(experts, choice=choice))
+
+
+_DEEPSEEK_KEYS = frozenset(
+    [
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("n_group", "topk_group", "topk_method", "scoring_func", "norm_topk_prob"),
+        *("routed_scaling_factor", "first_k_dense_replace", "moe_layer_freq", "rope_interleave"),
+        # They follow from others.
+        *("qk_head_dim", "ep_size"),
+        # The code of published directories is that of transformers' own class.
+        "auto_map",
+        # They change a loss that is not computed here.
+        *("aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef"),
+    ]
+)
+_DEEPSEEK_ONLY: Mapping[str, tuple[Any, ...]] = {
+    # transformers' norms of the short vectors have this constant, vLLM's that of the file.
+    "rms_norm_eps": (None, 1e-6),
+    "moe_layer_freq": (None, 1),
+    "rope_interleave": (None, True),
+}
+
+_ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
+"""Keys that change a loss that is not computed here."""
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -120,11 +248,72 @@ FAMILIES: Mapping[str, Family] = {
             [
                 *("num_experts", "num_local_experts", "moe_intermediate_size"),
                 *("num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step"),
-                "mlp_only_layers",
-                # They change a loss that is not computed here.
-                *("output_router_logits", "router_aux_loss_coef"),
+                *("mlp_only_layers", *_ROUTER_LOSS),
             ]
         ),
     ),
+    "mixtral": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
+        feed_forward=_mixtral,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        keys=frozenset(
+            [*("num_local_experts", "num_experts_per_tok", "router_jitter_noise"), *_ROUTER_LOSS]
+        ),
+        only={"sliding_window": (None,), "router_jitter_noise": (None, 0, 0.0)},
+    ),
+    "deepseek_v2": Family(
+        attention=_latent,
+        feed_forward=_deepseek_v2,
+        defaults={
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+        keys=_DEEPSEEK_KEYS,
+        only={
+            **_DEEPSEEK_ONLY,
+            "scoring_func": (None, "softmax"),
+            "topk_method": (None, "greedy", "group_limited_greedy"),
+            "norm_topk_prob": (None, False),  # transformers does not read it
+        },
+        scalings=(NoneType, Yarn),
+    ),
+    "deepseek_v3": Family(
+        attention=_latent,
+        feed_forward=_deepseek_v3,
+        defaults={
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        keys=_DEEPSEEK_KEYS | {"num_nextn_predict_layers"},
+        only={
+            **_DEEPSEEK_ONLY,
+            "scoring_func": (None, "sigmoid"),
+            "topk_method": (None, "noaux_tc"),
+            "norm_topk_prob": (None, True),
+        },
+        scalings=(NoneType, Yarn),
+    ),
 }
 """``model_type`` -> family."""
+
+
+def unread_keys(shape: ModelShape, engine: EngineName) -> list[str]:
+    """The keys of a model's ``config.json`` that ``engine`` ignores although they change the model
+    (by the code of SGLang 0.5.23)."""
+    if engine != "sglang" or shape.family != "qwen3_moe":
+        return []
+    changed = {
+        "tie_word_embeddings": shape.tied_embeddings,
+        "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
+    }
+    return [key for key, has in changed.items() if has]

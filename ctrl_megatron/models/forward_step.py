@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
@@ -21,7 +22,7 @@ Scalars = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LossShare:
     """A micro-batch's share of the loss."""
 
     rows: torch.Tensor
@@ -76,7 +77,7 @@ def forward_with_loss(
     # Keeps every parameter in the graph, also for a micro-batch without rows and for a constant
     # loss: the sum of gradients over data-parallel ranks waits for each parameter.
     return share + 0.0 * (output.sum() + vectors[0].sum()), partial(
-        report_loss, Share(rows=micro.rows, scalars=scalars)
+        report_loss, LossShare(rows=micro.rows, scalars=scalars)
     )
 
 
@@ -93,7 +94,7 @@ def forward_only(
         return output, None
     vectors = head(module, micro, output)
     _keep(vectors, micro, results)
-    return vectors[0].sum(), partial(report_loss, Share(rows=micro.rows, scalars={}))
+    return vectors[0].sum(), partial(report_loss, LossShare(rows=micro.rows, scalars={}))
 
 
 def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.Tensor) -> None:
@@ -101,7 +102,7 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
     results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
 
 
-def report_loss(share: Share, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Share]:
+def report_loss(share: LossShare, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
     """Megatron's ``loss_func``: passes on the loss and the share that the schedule returns."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
     return loss, torch.tensor(1, dtype=torch.int), share
@@ -109,10 +110,16 @@ def report_loss(share: Share, loss: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:
     """(this stage's GPTModel, its output for the micro-batch)."""
+    module: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    padding = micro.padding
+    if module.config.sequence_parallel and not module.pre_process:
+        # Megatron does this in the first stage only.
+        padding = scatter_to_sequence_parallel_region(padding.T).T
     output = model(
         input_ids=micro.tokens,
         position_ids=micro.positions,
         attention_mask=None,
         packed_seq_params=micro.packed,
+        padding_mask=padding,
     )
-    return (model.module if isinstance(model, DistributedDataParallel) else model), output
+    return module, output

@@ -74,6 +74,10 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     if left := _LEFT_BY_TOOLS & config.keys():
         _warn_of_keys(where, ", ".join(sorted(left)))
     config = {**_DEFAULTS, **family.defaults, **config}
+    rope = parse_rope(config, where)
+    if not isinstance(rope.scaling, family.scalings):
+        kind = type(rope.scaling).__name__.lower()
+        raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     value_head = _has_value_head(config, where)
     return ModelShape(
         family=name,
@@ -81,7 +85,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         vocab_size=whole(config, "vocab_size", where),
         max_position_embeddings=whole(config, "max_position_embeddings", where),
         norm_epsilon=need(config, "rms_norm_eps", where),
-        rope=parse_rope(config, where),
+        rope=rope,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not value_head,
         attention=family.attention(config, where),
         feed_forward=family.feed_forward(config, where),

@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import transformer_block
+from megatron.core.transformer import multi_latent_attention, transformer_block
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -20,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,14 +31,26 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
+from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
-from ctrl_megatron.models.shape import Dense, Experts, FeedForward
+from ctrl_megatron.models.router import Router
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    GroupedQueryAttention,
+    MultiLatentAttention,
+)
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron's router reads this name of Transformer Engine's and accepts None, but defines it
     # only where Transformer Engine is installed.
     setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 (an attribute that pyright misses)
+if importlib.util.find_spec("transformer_engine") is None:
+    # Megatron's stand-ins for the library's classes are no types, for which it looks here.
+    multi_latent_attention.HAVE_TE = False
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -106,59 +120,87 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def block_spec(feed_forward: Sequence[FeedForward], *, qk_norm: bool) -> Any:
+def block_spec(attention: Attention, feed_forward: Sequence[FeedForward]) -> Any:
     """The spec of a stage with these layers; the last stage has the final norm."""
     if has_transformer_engine():
         norm = transformer_block.LayerNormImpl
-        layers = [_transformer_engine_layer(kind, qk_norm=qk_norm) for kind in feed_forward]
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+        layers = [_transformer_engine_layer(attention, kind) for kind in feed_forward]
+    else:
+        norm = RMSNorm
+        layers = [_layer(attention, kind) for kind in feed_forward]
     # Megatron's annotations of these fields are narrower than what it accepts.
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # type: ignore[arg-type]
+
+
+def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
+    """A layer in plain torch."""
     norm: Any = RMSNorm
-    core_attention: Any = PackedCausalAttention
-    head_norm: Any = RMSNorm if qk_norm else None
     bias_dropout_add: Any = get_bias_dropout_add
     gated = MLPSubmodules(
         linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU
     )
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=core_attention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+    match kind:
+        case Dense():
+            mlp = ModuleSpec(module=MLP, submodules=gated)
+        case Experts():
+            experts = ModuleSpec(module=SequentialMLP, submodules=gated)
+            shared = ModuleSpec(module=SharedExpertMLP, submodules=gated)
+            parts: Any = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
+            mlp = ModuleSpec(module=MoELayer, submodules=parts)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=_self_attention(attention),
+        self_attn_bda=bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=mlp,
+        mlp_bda=bias_dropout_add,
     )
-
-    def layer(kind: FeedForward) -> ModuleSpec:
-        match kind:
-            case Dense():
-                mlp = ModuleSpec(module=MLP, submodules=gated)
-            case Experts():
-                experts = ModuleSpec(module=SequentialMLP, submodules=gated)
-                mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
-        parts = TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=RotatedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
-            self_attn_bda=bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=bias_dropout_add,
-        )
-        return ModuleSpec(module=TransformerLayer, submodules=parts)
-
-    return TransformerBlockSubmodules(
-        layer_specs=[layer(kind) for kind in feed_forward], layer_norm=norm
-    )
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _transformer_engine_layer(kind: FeedForward, *, qk_norm: bool) -> Any:
-    experts = kind.count if isinstance(kind, Experts) else None
+def _self_attention(attention: Attention) -> ModuleSpec:
+    core_attention: Any = PackedCausalAttention
+    norm: Any = RMSNorm
+    match attention:
+        case GroupedQueryAttention():
+            head_norm: Any = norm if attention.qk_norm else None
+            module: Any = RotatedSelfAttention
+            parts: Any = SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=core_attention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=head_norm,
+                k_layernorm=head_norm,
+            )
+        case MultiLatentAttention():
+            module, whole = LatentSelfAttention, multi_latent_attention.Linear
+            parts = MLASelfAttentionSubmodules(
+                linear_q_proj=ColumnParallelLinear,
+                linear_q_down_proj=whole,
+                linear_q_up_proj=ColumnParallelLinear,
+                linear_kv_down_proj=whole,
+                linear_kv_up_proj=ColumnParallelLinear,
+                core_attention=core_attention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=norm,
+                kv_layernorm=norm,
+            )
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(module=module, params=causal, submodules=parts)
+
+
+def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
+    latent = isinstance(attention, MultiLatentAttention)
     spec: Any = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=qk_norm
+        num_experts=kind.count if isinstance(kind, Experts) else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=latent or attention.qk_norm,
+        multi_latent_attention=latent,
     )
-    parts = spec.submodules.self_attention.submodules
-    parts.core_attention = over_shared_prefixes(parts.core_attention)
+    own = spec.submodules.self_attention
+    own.submodules.core_attention = over_shared_prefixes(own.submodules.core_attention)
+    if latent:
+        own.module = LatentSelfAttention
+    if isinstance(kind, Experts):
+        spec.submodules.mlp.submodules.router = Router
     return spec

@@ -6,6 +6,7 @@ pass needs. If Transformer Engine is installed, its layers are used instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,16 +117,26 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(halves)  # type: ignore[return-value]
 
 
-def _rotate(
-    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
+def rotate(
+    out: Sequence[torch.Tensor],
+    x: Sequence[torch.Tensor],
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sign: int,
 ) -> None:
-    """out = x rotated by ``sign`` times the angles: halves (x1, x2) of the last dimension become
-    (x1 cos - x2 sin, x2 cos + x1 sin). x and out (T, ..., D), tables (T, 1, ..., D / 2)."""
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    """out = x rotated by ``sign`` times the angles: the numbers (x1, x2) of each pair become
+    (x1 cos - x2 sin, x2 cos + x1 sin). x and out: first and second numbers of all pairs, each
+    (T, ..., D / 2); tables (T, 1, ..., D / 2)."""
+    (x1, x2), (out1, out2) = x, out
     torch.mul(x1, cos, out=out1)
     torch.mul(x2, cos, out=out2)
     out1.addcmul_(x2, sin, value=-sign)
     out2.addcmul_(x1, sin, value=sign)
+
+
+def _halves(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The pairs of an embedding that pairs number i with number i + D / 2."""
+    return x.chunk(2, dim=-1)
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -138,8 +149,8 @@ class _SplitAndRotate(torch.autograd.Function):
         tokens, groups, parts, width = mixed.shape
         query = mixed.new_empty((tokens, groups, parts - 2, width))
         key = mixed.new_empty((tokens, groups, 1, width))
-        _rotate(query, mixed[:, :, :-2], cos, sin, 1)
-        _rotate(key, mixed[:, :, -2:-1], cos, sin, 1)
+        rotate(_halves(query), _halves(mixed[:, :, :-2]), cos, sin, 1)
+        rotate(_halves(key), _halves(mixed[:, :, -2:-1]), cos, sin, 1)
         ctx.save_for_backward(cos, sin)
         return query, key, mixed[:, :, -1:].clone()
 
@@ -149,8 +160,8 @@ class _SplitAndRotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         tokens, groups, heads, width = query.shape
         out = query.new_empty((tokens, groups, heads + 2, width))
-        _rotate(out[:, :, :-2], query, cos, sin, -1)
-        _rotate(out[:, :, -2:-1], key, cos, sin, -1)
+        rotate(_halves(out[:, :, :-2]), _halves(query), cos, sin, -1)
+        rotate(_halves(out[:, :, -2:-1]), _halves(key), cos, sin, -1)
         out[:, :, -1:] = value
         return out, None, None
 

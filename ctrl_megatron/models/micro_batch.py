@@ -3,7 +3,7 @@ prompt that rows of a micro-batch share is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ class MicroBatch:
     """(1, T) int64."""
     positions: torch.Tensor
     """(1, T) int64, counted from 0 in every row."""
+    num_tokens: int
+    """T without the tokens that belong to no row, which come last."""
     packed: PackedLayoutParams
     predictors: torch.Tensor
     """(N,) int64: index in T of the hidden state that predicts each response token."""
@@ -35,6 +37,12 @@ class MicroBatch:
     """(N,) int64: column of each response token in the (B, R) fields."""
     width: int
     """R."""
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """(1, T) bool: on for the tokens that belong to no row."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return columns.unsqueeze(0) >= self.num_tokens
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values as a (b, R) matrix with zeros elsewhere; differentiable."""
@@ -48,7 +56,7 @@ def split_into_micro_batches(
     token_budget: int,
     shared_prefix: bool,
     multiple: int,
-    count_multiple: int,
+    count: Callable[[int], int],
     device: torch.device,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
@@ -56,8 +64,8 @@ def split_into_micro_batches(
     batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
     on the left, responses on the right. ``shared_prefix``: rows with equal prompts follow one copy
     of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple of it
-    (sequence parallelism splits them over the tensor ranks). ``count_multiple``: empty
-    micro-batches are appended up to a multiple of it (the interleaved schedule needs that).
+    (sequence parallelism splits them over the tensor ranks). ``count``: from the number of
+    micro-batches with rows to the number of all; empty ones are appended.
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
     mask is neither empty nor exactly the attended response tokens.
     """
@@ -77,7 +85,7 @@ def split_into_micro_batches(
         names = [prompt.numpy().tobytes() or row for row, prompt in enumerate(prompts)]
     # Longest first: a micro-batch that needs too much memory fails at once, not after minutes.
     micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
-    micro_batches += [[] for _ in range(-len(micro_batches) % count_multiple)]
+    micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     return [
         _pack(groups, prompts, responses, answers, width, multiple, device)
         for groups in micro_batches
@@ -135,6 +143,7 @@ def _pack(
         rows=torch.tensor(rows, dtype=torch.int64),
         tokens=torch.cat(parts).unsqueeze(0).to(device),
         positions=packed.positions.unsqueeze(0),
+        num_tokens=total,
         packed=packed,
         predictors=torch.cat(predictors).to(device),
         targets=torch.cat(targets).to(device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
-from ctrl_megatron.parallel.layout import Axis, MeshName
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
 """The float32 copy of a parameter of another dtype, which Adam updates."""
-SHARED_OVER: Mapping[MeshName, tuple[Axis, ...]] = {"dense": ("cp", "dp"), "expert": ("edp",)}
-"""The axes over whose ranks the distributed optimizer divides the state of a mesh's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.forward_step import Head, Scalars, Share, forward_only, forward_with_loss
+from ctrl_megatron.models.forward_step import Head, Scalars, LossShare, forward_only, forward_with_loss
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.models.router import RouterLosses, Routers
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -49,6 +50,8 @@ class ModelOptions:
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together; a value model has none."""
+    router: RouterLosses = field(default_factory=RouterLosses)
+    """Losses of the routers of a model with experts, in optimizer steps."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
 
@@ -71,6 +74,9 @@ class ParallelModel:
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
 
+    load_metrics = "moe"
+    """Prefix of the metrics of experts' loads."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -84,7 +90,10 @@ class ParallelModel:
         self._take_device = take_device
         self.models = build_chunks(shape, groups, options.build)
         self.config = self.models[0].config
+        self._routers = Routers(self.models, shape)
         for param, weight in self.places():
+            # Megatron sums the gradients of unmarked weights over the data-parallel ranks.
+            weight.allreduce = param.mesh == "dense"  # type: ignore[attr-defined]
             for cut in param.cuts:
                 # Megatron marks split weights when it initialises them, which is skipped here;
                 # unmarked, they would count as copies and be missing in the gradient norm.
@@ -240,9 +249,10 @@ class ParallelModel:
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
-        ``lr``. If the loss or the gradient is not finite, on any rank, the step is skipped on all:
-        weights, optimizer and schedule stay as they were, the result is empty, and
-        ``take_skipped`` says why. Raises UserError on updated weights that are not finite.
+        ``lr``, and the loads of experts (``models.router.Routers.metrics``). If the loss or the
+        gradient is not finite, on any rank, the step is skipped on all: weights, optimizer and
+        schedule stay as they were, the result is empty, and ``take_skipped`` says why. Raises
+        UserError on updated weights that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
@@ -259,12 +269,17 @@ class ParallelModel:
             forward_only=False,
             **self._micro_batches(rows, self.options.token_budget, backward=True),
         )
+        loads = self._routers.metrics(self.groups)
         scalars, norm = self._sum(shares), self.optimization.grad_norm()
         fine = math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0))
         if self.groups.on_any(not fine)[0]:
             self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
             return {}
-        return {**scalars, **self.optimization.step(norm)}
+        return {
+            **scalars,
+            **self.optimization.step(norm),
+            **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
+        }
 
     def take_skipped(self) -> list[SkippedUpdate]:
         """The optimizer steps that were skipped since the last call, in their order."""
@@ -272,7 +287,7 @@ class ParallelModel:
         return taken
 
     def _skip(
-        self, shares: list[Share], loss: float, norm: float, place: torch.Tensor | None
+        self, shares: list[LossShare], loss: float, norm: float, place: torch.Tensor | None
     ) -> None:
         """Collective."""
         assert self.optimization is not None
@@ -318,10 +333,13 @@ class ParallelModel:
             token_budget=token_budget,
             shared_prefix=self.options.shared_prefix,
             multiple=layout.tensor if self.config.sequence_parallel else 1,
-            count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            count=self._micro_batches_together,
             device=self.groups.device,
         )
         self._count(micro_batches, backward=backward)
+        if backward:
+            tokens = sum(micro.num_tokens for micro in micro_batches)
+            self._routers.start(self.options.router, tokens, self.groups)
         return {
             "data_iterator": [iter(micro_batches) for _ in self.chunks],
             "model": self.chunks,
@@ -332,7 +350,18 @@ class ParallelModel:
             "micro_batch_size": 1,
         }
 
-    def _sum(self, shares: list[Share]) -> dict[str, float]:
+    def _micro_batches_together(self, own: int) -> int:
+        """The number of micro-batches of a pass in which ``own`` have rows of this rank.
+
+        Ranks that compute a layer's experts together take part in each other's micro-batches, and
+        the interleaved schedule needs a multiple of the stages.
+        """
+        layout = self.groups.layout
+        most = self.groups.most_over_data(own) if layout.experts_join_data_ranks else own
+        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+        return -(-most // multiple) * multiple
+
+    def _sum(self, shares: list[LossShare]) -> dict[str, float]:
         """The sum over micro-batches and data-parallel ranks, on every stage."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
@@ -353,7 +382,7 @@ class ParallelModel:
         return box[0] or {}
 
 
-def _loss_of(share: Share) -> list[torch.Tensor]:
+def _loss_of(share: LossShare) -> list[torch.Tensor]:
     return [share.scalars["loss"]] if share.scalars else []
 
 

@@ -97,6 +97,12 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0
+
+    @property
+    def score_factor(self) -> float:
+        """The factor by which multi-latent attention scales all scores (DeepSeek's code)."""
+        return _grown(self.factor, self.mscale_all_dim) ** 2
 
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         """As in ``Scaling``."""
@@ -230,6 +236,7 @@ def _yarn(given: Mapping[str, Any], where: str) -> Yarn:
         beta_fast=fast,
         beta_slow=slow,
         truncate=truncate,
+        mscale_all_dim=float(given.get("mscale_all_dim", 0.0)),
     )
 
 
@@ -239,13 +246,13 @@ def _yarn_attention(given: Mapping[str, Any], factor: float, where: str) -> floa
         _need({key: 1.0, **given}, key, where)
     if "attention_factor" in given:
         return float(_need(given, "attention_factor", where))
-
-    def grown(times: float) -> float:
-        return 0.1 * times * math.log(factor) + 1.0
-
     if "mscale" in given and "mscale_all_dim" in given:
-        return grown(given["mscale"]) / grown(given["mscale_all_dim"])
-    return grown(1.0)
+        return _grown(factor, given["mscale"]) / _grown(factor, given["mscale_all_dim"])
+    return _grown(factor, 1.0)
+
+
+def _grown(factor: float, times: float) -> float:
+    return 0.1 * times * math.log(factor) + 1.0
 
 
 def _factor(given: Mapping[str, Any], where: str) -> float:

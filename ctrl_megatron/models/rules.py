@@ -14,10 +14,21 @@ from itertools import groupby, product
 from types import MappingProxyType
 from typing import Literal
 
-from ctrl_megatron.models.shape import Attention, Dense, Experts, FeedForward, ModelShape
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    ExpertNames,
+    Experts,
+    FeedForward,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
 from ctrl_megatron.parallel.layout import MeshName
 
-Kind = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
+Kind = Literal["replicated", "row", "vocab", "qkv", "column"]
+"""How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
+rows of every tensor, one after the other (``column``) or by query group (``qkv``)."""
 Part = Literal["embedding", "layer", "final_norm", "output"]
 
 
@@ -118,6 +129,16 @@ def _layer_rule(
 
 
 def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
+    match attention:
+        case GroupedQueryAttention():
+            return _grouped_query(attention, hidden, layers)
+        case MultiLatentAttention():
+            return _latent(attention, hidden, layers)
+
+
+def _grouped_query(
+    attention: GroupedQueryAttention, hidden: int, layers: tuple[int, ...]
+) -> Iterator[ParamRule]:
     qkv, own = "self_attention.linear_qkv", "self_attn"
     rows = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     norm = {"input_layernorm": (hidden,)}
@@ -134,30 +155,72 @@ def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> It
     yield _layer_rule(layers, "self_attention.linear_proj", "row", out)
 
 
+def _latent(
+    attention: MultiLatentAttention, hidden: int, layers: tuple[int, ...]
+) -> Iterator[ParamRule]:
+    """The short vectors are computed on every tensor rank, what follows from them by heads."""
+
+    def rule(own: str, kind: Kind, theirs: str, *size: int, te: str | None = None) -> ParamRule:
+        at = "self_attention."
+        hf = {f"self_attn.{theirs}": size}
+        return _layer_rule(layers, at + own, kind, hf, te=te and at + te)
+
+    heads, rank, short = attention.heads, attention.q_lora_rank, attention.kv_lora_rank
+    queries = heads * attention.qk_head_dim
+    yield _layer_rule(layers, "input_layernorm", "replicated", {"input_layernorm": (hidden,)})
+    if rank is None:
+        yield rule("linear_q_proj", "column", "q_proj", queries, hidden)
+    else:
+        up = "linear_q_up_proj"
+        yield rule("linear_q_down_proj", "replicated", "q_a_proj", rank, hidden)
+        yield rule("q_layernorm", "replicated", "q_a_layernorm", rank, te=up)
+        yield rule(up, "column", "q_b_proj", queries, rank)
+    down, up = short + attention.qk_rope_head_dim, "linear_kv_up_proj"
+    expanded = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    yield rule("linear_kv_down_proj", "replicated", "kv_a_proj_with_mqa", down, hidden)
+    yield rule("kv_layernorm", "replicated", "kv_a_layernorm", short, te=up)
+    yield rule(up, "column", "kv_b_proj", expanded, short)
+    yield rule("linear_proj", "row", "o_proj", hidden, heads * attention.v_head_dim)
+
+
 def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> Iterator[ParamRule]:
     norm = {"post_attention_layernorm": (hidden,)}
     match kind:
         case Dense(width=width):
             fc1 = "mlp.linear_fc1"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm, te=fc1)
-            yield from _gated(layers, "mlp", "mlp", hidden, width)
-        case Experts(count=count, top_k=top_k, expert_width=width):
-            router = {"mlp.gate": (count, hidden)}
-            own, theirs = "mlp.experts.local_experts.{e}", "mlp.experts.{e}"
+            yield from _gated(layers, "mlp", "mlp", ExpertNames(), hidden, width)
+        case Experts(count=count, names=names):
+            router = {f"{names.block}.gate": (count, hidden)}
+            own, theirs = "mlp.experts.local_experts.{e}", f"{names.block}.experts.{{e}}"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
-            for rule in _gated(layers, own, theirs, hidden, width):
-                yield replace(rule, mesh="expert", experts=count, passed=top_k)
+            if kind.correction_bias:
+                bias = f"model.layers.{{i}}.{names.block}.gate.e_score_correction_bias"
+                yield ParamRule(
+                    "layer",
+                    "decoder.layers.{i}.mlp.router.expert_bias",
+                    (HfTensor(bias, (count,)),),
+                    "replicated",
+                    layers=layers,
+                    buffer="float32",
+                )
+            for rule in _gated(layers, own, theirs, names, hidden, kind.expert_width):
+                yield replace(rule, mesh="expert", experts=count, passed=kind.top_k)
+            if kind.shared_width:
+                shared = "mlp.shared_experts"
+                yield from _gated(layers, shared, shared, names, hidden, kind.shared_width)
 
 
 def _gated(
-    layers: tuple[int, ...], own: str, theirs: str, hidden: int, width: int
+    layers: tuple[int, ...], own: str, theirs: str, names: ExpertNames, hidden: int, width: int
 ) -> Iterator[ParamRule]:
     """The products of a gated feed-forward layer, which is called ``own`` here and ``theirs`` in
     Hugging Face's models."""
-    gate_up = {f"{theirs}.{x}_proj": (width, hidden) for x in ("gate", "up")}
-    yield _layer_rule(layers, f"{own}.linear_fc1", "gate_up", gate_up)
-    yield _layer_rule(layers, f"{own}.linear_fc2", "row", {f"{theirs}.down_proj": (hidden, width)})
+    halves = {f"{theirs}.{x}": (width, hidden) for x in (names.gate, names.up)}
+    out = {f"{theirs}.{names.down}": (hidden, width)}
+    yield _layer_rule(layers, f"{own}.linear_fc1", "column", halves)
+    yield _layer_rule(layers, f"{own}.linear_fc2", "row", out)
 
 
 @lru_cache(maxsize=64)

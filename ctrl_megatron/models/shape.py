@@ -1,9 +1,10 @@
-"""The dimensions of a decoder, independent of library, layout and names."""
+"""The dimensions of a decoder, independent of library and layout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ctrl_megatron.models.rope import Rope
 
@@ -29,6 +30,16 @@ class GroupedQueryAttention:
         return self.groups * self.head_dim
 
     @property
+    def rotary_width(self) -> int:
+        """Numbers of a head's query that are rotated by the token's position."""
+        return self.head_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of one token's keys and values, as attention receives them."""
+        return 2 * self.key_width
+
+    @property
     def products_per_pair(self) -> int:
         """Multiplications for a token and a token it attends to, in scores and in the context."""
         return 2 * self.query_width
@@ -37,6 +48,59 @@ class GroupedQueryAttention:
     def split_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
         return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
+
+    def cached_width(self, tensor: int) -> int:
+        """Numbers that one of an engine's ``tensor`` ranks keeps of a token."""
+        return 2 * -(-self.groups // tensor) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiLatentAttention:
+    """Attention whose keys and values are computed from one short vector per token, and whose
+    rotated part of a key is the same for all heads (DeepSeek-V2, arXiv 2405.04434). The fields have
+    the names of ``config.json``."""
+
+    heads: int
+    q_lora_rank: int | None
+    """None if queries are computed from the token itself."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def groups(self) -> int:
+        """Every head has keys and values of its own."""
+        return self.heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query, and of its key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head's query that are rotated by the token's position."""
+        return self.qk_rope_head_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of one token's keys and values, as attention receives them."""
+        return self.heads * (self.qk_head_dim + self.v_head_dim)
+
+    @property
+    def products_per_pair(self) -> int:
+        """Multiplications for a token and a token it attends to, in scores and in the context."""
+        return self.heads * (self.qk_head_dim + self.v_head_dim)
+
+    @property
+    def split_sizes(self) -> Mapping[str, int]:
+        """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
+        return {"num_attention_heads": self.heads}
+
+    def cached_width(self, tensor: int) -> int:
+        """Numbers that one of an engine's ``tensor`` ranks keeps of a token: each has them all."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +116,26 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a family's files call the parts of a layer with experts."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChoice:
+    """A token chooses its experts in the ``chosen`` of ``groups`` groups of experts whose ``best``
+    highest scores have the largest sum."""
+
+    groups: int
+    chosen: int
+    best: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Gated feed-forward layers of which a router chooses ``top_k`` for each token."""
 
@@ -60,19 +144,33 @@ class Experts:
     top_k: int
     renormalised: bool
     """The weights of a token's experts sum to 1; otherwise they are their shares among all."""
+    names: ExpertNames = ExpertNames()
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """The function from the router's logits to an expert's weight."""
+    scaling: float = 1.0
+    """The factor of these weights."""
+    choice: GroupChoice | None = None
+    """None if a token chooses among all experts."""
+    correction_bias: bool = False
+    """Whether the router has a number per expert that is added to its score for the choice alone.
+    It is no parameter (DeepSeek-V3, arXiv 2412.19437)."""
+    wide_router: bool = False
+    """Whether the router's logits are computed in float32, whatever the model's type is."""
+    shared_width: int = 0
+    """Width of the layer that every token passes besides; 0 if there is none."""
 
     @property
     def width(self) -> int:
         """Numbers between the two products for one token, over the experts that it passes."""
-        return self.top_k * self.expert_width
+        return self.top_k * self.expert_width + self.shared_width
 
     @property
     def split_sizes(self) -> Mapping[str, int]:
-        """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
+        """Key of ``config.json`` -> a size that must divide over the expert tensor ranks."""
         return {"moe_intermediate_size": self.expert_width}
 
 
-Attention = GroupedQueryAttention
+Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
 

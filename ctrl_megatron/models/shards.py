@@ -66,19 +66,38 @@ class ShardParam:
     """The model has it as a buffer: neither gradient nor optimizer state belongs to it."""
 
 
-def check_tensor_size(shape: ModelShape, layout: Layout) -> None:
-    """UserError unless heads, query groups and widths divide over the tensor ranks."""
-    if layout.tensor > 1 and any(isinstance(kind, Experts) for kind in shape.feed_forward):
+def check_split(shape: ModelShape, layout: Layout) -> None:
+    """UserError unless the model divides over the ranks of ``layout`` that split its layers."""
+    experts = [kind for kind in shape.layers_by_kind if isinstance(kind, Experts)]
+    if layout.expert_ranks != layout.tensor and not experts:
         raise UserError(
-            "a model with experts cannot be split over tensor ranks yet",
-            remedy="set tensor_model_parallel_size to 1",
+            "the model has no experts for expert_model_parallel_size and "
+            "expert_tensor_parallel_size to spread",
+            remedy="leave both out",
         )
-    parts = (shape.attention, *shape.layers_by_kind)
-    for key, size in ((key, size) for part in parts for key, size in part.split_sizes.items()):
-        if size % layout.tensor:
+    if experts and layout.tensor > 1 and not layout.sequence_parallel:
+        raise UserError(
+            f"tensor_model_parallel_size={layout.tensor} splits a model with experts only together "
+            "with sequence_parallel",
+            remedy="set sequence_parallel to true",
+        )
+    tensor = ("tensor_model_parallel_size", layout.tensor)
+    expert_tensor = ("expert_tensor_parallel_size", dict(layout.mesh("expert").sizes)["etp"])
+    sizes = [(size, tensor) for size in shape.attention.split_sizes.items()]
+    for kind in shape.layers_by_kind:
+        ranks = expert_tensor if isinstance(kind, Experts) else tensor
+        sizes += [(size, ranks) for size in kind.split_sizes.items()]
+    sizes += [
+        (("experts", k.count), ("expert_model_parallel_size", layout.expert)) for k in experts
+    ]
+    sizes += [
+        (("n_shared_experts x moe_intermediate_size", k.shared_width), tensor) for k in experts
+    ]
+    for (what, size), (key, ranks) in sizes:
+        if size % ranks:
             raise UserError(
-                f"the model's {key}={size} does not divide over "
-                f"tensor_model_parallel_size={layout.tensor}; choose a divisor of {size}"
+                f"the model's {what}={size} does not divide over {key}={ranks}; choose a divisor "
+                f"of {size}"
             )
 
 
@@ -192,11 +211,5 @@ def _experts(
     rule: ParamRule, sizes: Mapping[Axis, int], at: Mapping[Axis, int]
 ) -> list[tuple[int, int]]:
     """(number on its rank, number in the layer) of the experts at these indices."""
-    ranks = sizes.get("ep", 1)
-    if rule.experts % ranks:
-        raise UserError(
-            f"the model's {rule.experts} experts do not divide over "
-            f"expert_model_parallel_size={ranks}; choose a divisor of {rule.experts}"
-        )
-    own = rule.experts // ranks
+    own = rule.experts // sizes.get("ep", 1)
     return list(enumerate(range(at.get("ep", 0) * own, (at.get("ep", 0) + 1) * own)))

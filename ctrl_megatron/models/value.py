@@ -30,6 +30,8 @@ class ValueModel(ParallelModel):
     model predicts 0 everywhere at first.
     """
 
+    load_metrics = "critic/moe"
+
     def values(self, rows: Fields) -> torch.Tensor:
         """(B, R) float32 on the host, 0 off the mask: column t is read before token t is known.
 

@@ -92,6 +92,17 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
+def _count_in_numpy() -> None:
+    """Make Megatron's exchange of tokens get its counts as on a GPU, where numpy arrays are made of
+    them on their way to the host."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
 def installed() -> bool:
     """True once ``install`` has run in this process."""
     return _installed is not None
@@ -137,6 +148,8 @@ def install() -> None:
     megatron_random._get_cuda_rng_state = _rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
     gloo.sum_in_place()
+    gloo.exchange_unequal_parts()
+    _count_in_numpy()
     weight_gradient.install()
     _installed = _CudaOnCpu()
     _installed.__enter__()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,11 +26,14 @@ import torch.distributed as dist
 from ctrl_megatron.errors import ServiceFault, UserError, user_fault, users_code_of
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
+from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.waiting import WaitedTooLong
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _ROOT_CAUSE_SECONDS = 3.0
+_TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+_STACKS = "the Python stacks of the ranks at this moment are in {}/rank_N.txt"
 _SHORT = 200
 """Characters of another host's cause on the line about it."""
 FAILED, WRONG_INPUT, STOPPED, SERVICE = 13, 2, 130, 14
@@ -44,8 +48,11 @@ class FailureWatch:
         self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
     ) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
-        self._services: list[Callable[[], str | UserError | None]] = []
+        self._services: list[tuple[Callable[[], str | UserError | None], bool]] = []
+        self._stacks: StackFile | None = None
         self._ended, self._one_at_a_time, self._code = threading.Event(), threading.Lock(), -1
+        self.ending = ""
+        """Why the run is about to end, on one line; empty while nothing ends it."""
         # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
@@ -53,16 +60,21 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
-    def guard(self, died: Callable[[], str | UserError | None]) -> None:
+    def guard(self, died: Callable[[], str | UserError | None], *, hang: bool = False) -> None:
         """Call the function regularly from now on. It returns None while its child process is alive
         and what happened to it otherwise, which is then this rank's failure or, as a UserError, the
-        user's.
+        user's. With ``hang`` it reports that something no longer goes on.
         """
-        self._services.append(died)
+        self._services.append((died, hang))
+
+    def write_stacks(self, file: StackFile) -> None:
+        """Let this rank's stacks be in ``file`` before a run that hangs is ended, from now on."""
+        self._stacks = file
 
     def quiet(self) -> None:
         """Stop watching services and peers, which end one by one from now on. Collective."""
         self._groups.barrier()
+        self.ending = self.ending or "the run has done its work"
         self._ended.set()
         self._thread.join()
 
@@ -85,29 +97,30 @@ class FailureWatch:
         therefore gets a few seconds to be published first. Without the launcher's store nothing can
         be published.
         """
-        rank, fault = self._groups.rank, user_fault(error)
+        rank, fault, hang = self._groups.rank, user_fault(error), False
         if fault is not None:
             cause, code = str(fault), WRONG_INPUT
         elif isinstance(error, ServiceFault):
             cause, code = str(error), SERVICE
         elif isinstance(error, WaitedTooLong):
-            cause, code = str(error), FAILED
+            cause, code, hang = str(error), FAILED, True
         elif isinstance(error, KeyboardInterrupt):
             cause, code = "interrupted; what was not saved is lost", STOPPED
         else:
             text = "".join(traceback.format_exception(error))
             cause, code = f"rank {rank} failed:\n{text}", FAILED
+            hang = _is_echo(error) and _TIMED_OUT.search(str(error)) is not None
         try:
-            return self._tell(cause, code, patient=_is_echo(error))
+            return self._tell(cause, code, hang=hang, patient=_is_echo(error))
         except (RuntimeError, ConnectionError) as lost:
             _say(cause if code != FAILED else f"{cause}\nand its launcher is gone ({lost})")
             return code
 
-    def _tell(self, cause: str, code: int, *, patient: bool) -> int:
+    def _tell(self, cause: str, code: int, *, hang: bool, patient: bool) -> int:
         deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if patient else 0.0)
         while time.monotonic() < deadline and not self._published():
             time.sleep(0.1)
-        self._publish(cause, code)
+        self._publish(cause, code, hang=hang)
         return self._announce()
 
     def _watch(self) -> None:
@@ -125,39 +138,53 @@ class FailureWatch:
                     current = self._store.get(key) if self._store.check([key]) else b""
                     if current != seen or neighbour == me:
                         seen, seen_at = current, now
-                cause, silent = self._dead_service() or _dead_rank(local), None
+                (cause, hang), silent = self._dead_service(), None
+                if cause is None:
+                    # Its communication library may have ended it because another rank hangs.
+                    cause, hang = _dead_rank(local), True
                 if cause is None and now - seen_at > self._timeout:
                     cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
                     silent = neighbour
                 if cause is not None:
                     code = WRONG_INPUT if isinstance(cause, UserError) else FAILED
-                    self._publish(str(cause), code, silent)
+                    self._publish(str(cause), code, hang=hang, silent=silent)
                 if self._published():
                     self._leave(self._announce())
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
                     # Where the launcher does not serve the store, rank 0 does.
                     lost = f"the rendezvous store is gone, and so is the launcher: {error}"
-                    _say(f"rank {me} stops because {_dead_rank(local) or lost}")
+                    why = _dead_rank(local) or lost
+                    if self._stacks is not None:
+                        self._stacks.dump(why)
+                    _say(f"rank {me} stops because {why}")
                     self._leave(FAILED)
 
-    def _dead_service(self) -> str | UserError | None:
-        return next((cause for died in self._services if (cause := died())), None)
+    def _dead_service(self) -> tuple[str | UserError | None, bool]:
+        found = ((cause, hang) for died, hang in self._services if (cause := died()))
+        return next(found, (None, False))
 
     def _published(self) -> bool:
         return self._store.check(["cause"])
 
-    def _publish(self, cause: str, code: int, silent: int | None = None) -> None:
+    def _publish(
+        self, cause: str, code: int, *, hang: bool = False, silent: int | None = None
+    ) -> None:
         """Make this the run's first cause if there is none; ``silent`` is a rank to be killed."""
-        me = self._groups.rank
-        record = json.dumps({"rank": me, "cause": cause, "code": code, "silent": silent})
-        self._store.compare_set("cause", "", record)
+        record = {
+            "rank": self._groups.rank,
+            "cause": cause,
+            "code": code,
+            "hang": hang,
+            "silent": silent,
+        }
+        self._store.compare_set("cause", "", json.dumps(record))
 
     def _announce(self) -> int:
         """Print why the run ends, in the whole job once; returns this rank's exit code.
 
         A silent rank of this host is killed: it cannot end itself, and the launcher would wait for
-        it as long as for one that saves.
+        it as long as for one that saves. Where something hangs, every rank writes its stacks.
         """
         with self._one_at_a_time:
             if self._code >= 0:
@@ -165,16 +192,21 @@ class FailureWatch:
             record = json.loads(self._store.get("cause"))
             me, rank, cause = self._groups.rank, record["rank"], record["cause"]
             self._code = record["code"]
-            if record["silent"] in self._near:
+            self.ending = f"rank {rank} ends the run: {_first_and_last(cause)[:_SHORT]}"
+            stacks, silent = self._stacks if record["hang"] else None, record["silent"]
+            if stacks is not None:
+                stacks.dump(self.ending)
+            if silent in self._near:
+                if stacks is not None:
+                    stacks.of_other(silent, self._near[silent])
                 with suppress(ProcessLookupError):
-                    os.kill(self._near[record["silent"]], signal.SIGKILL)
+                    os.kill(self._near[silent], signal.SIGKILL)
             if rank == me:
                 ends = "the run stops:" if self._code != FAILED else f"rank {me} stops because"
-                _say(f"{ends} {cause}")
+                where = "" if stacks is None else f"\n{_STACKS.format(stacks.folder)}"
+                _say(f"{ends} {cause.rstrip()}{where}")
             elif self._groups.is_first_here and rank not in self._near:
-                lines = cause.strip().splitlines()
-                ends = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-                _say(f"rank {me} stops because of rank {rank}: {ends[:_SHORT]}")
+                _say(f"rank {me} stops because of rank {rank}: {_first_and_last(cause)[:_SHORT]}")
             return self._code
 
     def _leave(self, code: int) -> None:
@@ -190,6 +222,11 @@ def _dead_rank(local: dict[int, int]) -> str | None:
             ran = users_code_of(pid) or ", e.g. killed by the kernel"
             return f"rank {rank} (pid {pid}) died without a word{ran}"
     return None
+
+
+def _first_and_last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 
 def _is_echo(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Two costs of torch's gloo that this file avoids: idle threads and copies.
+"""What this file adds to torch's gloo: fewer idle threads and copies, and parts of unequal sizes.
 
 Every process group has a thread that polls for messages a hundred times a second, and Megatron
 creates some forty groups on each rank. An engine on the same cores is interrupted thousands of
@@ -8,6 +8,9 @@ groups of a rank share the thread of the first one.
 Gloo has no reduce-scatter and no gather into one tensor. Torch copies the whole buffer (gradients
 of all weights in float32), sums the copy and copies the requested part back. ``sum_in_place`` makes
 Megatron sum the buffer itself, of which its shard is a view already.
+
+Gloo's collectives also require equal parts. The tensor ranks of an expert exchange as many tokens
+as were sent to each of them, for which ``exchange_unequal_parts`` uses broadcasts and sums.
 """
 
 from __future__ import annotations
@@ -101,3 +104,34 @@ def _gather(buffer: torch.Tensor, shard: torch.Tensor, group: Any, async_op: boo
     ranks = dist.get_process_group_ranks(group)
     for rank, part in zip(ranks, buffer.chunk(len(ranks)), strict=True):
         _started.append(dist.broadcast(part, src=rank, group=group, async_op=True))
+
+
+def exchange_unequal_parts() -> None:
+    """Let Megatron gather and reduce-scatter rows of which the ranks have different numbers."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gathered(
+        rows: torch.Tensor, group: Any, sizes: list[int] | None = None, buffered: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(rows, group, sizes, buffered)
+        whole = rows.new_empty((sum(sizes), *rows.shape[1:]))
+        parts = whole.split(sizes)
+        parts[group.rank()].copy_(rows)
+        for rank, part in zip(dist.get_process_group_ranks(group), parts, strict=True):
+            dist.broadcast(part, src=rank, group=group)
+        return whole
+
+    def scattered(
+        rows: torch.Tensor, group: Any, sizes: list[int] | None = None, buffered: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(rows, group, sizes, buffered)
+        summed = rows.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split(sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gathered
+    mappings._reduce_scatter_along_first_dim = scattered

@@ -101,6 +101,12 @@ class ProcessGroups:
         dist.all_reduce(total, group=self.host_data)
         return total
 
+    def most_over_data(self, count: int) -> int:
+        """The largest ``count`` of the data-parallel ranks."""
+        most = torch.tensor(count)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.host_data)
+        return int(most)
+
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape."""
         if self.layout.pipeline > 1:

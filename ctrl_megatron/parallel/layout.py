@@ -8,11 +8,15 @@ from itertools import product
 from math import prod
 from typing import Literal, get_args
 
+from ctrl_megatron.config.actor_rollout_ref import Megatron
 from ctrl_megatron.errors import UserError
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 """Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks."""
 MeshName = Literal["dense", "expert"]
+REPLICAS: Mapping[MeshName, tuple[Axis, ...]] = {"dense": ("cp", "dp"), "expert": ("edp",)}
+"""The axes over whose ranks a mesh's weights are always replicated, so that the distributed
+optimizer divides their state."""
 Indices = tuple[tuple[Axis, int], ...]
 """An index on each of some axes of one mesh."""
 
@@ -91,8 +95,8 @@ class Layout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        stage, expert = self.tensor * self.context * self.data, self._expert_tensor * self.expert
-        if stage % expert:
+        stage = self.tensor * self.context * self.data
+        if stage % self.expert_ranks:
             raise UserError(
                 f"the {stage} ranks of a pipeline stage do not divide over "
                 f"expert_tensor_parallel_size={self._expert_tensor} x "
@@ -103,6 +107,17 @@ class Layout:
     @property
     def _expert_tensor(self) -> int:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold the experts of a layer once, and that compute them together."""
+        return self._expert_tensor * self.expert
+
+    @property
+    def experts_join_data_ranks(self) -> bool:
+        """Whether ranks with different data indices compute a layer's experts together, so that
+        they take part in the same passes."""
+        return self.expert_ranks > self.tensor * self.context
 
     @property
     def world_size(self) -> int:
@@ -134,6 +149,11 @@ class Layout:
                 ("pp", self.pipeline),
             )
         )
+
+    def replicas(self, name: MeshName) -> int:
+        """Number of ranks with the same part of a mesh's weights."""
+        sizes = dict(self.mesh(name).sizes)
+        return prod(sizes[axis] for axis in REPLICAS[name])
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global ``rank``."""
@@ -196,15 +216,9 @@ class Layout:
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
 
 
-def layout_for(
-    world_size: int,
-    *,
-    tensor: int,
-    pipeline: int,
-    virtual_pipeline: int | None,
-    sequence_parallel: bool,
-) -> Layout:
+def layout_for(world_size: int, keys: Megatron) -> Layout:
     """The layout of ``world_size`` ranks; tensor and pipeline leave the data-parallel size."""
+    tensor, pipeline = keys.tensor_model_parallel_size, keys.pipeline_model_parallel_size
     model_size = tensor * pipeline
     if world_size % model_size:
         raise UserError(
@@ -215,7 +229,9 @@ def layout_for(
     return Layout(
         tensor=tensor,
         pipeline=pipeline,
-        virtual_pipeline=virtual_pipeline or 1,
+        virtual_pipeline=keys.virtual_pipeline_model_parallel_size or 1,
         data=world_size // model_size,
-        sequence_parallel=sequence_parallel,
+        expert=keys.expert_model_parallel_size,
+        expert_tensor=keys.expert_tensor_parallel_size,
+        sequence_parallel=keys.sequence_parallel,
     )

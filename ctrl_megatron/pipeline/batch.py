@@ -23,6 +23,18 @@ Fields = Mapping[str, str | bool | int | float | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSize:
+    """The facts of a sample that decide which data rank trains on it."""
+
+    uid: str
+    mini_batch: int
+    prompt: int
+    """Tokens of the prompt."""
+    response: int
+    """Tokens of the response."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One completion of one prompt, before it is padded into the batch."""
 
@@ -37,12 +49,17 @@ class Sample:
     fields: Fields = dataclasses.field(default_factory=dict)
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and response tokens."""
-        return len(self.prompt) + len(self.completion.token_ids)
+    def size(self) -> SampleSize:
+        """The size and the group of the sample."""
+        prompt, response = len(self.prompt), len(self.completion.token_ids)
+        return SampleSize(
+            uid=self.uid, mini_batch=self.mini_batch, prompt=prompt, response=response
+        )
 
 
 Group = list[Sample]
+_TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
+"""Fields that follow from the tokens of the samples."""
 
 
 def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sample]:
@@ -128,6 +145,17 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     return batch
 
 
+def sizes_of(batch: TensorDict) -> list[SampleSize]:
+    """The size of every row of the batch (B)."""
+    attended, width = batch["attention_mask"], batch["prompts"].shape[1]
+    prompts, responses = attended[:, :width].sum(dim=1), attended[:, width:].sum(dim=1)
+    facts = (prompts.tolist(), responses.tolist(), batch["mini_batch"].tolist())
+    return [
+        SampleSize(uid=uid, mini_batch=mini_batch, prompt=prompt, response=response)
+        for uid, prompt, response, mini_batch in zip(texts(batch["uid"]), *facts, strict=True)
+    ]
+
+
 def columns(rows: Sequence[Fields]) -> dict[str, Any]:
     """The rows' fields as fields of the batch: texts become non-tensor data, truth values bool
     tensors, and numbers float32 tensors with NaN for None.
@@ -185,6 +213,59 @@ def pad_rows(
         },
         batch_size=[rows],
     )
+
+
+def joined_samples(
+    parts: Sequence[Mapping[str, Any]], *, pad_token_id: int, rows: Sequence[int] | None = None
+) -> TensorDict:
+    """The batches ``parts`` as one, padded to the longest of its samples: all of their rows, or
+    those with the numbers ``rows``, in that order.
+
+    Texts are kept, and the tensors of ``joined_tensors``.
+    """
+    prompts, responses, widths = [], [], [part["responses"].shape[1] for part in parts]
+    for part, width in zip(parts, widths, strict=True):
+        attended = part["attention_mask"].bool()
+        start = attended.shape[1] - width
+        for i, row in enumerate(attended):
+            prompts.append(part["prompts"][i][row[:start]].tolist())
+            responses.append(part["responses"][i][row[start:]].tolist())
+    taken = range(len(prompts)) if rows is None else rows
+    batch = pad_rows(
+        [prompts[row] for row in taken],
+        [responses[row] for row in taken],
+        pad_token_id=pad_token_id,
+    )
+    others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
+    for name, value in joined_tensors(others, widths).items():
+        chosen = value[torch.tensor(taken)]
+        batch[name] = chosen[:, : batch["responses"].shape[1]] if value.dim() == 2 else chosen
+    for name in (n for n, v in parts[0].items() if not isinstance(v, torch.Tensor)):
+        every = [text for part in parts for text in texts(part[name])]
+        batch[name] = NonTensorStack(*[every[row] for row in taken])
+    return batch
+
+
+def joined_tensors(
+    parts: Sequence[Mapping[str, Any]], widths: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Tensors (B,) and (B, R) of all parts, the latter filled up with zeros; others are left out,
+    because their padding is unknown. ``widths`` is R of each part.
+    """
+    longest, joined = max(widths, default=0), dict[str, torch.Tensor]()
+    for name, first in parts[0].items() if parts else ():
+        values = [part[name] for part in parts]
+        if not isinstance(first, torch.Tensor):
+            continue
+        if all(value.dim() == 1 for value in values):
+            joined[name] = torch.cat(values)
+        elif all(v.dim() == 2 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
+            filled = [
+                torch.nn.functional.pad(value, (0, longest - width))
+                for value, width in zip(values, widths, strict=True)
+            ]
+            joined[name] = torch.cat(filled)
+    return joined
 
 
 def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from ctrl_megatron.config.actor_rollout_ref import ProxyServer
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
@@ -22,6 +23,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.router import RouterLosses
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -37,6 +39,7 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
+from ctrl_megatron.rollout.engine import Engine
 
 
 def build_worker(
@@ -78,7 +81,7 @@ def build_worker(
         engine=engine,
         device=device,
         max_model_len=services.max_model_len,
-        proxy=build_proxy(config, services, inputs, groups),
+        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
         policy=policy,
@@ -98,6 +101,7 @@ def rollout_worker(
     codec, table = inputs.codec, inputs.validation
     services.wait()
     engine = services.connect() if groups.is_leader else None
+    device = device_owner(run, services, {"actor": critic, **shared_proxy(config)})
     return RolloutWorker(
         config=config,
         groups=groups,
@@ -106,9 +110,9 @@ def rollout_worker(
         codec=codec,
         validation=table,
         engine=engine,
-        device=device_owner(run, services, {"actor": critic, **shared_proxy(config)}),
+        device=device,
         max_model_len=services.max_model_len,
-        proxy=build_proxy(config, services, inputs, groups),
+        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
     )
@@ -132,9 +136,17 @@ def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum
 
 
 def build_proxy(
-    config: Config, services: Services, inputs: RunInputs, groups: ProcessGroups
+    config: Config,
+    services: Services,
+    inputs: RunInputs,
+    groups: ProcessGroups,
+    *,
+    engine: Engine | None,
+    device: DeviceOwner,
 ) -> Proxy | None:
-    """The configured source of revisions; None for a pipeline without revisions."""
+    """The configured source of revisions; None for a pipeline without revisions. ``engine`` and
+    ``device`` are the worker's.
+    """
     if not config.writes_revisions:
         return None
     proxy = config.actor_rollout_ref.proxy
@@ -146,8 +158,9 @@ def build_proxy(
             services.connect("proxy") if groups.is_leader else None,
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
+            joins_calls=ENGINES[proxy.engine.name].joins_calls,
         )
-    return SharedProxy(inputs.codec, max_model_len=services.max_model_len)
+    return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
 
 
 def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
@@ -293,6 +306,7 @@ def _model_options(
         token_budget=budget,
         shared_prefix=config.actor_rollout_ref.model.shared_prefix,
         logprob_chunk=megatron.logprob_chunk_size,
+        router=RouterLosses(balance=megatron.moe_aux_loss_coeff, z=megatron.moe_z_loss_coeff),
         optimizer=optimizer,
     )
 
@@ -336,6 +350,7 @@ def device_owner(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
         hosts=services.placement.hosts,
+        workers=family.rollout.tensor_model_parallel_size,
     )
     return DeviceOwner(
         services.connect_here(),

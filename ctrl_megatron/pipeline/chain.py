@@ -7,18 +7,23 @@ and evaluation all call the functions of this file, over records that carry thei
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 
 from tensordict import TensorDict
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
 from ctrl_megatron.pipeline.sampling import draw_samples, generate
 from ctrl_megatron.pipeline.worker import Answer, DAGWorker, Failure, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
-from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, Scores
+from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, RewardSum, Scores
 from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
 REVISION_FIELDS = (
@@ -59,6 +64,17 @@ class Critique:
     def rewardable(self) -> bool:
         """False where the critique has no reward, whatever a judge would say."""
         return self.fits and not self.failure
+
+    @property
+    def item(self) -> RewardItem:
+        """The revised critique as the reward functions get it."""
+        return RewardItem(
+            text=self.revision,
+            critique=self.text,
+            judgment=self.judgment,
+            row=self.row,
+            length=self.tokens,
+        )
 
     @property
     def drawn(self) -> Fields:
@@ -114,14 +130,87 @@ def critiques_of(worker: DAGWorker, batch: TensorDict, *, prefix: str = "") -> l
     ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """The rest of the chain after a critique, which begins as soon as its input is there and not
+    with the whole batch. ``revise`` and ``judge`` take the results, which do not depend on it.
+    """
+
+    without_judgment: bool = False
+    """Whether critiques that contain no judgment are revised too."""
+    judge: Callable[[RewardSum, Critique], None]
+    """Starts to judge a revised critique."""
+
+    def request(self, critique: Critique) -> tuple[str, list[Message]] | None:
+        """(text that only an equal conversation has, the conversation that asks for a revision);
+        None where the critique is not revised.
+        """
+        if critique.judgment is None and not self.without_judgment:
+            return None
+        row = critique.row
+        messages = revision_messages(row.attempt().problem, row.solution, critique.text)
+        return json.dumps(messages), messages
+
+    def begin_judging(self, worker: RolloutWorker, critique: Critique) -> None:
+        """Start to judge the revised critique, on the leader's event loop."""
+        if _streams(worker) and worker.rewards is not None and critique.rewardable:
+            # Judging the batch raises what is wrong with a row.
+            with suppress(ValueError):
+                self.judge(worker.rewards, critique)
+
+    def begin_revising(self, worker: RolloutWorker, critique: Critique) -> None:
+        """Ask for the critique's revision, on the leader's event loop, if the proxy can answer
+        while the actor's engines draw.
+        """
+        request = self.request(critique)
+        if not _streams(worker) or worker.proxy is None or not worker.proxy.beside or not request:
+            return
+        name, messages = request
+        if name not in worker.begun:
+            worker.begun[name] = asyncio.ensure_future(_answer(worker, messages))
+
+        def revised(task: asyncio.Task[Answer | Failure | None]) -> None:
+            # An error is raised by ``revise``, which awaits the task.
+            if not task.cancelled() and task.exception() is None:
+                self.begin_judging(worker, _with_revision(critique, task.result()))
+
+        worker.begun[name].add_done_callback(revised)
+
+
+def _streams(worker: RolloutWorker) -> bool:
+    return worker.config.actor_rollout_ref.rollout.streaming
+
+
+async def _answer(
+    worker: RolloutWorker, conversation: Sequence[Message]
+) -> Answer | Failure | None:
+    assert worker.proxy is not None
+    limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
+    (answer,) = await worker.proxy.answer([conversation], limit, lambda place, answer: None)
+    return answer
+
+
+TRAINED = Next(judge=lambda rewards, critique: rewards.begin(critique.item))
+"""What follows a critique that is trained on."""
+
+
 def criticise(
     worker: RolloutWorker,
     rows: Sequence[Row],
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
+    then: Next | None,
 ) -> list[list[Critique]]:
-    """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective."""
-    answers = generate(worker, "actor", prompts, params)
+    """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective.
+    ``then`` follows each of them; None where nothing does.
+    """
+
+    def heard(place: int, completion: Completion) -> None:
+        if then is not None:
+            critique = read_critique(worker, rows[place // params.n], completion)
+            then.begin_revising(worker, critique)
+
+    answers = generate(worker, "actor", prompts, params, finished=heard)
     return [
         [read_critique(worker, row, completion) for completion in group]
         for row, group in zip(rows, answers, strict=True)
@@ -134,28 +223,45 @@ def criticise_samples(
     """The samples of ``draw_samples`` with the fields of ``Critique.drawn``, and their critiques.
     Collective.
     """
-    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
+    drawn = draw_samples(
+        worker,
+        rows,
+        mini_batch_size=mini_batch_size,
+        attempt=attempt,
+        heard=lambda row, completion: TRAINED.begin_revising(
+            worker, read_critique(worker, row, completion)
+        ),
+    )
     critiques = [read_critique(worker, worker.train.row(s.row_id), s.completion) for s in drawn]
     return with_fields(drawn, [critique.drawn for critique in critiques]), critiques
 
 
 def revise(
-    worker: RolloutWorker, critiques: Sequence[Critique], *, without_judgment: bool = False
+    worker: RolloutWorker, critiques: Sequence[Critique], then: Next = TRAINED
 ) -> list[Critique]:
-    """The critiques with the frozen proxy's revisions. Those that contain no judgment are revised
-    only with ``without_judgment``. Collective.
+    """The critiques with the frozen proxy's revisions, for those that ``then`` revises. Collective.
 
     Revisions are greedy, so that a critique's reward does not depend on luck; the proxy answers
     equal critiques of one program once.
     """
-    assert worker.proxy is not None
-    limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
-    requests = [
-        _revision_request(critique) if without_judgment or critique.judgment is not None else None
-        for critique in critiques
-    ]
+    requests = [then.request(critique) for critique in critiques]
     different = dict(filter(None, requests))
-    answers = worker.proxy.revise(worker, list(different.values()), limit)
+
+    alike: dict[str, list[Critique]] = {name: [] for name in different}
+    for critique, request in zip(critiques, requests, strict=True):
+        if request is not None:
+            alike[request[0]].append(critique)
+
+    def heard(name: str, answer: Answer | Failure | None) -> None:
+        for critique in alike[name]:
+            then.begin_judging(worker, _with_revision(critique, answer))
+
+    async def ask() -> list[Answer | Failure | None]:
+        return await _revisions(worker, different, heard)
+
+    assert worker.proxy is not None
+    worker.proxy.prepare(worker.step)
+    answers = worker.ask(ask, f"{len(different)} revisions from the proxy")
     drawn = dict(zip(different, answers, strict=True))
     return [
         critique if request is None else _with_revision(critique, drawn[request[0]])
@@ -163,11 +269,31 @@ def revise(
     ]
 
 
-def _revision_request(critique: Critique) -> tuple[str, list[Message]]:
-    """(text that only an equal conversation has, the conversation that asks for a revision)."""
-    row = critique.row
-    messages = revision_messages(row.attempt().problem, row.solution, critique.text)
-    return json.dumps(messages), messages
+async def _revisions(
+    worker: RolloutWorker,
+    conversations: Mapping[str, list[Message]],
+    heard: Callable[[str, Answer | Failure | None], None],
+) -> list[Answer | Failure | None]:
+    """The proxy's answers to the conversations, by their texts. ``heard`` is called with those that
+    were not asked for before.
+    """
+    assert worker.proxy is not None
+    begun = {name: worker.begun.pop(name) for name in conversations if name in worker.begun}
+    new = [name for name in conversations if name not in begun]
+    limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
+    ask = partial(
+        worker.proxy.answer,
+        [conversations[name] for name in new],
+        limit,
+        lambda place, answer: heard(new[place], answer),
+    )
+
+    async def wait(task: asyncio.Task[Answer | Failure | None]) -> list[Answer | Failure | None]:
+        return [await task]
+
+    parts = await gathered([ask, *(partial(wait, task) for task in begun.values())])
+    found = dict(zip([*new, *begun], chain.from_iterable(parts), strict=True))
+    return [found[name] for name in conversations]
 
 
 def _with_revision(critique: Critique, answer: Answer | Failure | None) -> Critique:
@@ -188,17 +314,7 @@ async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fi
     failed, which counts as a program that could not be judged. Leaders only.
     """
     count_failures(worker, critiques)
-    items = [
-        RewardItem(
-            text=critique.revision,
-            critique=critique.text,
-            judgment=critique.judgment,
-            row=critique.row,
-            length=critique.tokens,
-        )
-        for critique in critiques
-        if critique.rewardable
-    ]
+    items = [critique.item for critique in critiques if critique.rewardable]
     known = iter(score_fields(await worker.score(items)))
     nothing: dict[str, list[float | None]] = {name: [None] for name in worker.reward_weights}
     (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[None]))

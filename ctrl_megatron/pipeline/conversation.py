@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.pipeline.chain import Critique, count_failures, criticise, judge_programs, revise
+from ctrl_megatron.pipeline.chain import (
+    Critique,
+    Next,
+    count_failures,
+    criticise,
+    judge_programs,
+    revise,
+)
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
     draw_seed,
@@ -26,7 +34,14 @@ from ctrl_megatron.prompts import (
     parse_choice,
     parse_judgment,
 )
+from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
+
+VALIDATED = Next(
+    without_judgment=True,
+    judge=lambda rewards, critique: rewards.begin_solution(critique.revision, critique.row),
+)
+"""What follows a critique that is not trained on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,6 +103,8 @@ def converse(
         for batch in validation_batches(worker)
     ]
     chains = [chain for batch in batches for chain in batch]
+    if worker.rewards is not None and worker.config.actor_rollout_ref.rollout.streaming:
+        worker.background.submit(_begin_solutions(worker.rewards, chains))
     for turn in range(1, plan.turns + 1):
         # The chains of a row share their prompt in the first turn only.
         samples = plan.samples if turn == 1 else 1
@@ -106,6 +123,14 @@ def converse(
     return [turn for _, turns in sorted(every, key=lambda part: part[0]) for turn in turns]
 
 
+async def _begin_solutions(rewards: RewardSum, chains: Sequence[_Chain]) -> None:
+    """Start to judge the first solutions, which nothing needs to wait for."""
+    # Judging them all raises what is wrong with a row.
+    with suppress(ValueError):
+        for chain in chains:
+            rewards.begin_solution(chain.row.solution, chain.row)
+
+
 def _criticise(
     worker: RolloutWorker, chains: Sequence[_Chain], params: SamplingParams
 ) -> list[Critique | None]:
@@ -115,7 +140,7 @@ def _criticise(
     heads = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
     rows, names = [chains[i].row for i in heads], tuple(chains[i].name for i in heads)
     params = dataclasses.replace(params, rows=names)
-    groups = criticise(worker, rows, [prompts[i] for i in heads], params)
+    groups = criticise(worker, rows, [prompts[i] for i in heads], params, VALIDATED)
     answers = iter([critique for group in groups for critique in group])
     return [next(answers) if len(prompt) <= longest else None for prompt in prompts]
 
@@ -153,7 +178,7 @@ def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> 
 def _revise(worker: RolloutWorker, critiques: Sequence[Critique | None]) -> list[Critique | None]:
     """The critiques with their revisions. Collective."""
     drawn = [critique for critique in critiques if critique is not None]
-    revised = iter(revise(worker, drawn, without_judgment=True))
+    revised = iter(revise(worker, drawn, VALIDATED))
     return [None if critique is None else next(revised) for critique in critiques]
 
 
@@ -250,7 +275,7 @@ def judge_pairs(
         chosen = generate(worker, "actor", [p for four in prompts for p in four[:2]], once)
         rows = [row for pair in part for row in _rows_of_pair(pair)]
         named = dataclasses.replace(params, rows=tuple(n for four in names for n in four[2:]))
-        groups = criticise(worker, rows, [p for four in prompts for p in four[2:]], named)
+        groups = criticise(worker, rows, [p for four in prompts for p in four[2:]], named, None)
         answers = [worker.codec.decode(completion.token_ids) for (completion,) in chosen]
         for n, pair in enumerate(part):
             straight, swapped = answers[2 * n : 2 * n + 2]

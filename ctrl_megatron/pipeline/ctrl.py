@@ -75,7 +75,7 @@ from ctrl_megatron.pipeline.losses import (
 )
 from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
-from ctrl_megatron.pipeline.sampling import sampled
+from ctrl_megatron.pipeline.sampling import balance, sampled
 from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
@@ -138,7 +138,8 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
         drawn = "greedy_revisions"
         pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
-    return drawn, judged
+    pipeline.add_node("balance", balance, [drawn], **DRAWS)
+    return "balance", judged
 
 
 def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:

@@ -34,7 +34,7 @@ from ctrl_megatron.config import to_yaml
 from ctrl_megatron.data.rows import Row, read_rows, write_rows
 from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.pipeline.batch import pad_rows, tensors_of, texts
+from ctrl_megatron.pipeline.batch import joined_samples, joined_tensors, tensors_of, texts
 from ctrl_megatron.pipeline.worker import DAGWorker
 
 FOLDER = "dumps"
@@ -45,7 +45,6 @@ ROW_ID = "problem_id"
 _DERIVED = ("input_ids", "position_ids")
 """Tensors that follow from the others."""
 _NEEDED = ("prompts", "responses", "attention_mask", "response_mask", "mini_batch")
-_TOKENS = ("prompts", "responses", "attention_mask")
 
 
 class StepDump:
@@ -229,7 +228,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Dump:
     ended, table = path / "metrics.json", path / "rows.parquet"
     after = [_load(path / f"updated_{n:04}.safetensors") for n in parts if ended.is_file()]
     widths = [part["responses"].shape[1] for part in before]
-    batch = _joined_samples(before, widths, facts["pad_token_id"])
+    batch = joined_samples(before, pad_token_id=facts["pad_token_id"])
     names = [name for name, value in (lines[0] if lines else {}).items() if isinstance(value, str)]
     for name in names:
         batch[name] = NonTensorStack(*[line[name] for line in lines])
@@ -240,44 +239,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Dump:
         layout=facts["layout"],
         device=facts["device"],
         batch=batch,
-        updated=_joined(after, widths, but=()) if after else {},
+        updated=joined_tensors(after, widths),
         metrics=read_json(ended) if ended.is_file() else None,
         rows=tuple(read_rows(table)) if table.is_file() else (),
     )
-
-
-def _joined_samples(
-    parts: Sequence[Mapping[str, torch.Tensor]], widths: Sequence[int], pad_token_id: int
-) -> TensorDict:
-    """The samples of all parts as one batch, padded to the longest of them."""
-    prompts, responses = [], []
-    for part, width in zip(parts, widths, strict=True):
-        attended = part["attention_mask"].bool()
-        start = attended.shape[1] - width
-        for i, row in enumerate(attended):
-            prompts.append(part["prompts"][i][row[:start]].tolist())
-            responses.append(part["responses"][i][row[start:]].tolist())
-    batch = pad_rows(prompts, responses, pad_token_id=pad_token_id)
-    for name, value in _joined(parts, widths, but=_TOKENS).items():
-        batch[name] = value
-    return batch
-
-
-def _joined(
-    parts: Sequence[Mapping[str, torch.Tensor]], widths: Sequence[int], *, but: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """Tensors (B,) and (B, R) of all parts, the latter filled up with zeros; others are left out,
-    because their padding is unknown.
-    """
-    longest, joined = max(widths), dict[str, torch.Tensor]()
-    for name in (name for name in parts[0] if name not in but):
-        values = [part[name] for part in parts]
-        if all(value.dim() == 1 for value in values):
-            joined[name] = torch.cat(values)
-        elif all(v.dim() == 2 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
-            filled = [
-                torch.nn.functional.pad(value, (0, longest - width))
-                for value, width in zip(values, widths, strict=True)
-            ]
-            joined[name] = torch.cat(filled)
-    return joined

@@ -153,8 +153,8 @@ def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
         for row in group
     ]
     mine = share_rows(
-        rows,
+        [row.size for row in rows],
         worker.groups,
         shared_prefix=worker.config.actor_rollout_ref.model.shared_prefix,
     )
-    return make_batch(mine, pad_token_id=worker.codec.pad_token_id)
+    return make_batch([rows[number] for number in mine], pad_token_id=worker.codec.pad_token_id)

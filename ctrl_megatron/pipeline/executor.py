@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError, place_of, users_code
@@ -15,6 +16,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.batch import texts
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
 
 
@@ -68,7 +70,10 @@ class Executor:
         self.graph, self._worker, self._before_update = graph, worker, before_update
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._order = [node for node in every if runs(node)]
-        self._pending: dict[str, Future[NodeOutput] | None] = {}
+        self._pending: dict[str, tuple[Future[NodeOutput] | None, int]] = {}
+        """Nodes that run aside: the result, on leaders, and how many moves came before it."""
+        self._moves: list[Sequence[int]] = []
+        """``NodeOutput.moved`` of this step's nodes, in order."""
         self.weights_changed = False
         """Whether a step that did not end has begun to change weights."""
 
@@ -80,6 +85,7 @@ class Executor:
         """
         metrics: dict[str, float] = {}
         self.weights_changed = False
+        self._moves = []
         try:
             for node in self._order:
                 ancestors = self.graph.get_ancestors(node.node_id)
@@ -100,11 +106,13 @@ class Executor:
                 with self._worker.timeline.phase(node.node_id):
                     output = node.run(worker=self._worker, batch=batch)
                 batch = _merge(batch, output, metrics)
+                if output is not None and output.moved is not None:
+                    self._moves.append(output.moved)
             for needed in list(self._pending):
                 batch = _merge(batch, self._collect(needed), metrics)
             self.weights_changed = False
         finally:
-            for future in self._pending.values():
+            for future, _ in self._pending.values():
                 if future is not None:
                     future.cancel()
             self._pending.clear()
@@ -114,7 +122,7 @@ class Executor:
         future = None
         if self._worker.groups.is_leader:
             future = self._worker.background.submit(self._run_aside(node, batch))
-        self._pending[node.node_id] = future
+        self._pending[node.node_id] = future, len(self._moves)
 
     async def _run_aside(self, node: Node, batch: TensorDict) -> NodeOutput:
         with self._worker.timeline.phase(node.node_id, kind="host"):
@@ -128,9 +136,36 @@ class Executor:
 
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
-            future, what = self._pending.pop(node_id), f"the node {node_id}"
+            (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
             output = self._worker.waiting.together(future, what, stoppable=not self.weights_changed)
-            return self._worker.groups.from_leader(output)
+            output = self._worker.groups.from_leader(output)
+        for moved in self._moves[before:] if output is not None else ():
+            output = self._brought(output, moved, node_id)
+        return output
+
+    def _brought(self, output: NodeOutput, moved: Sequence[int], node_id: str) -> NodeOutput:
+        """The output with its fields at the rows that ``moved`` has dealt to this rank. Collective.
+        ValueError for a field without one value per row.
+        """
+        if output.batch is not None:
+            raise ValueError(
+                f"the node {node_id!r} returns a batch, but its rows went to other ranks while it "
+                "ran; return fields"
+            )
+        parts = self._worker.groups.from_data_ranks(dict(output.fields))
+        fields: dict[str, Any] = {}
+        for name, value in output.fields.items():
+            if not isinstance(value, torch.Tensor):
+                every = [text for part in parts for text in texts(part[name])]
+                fields[name] = NonTensorStack(*[every[row] for row in moved])
+            elif value.dim() == 1:
+                fields[name] = torch.cat([part[name] for part in parts])[torch.tensor(moved)]
+            else:
+                raise ValueError(
+                    f"the node {node_id!r} returns {name} of shape {tuple(value.shape)}, but its "
+                    "rows went to other ranks while it ran; return one value per row"
+                )
+        return dataclasses.replace(output, fields=fields)
 
 
 def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:

@@ -32,6 +32,10 @@ class NodeOutput:
     fields: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     batch: TensorDict | None = None
+    moved: Sequence[int] | None = None
+    """Where the rows of ``batch`` come from other data ranks: the number of each in the batches of
+    all data ranks before the node, one after the other. The fields that nodes beside it return
+    later for the former rows are brought to the new ones."""
 
 
 class Node:

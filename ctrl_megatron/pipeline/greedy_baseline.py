@@ -11,7 +11,14 @@ from typing import TypeVar
 from tensordict import TensorDict
 
 from ctrl_megatron.pipeline.batch import Fields, columns, rows_of, texts
-from ctrl_megatron.pipeline.chain import REVISION_FIELDS, criticise, critiques_of, judge, revise
+from ctrl_megatron.pipeline.chain import (
+    REVISION_FIELDS,
+    TRAINED,
+    criticise,
+    critiques_of,
+    judge,
+    revise,
+)
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.node_fields import writes
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
@@ -30,7 +37,7 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     rows = _of_groups(batch, rows_of(worker.train, batch))
     prompts = [worker.train.prompts[worker.train.number_of[row.id]] for row in rows]
     params = greedy_params(worker.codec, worker.config.data.max_response_length)
-    drawn = criticise(worker, rows, prompts, params)
+    drawn = criticise(worker, rows, prompts, params, TRAINED)
     return _over_rows(batch, [critique.drawn for (critique,) in drawn])
 
 

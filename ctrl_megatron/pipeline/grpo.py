@@ -9,6 +9,8 @@ those of CTRL's step (``add_update_nodes``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
+    balance,
     draw_samples,
     generate,
     greedy_params,
@@ -43,6 +46,7 @@ from ctrl_megatron.pipeline.sampling import (
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.rewards import RewardItem
+from ctrl_megatron.types import Completion
 
 
 def grpo_pipeline(config: Config) -> TaskGraph:
@@ -67,9 +71,10 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     if config.algorithm.filter_groups.enable:
         drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
     else:
-        drawn, judged = "rollout_actor", ["function_reward"]
+        drawn, judged = "balance", ["function_reward"]
         pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
+        pipeline.add_node("balance", balance, ["rollout_actor"], **DRAWS)
     add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
     return pipeline.build()
 
@@ -112,9 +117,26 @@ def draw_completions(
     worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
 ) -> list[Sample]:
     """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
-    drawn = draw_samples(worker, rows, mini_batch_size=mini_batch_size, attempt=attempt)
-    decode = worker.codec.decode
+    heard, decode = partial(_begin_reward, worker), worker.codec.decode
+    drawn = draw_samples(
+        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
+    )
     return with_fields(drawn, [{"completion": decode(s.completion.token_ids)} for s in drawn])
+
+
+def _begin_reward(worker: RolloutWorker, row: Row, completion: Completion) -> None:
+    """Start to judge the completion, on the leader's event loop."""
+    if worker.config.actor_rollout_ref.rollout.streaming and worker.rewards is not None:
+        text, length = worker.codec.decode(completion.token_ids), len(completion.token_ids)
+        # Judging the batch raises what is wrong with a row.
+        with suppress(ValueError):
+            worker.rewards.begin(RewardItem(text=text, row=row, length=length))
+
+
+def _begin_reward_of(
+    worker: RolloutWorker, rows: Sequence[Row], place: int, completion: Completion
+) -> None:
+    _begin_reward(worker, rows[place], completion)
 
 
 def completion_items(
@@ -165,10 +187,16 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     ids: list[str] = []
     with worker.timeline.phase("validate_completions"):
         for batch in validation_batches(worker):
-            drawn = generate(worker, "actor", [table.prompts[row] for row in batch], params)
+            rows = [table.rows[row] for row in batch]
+            drawn = generate(
+                worker,
+                "actor",
+                [table.prompts[row] for row in batch],
+                params,
+                finished=partial(_begin_reward_of, worker, rows),
+            )
             answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
             sizes = [len(group[0].token_ids) for group in drawn]
-            rows = [table.rows[row] for row in batch]
             items += completion_items(rows, answers, sizes)
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):

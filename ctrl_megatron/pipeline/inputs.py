@@ -27,13 +27,14 @@ from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
+from ctrl_megatron.models.families import unread_keys
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import Experts, ModelShape
-from ctrl_megatron.models.shards import check_tensor_size
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shards import check_split
+from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
@@ -106,8 +107,6 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
-                if purpose == "rl":
-                    _check_engine_takes(path, shape)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -167,12 +166,8 @@ def _check_role(
     trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
     megatron = config.actor_rollout_ref.actor.megatron
     if trained:
-        layout = Layout(
-            tensor=megatron.tensor_model_parallel_size,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
-        )
-        check_tensor_size(shape, layout)
+        layout = layout_for(config.trainer.nnodes * config.trainer.n_gpus_per_node, megatron)
+        check_split(shape, layout)
         layout.check_layers(shape.num_layers)
     if shape.value_head and key != "critic.model.path":
         raise UserError(
@@ -185,14 +180,6 @@ def _check_role(
             "(actor_rollout_ref.proxy.kind=engine)"
             if key == _PROXY
             else "use a model of the actor's shape",
-        )
-
-
-def _check_engine_takes(path: str, shape: ModelShape) -> None:
-    if any(isinstance(kind, Experts) for kind in shape.feed_forward):
-        raise UserError(
-            f"{path} has experts, whose weights cannot be pushed to an engine yet",
-            remedy="use a dense model",
         )
 
 
@@ -290,6 +277,12 @@ def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: 
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
         raise UserError(f"the rope scaling of {path}/config.json: {difference}")
+    if unread := unread_keys(shape, engine):
+        raise UserError(
+            f"{engine} does not read {' and '.join(unread)} in {path}/config.json, so it would "
+            "compute another model",
+            remedy="use another actor_rollout_ref.rollout.name",
+        )
 
 
 def check_tokenizer(config: Config) -> TextCodec:

@@ -5,43 +5,50 @@ servers of OpenAI's protocol.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatError
-from ctrl_megatron.pipeline.batch import versions_of
-from ctrl_megatron.pipeline.sampling import generate, greedy_params
-from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, RolloutWorker
-from ctrl_megatron.rewards.gathered import gathered
+from ctrl_megatron.pipeline.sampling import greedy_params, require_version
+from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
 
-Ask = Callable[[list[list[int]], SamplingParams], list[list[Completion]]]
-"""Takes prompts and parameters; returns ``params.n`` completions of each prompt. Collective."""
 _KNOWN = 100_000
 """Answers of servers that are kept, the newest; some 200 MB of programs."""
 
 
 class SharedProxy:
-    """A proxy on the actor's engines, which get its weights before it answers.
+    """A proxy on the actor's engines, to which ``device`` pushes its weights before it answers.
 
-    It has the actor's shape, tokenizer and chat template. ``max_model_len`` is the engines' longest
-    sequence, in tokens.
+    It has the actor's shape, tokenizer and chat template. ``engine`` is a client of all engines on
+    leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
     """
 
-    def __init__(self, codec: TextCodec, *, max_model_len: int) -> None:
+    beside = False
+
+    def __init__(
+        self, engine: Engine | None, device: DeviceOwner, codec: TextCodec, *, max_model_len: int
+    ) -> None:
+        self._engine, self._device = engine, device
         self._codec, self._longest = codec, max_model_len
 
-    def revise(
-        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
-    ) -> list[Answer | Failure | None]:
-        def ask(prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-            return generate(worker, "proxy", prompts, params)
+    def prepare(self, step: int) -> None:
+        self._device.to_engine("proxy", step)
 
-        return answers_of(ask, self._codec, self._longest, conversations, max_tokens)
+    async def answer(
+        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+    ) -> list[Answer | Failure | None]:
+        assert self._engine is not None
+        asked = _fitting(self._codec, conversations, max_tokens, self._longest)
+        return await _answers(
+            self._engine, self._codec, asked, max_tokens, heard, drawn_by="proxy", version="proxy"
+        )
 
     async def greet(self) -> str:
         return ""
@@ -54,34 +61,37 @@ class EngineProxy:
     """A proxy on engines of its own, which keep its weights.
 
     ``engine`` is a client of all of them on leaders, None elsewhere; ``max_model_len`` is their
-    longest sequence, in the tokens of ``codec``.
+    longest sequence, in the tokens of ``codec``. ``joins_calls`` says that they answer several
+    calls together (``EngineKind``); others would serve early requests one after another.
     """
 
-    def __init__(self, engine: Engine | None, codec: TextCodec, *, max_model_len: int) -> None:
+    def __init__(
+        self, engine: Engine | None, codec: TextCodec, *, max_model_len: int, joins_calls: bool
+    ) -> None:
         self._engine, self._codec, self._longest = engine, codec, max_model_len
         self._version = f"proxy:{codec.path.resolve().name}"
+        self.beside = joins_calls
 
     async def greet(self) -> str:
         return ""
 
-    def revise(
-        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
+    def prepare(self, step: int) -> None:
+        """Its engines are always ready."""
+
+    async def answer(
+        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
     ) -> list[Answer | Failure | None]:
-        def ask(prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-            async def ask_engine() -> list[list[Completion]]:
-                assert self._engine is not None
-                return await self._engine.generate(prompts, params) if prompts else []
-
-            return worker.ask(ask_engine, "the proxy to revise")
-
-        found = answers_of(ask, self._codec, self._longest, conversations, max_tokens)
-        for answer in found:
-            if isinstance(answer, Answer) and answer.version != INITIAL_VERSION:
-                raise RuntimeError(f"{self._version} answered with the weights {answer.version}")
-        return [
-            replace(answer, version=self._version) if isinstance(answer, Answer) else answer
-            for answer in found
-        ]
+        assert self._engine is not None
+        asked = _fitting(self._codec, conversations, max_tokens, self._longest)
+        return await _answers(
+            self._engine,
+            self._codec,
+            asked,
+            max_tokens,
+            heard,
+            drawn_by=INITIAL_VERSION,
+            version=self._version,
+        )
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -95,18 +105,25 @@ class ApiProxy:
     answer to an equal request of this object is given again.
     """
 
+    beside = True
+
     def __init__(self, servers: Mapping[str, Chat], model: str) -> None:
         self._servers, self._model = dict(servers), model
         self._known: dict[str, Answer] = {}
+        self._turns = count()
 
-    def revise(
-        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
+    def prepare(self, step: int) -> None:
+        """Its servers are always ready."""
+
+    async def answer(
+        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
     ) -> list[Answer | Failure | None]:
-        calls = [
-            partial(self._remembered, messages, max_tokens, place)
-            for place, messages in enumerate(conversations)
-        ]
-        return worker.ask(lambda: gathered(calls), "the servers of the proxy to revise")
+        async def one(place: int, messages: Conversation) -> Answer | Failure | None:
+            answer = await self._remembered(messages, max_tokens)
+            heard(place, answer)
+            return answer
+
+        return await gathered([partial(one, *numbered) for numbered in enumerate(conversations)])
 
     async def greet(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]
@@ -127,14 +144,12 @@ class ApiProxy:
         for server in self._servers.values():
             await server.close()
 
-    async def _remembered(
-        self, messages: Conversation, max_tokens: int, place: int
-    ) -> Answer | Failure | None:
+    async def _remembered(self, messages: Conversation, max_tokens: int) -> Answer | Failure | None:
         request = json.dumps([messages, max_tokens])
         if request in self._known:
             return self._known[request]
         servers = list(self._servers.values())
-        first = place % len(servers)
+        first = next(self._turns) % len(servers)
         answer = await self._ask(servers[first:] + servers[:first], messages, max_tokens)
         if isinstance(answer, Answer):
             self._known[request] = answer
@@ -165,31 +180,48 @@ class ApiProxy:
         return Failure(error="; ".join(errors))
 
 
-def answers_of(
-    ask: Ask,
-    codec: TextCodec,
-    longest: int,
-    conversations: Sequence[Conversation],
-    max_tokens: int,
-) -> list[Answer | Failure | None]:
-    """``Proxy.revise`` by engines for sequences of up to ``longest`` tokens, which ``ask`` asks for
-    completions of prompts in the tokens of ``codec``.
+def _fitting(
+    codec: TextCodec, conversations: Sequence[Conversation], max_tokens: int, longest: int
+) -> list[list[int] | None]:
+    """The prompt of each conversation, in the tokens of ``codec``; None where it leaves no room for
+    an answer in ``longest`` tokens.
     """
     encoded = [
-        codec.encode_chat(messages, add_generation_prompt=True) for messages in conversations
+        list(codec.encode_chat(messages, add_generation_prompt=True)) for messages in conversations
     ]
-    fitting = [list(prompt) for prompt in encoded if len(prompt) + max_tokens <= longest]
-    drawn = iter(ask(fitting, greedy_params(codec, max_tokens)))
-    return [
-        _answer(codec, next(drawn)[0]) if len(prompt) + max_tokens <= longest else None
-        for prompt in encoded
-    ]
+    return [prompt if len(prompt) + max_tokens <= longest else None for prompt in encoded]
 
 
-def _answer(codec: TextCodec, completion: Completion) -> Answer:
-    return Answer(
-        text=codec.decode(completion.token_ids),
-        tokens=len(completion.token_ids),
-        version=versions_of(completion),
-        finish_reason=completion.finish_reason,
-    )
+async def _answers(
+    engine: Engine,
+    codec: TextCodec,
+    prompts: Sequence[list[int] | None],
+    max_tokens: int,
+    heard: ProxyListener,
+    *,
+    drawn_by: str,
+    version: str,
+) -> list[Answer | Failure | None]:
+    """``Proxy.answer`` by ``engine``, with ``version`` in the answers. Raises RuntimeError where
+    other weights than ``drawn_by`` drew one.
+    """
+    answers: list[Answer | Failure | None] = [None] * len(prompts)
+    places = [place for place, prompt in enumerate(prompts) if prompt is not None]
+    for place in set(range(len(prompts))) - set(places):
+        heard(place, None)
+
+    def finished(number: int, completion: Completion) -> None:
+        answer = answers[places[number]] = Answer(
+            text=codec.decode(completion.token_ids),
+            tokens=len(completion.token_ids),
+            version=version,
+            finish_reason=completion.finish_reason,
+        )
+        heard(places[number], answer)
+
+    if places:
+        asked = [prompt for prompt in prompts if prompt is not None]
+        params = greedy_params(codec, max_tokens)
+        drawn = await engine.generate(asked, params, finished=finished)
+        require_version(drawn, drawn_by)
+    return answers

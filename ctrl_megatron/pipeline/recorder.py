@@ -10,7 +10,7 @@ from typing import Any
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
 from ctrl_megatron.errors import UserError, read_json, read_text
-from ctrl_megatron.metrics import Display, JsonlWriter, Meter, Timeline, build_sinks
+from ctrl_megatron.metrics import Display, JsonlWriter, Meter, MetricsServer, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.sinks import TextSink
 from ctrl_megatron.metrics.warnings import StepWarnings
@@ -22,9 +22,18 @@ _SUMMARY = "summary.json"
 class Recorder:
     """Writes on rank 0; on other ranks all methods do nothing."""
 
-    def __init__(self, config: Config, *, active: bool, total_steps: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        active: bool,
+        total_steps: int,
+        served: MetricsServer | None = None,
+    ) -> None:
+        """``served`` gets every metric and stays open."""
         self.active, self.run_dir = active, Path(config.trainer.run_dir)
         self.display: Display | None = None
+        self._served = served
         if not active:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -103,7 +112,7 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics outside a training step (validation)."""
         if self.active:
-            for sink in self._sinks:
+            for sink in (*self._sinks, *((self._served,) if self._served else ())):
                 sink.log(step, metrics)
 
     def add_stage(self, stage: str, results: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.batch import Sample, tensors_of, texts
+from ctrl_megatron.pipeline.batch import sizes_of, tensors_of, texts
 from ctrl_megatron.pipeline.build import (
     build_kl_controller,
     build_policies,
@@ -52,7 +52,6 @@ from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
-from ctrl_megatron.types import Completion
 
 FOLDER, RESULT = "replay", "replay.json"
 
@@ -213,27 +212,12 @@ def _table(dump: Dump) -> PromptTable:
 
 def share_of(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[int]:
     """The samples of the dump that this data rank computes: whole groups, shared as in training."""
-    attended, width = batch["attention_mask"].bool(), batch["prompts"].shape[1]
-    uids = [uid.partition("/unjudged/")[0] for uid in texts(batch["uid"])]
-    samples = [
-        Sample(
-            uid=uids[number],
-            row_id="",
-            mini_batch=int(batch["mini_batch"][number]),
-            prompt=tuple(batch["prompts"][number][row[:width]].tolist()),
-            completion=Completion(
-                token_ids=tuple(batch["responses"][number][row[width:]].tolist()),
-                log_probs=(),
-                finish_reason="stop",
-                spans=(),
-            ),
-            fields={"number": number},
-        )
-        for number, row in enumerate(attended)
+    sizes = [
+        dataclasses.replace(size, uid=size.uid.partition("/unjudged/")[0])
+        for size in sizes_of(batch)
     ]
     shared = config.actor_rollout_ref.model.shared_prefix
-    mine = share_rows(samples, groups, shared_prefix=shared)
-    return [int(sample.fields["number"] or 0) for sample in mine]
+    return share_rows(sizes, groups, shared_prefix=shared)
 
 
 def _chosen(batch: TensorDict, rows: Sequence[int]) -> TensorDict:

@@ -128,7 +128,9 @@ def train(config: Config) -> bool:
         )
         worker, sampler, steps = build_worker(run, services, inputs)
         run.check_stop()
-        recorder = Recorder(config, active=run.groups.is_first, total_steps=steps)
+        recorder = Recorder(
+            config, active=run.groups.is_first, total_steps=steps, served=run.served
+        )
         memory = device_memory(run.groups)
         isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
         proxy = worker.proxy

@@ -8,17 +8,28 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from tensordict import TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.batch import Sample, make_batch, versions_of
+from ctrl_megatron.pipeline.batch import (
+    Sample,
+    SampleSize,
+    joined_samples,
+    make_batch,
+    sizes_of,
+    versions_of,
+)
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from ctrl_megatron.data.rows import Row
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
     from ctrl_megatron.resharding.device import Role
+    from ctrl_megatron.rollout.engine import CompletionListener
 
 T = TypeVar("T")
 EXAMPLES_PER_STEP = 6
@@ -26,19 +37,29 @@ EXAMPLES_PER_STEP = 6
 
 
 def draw_samples(
-    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+    worker: DAGWorker,
+    rows: Sequence[int],
+    *,
+    mini_batch_size: int,
+    attempt: int = 0,
+    heard: Callable[[Row, Completion], None] = lambda row, completion: None,
 ) -> list[Sample]:
     """The actor's ``rollout.n`` samples of this data rank's share of ``rows`` (positions in
     ``worker.train``).
 
     The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
-    numbers the draws of one training step. Collective.
+    numbers the draws of one training step. ``heard`` is called with every completion as soon as it
+    is drawn, on the leader's event loop. Collective.
     """
     mine = share_prompts(len(rows), mini_batch_size, worker.groups)
     positions = [rows[prompt] for prompt, _ in mine]
     prompts = [worker.train.prompts[position] for position in positions]
     names = [worker.train.rows[position].id for position in positions]
-    answers = generate(worker, "actor", prompts, sampling_params(worker, names, attempt=attempt))
+    params = sampling_params(worker, names, attempt=attempt)
+    table = [worker.train.rows[position] for position in positions]
+    answers = generate(
+        worker, "actor", prompts, params, finished=lambda i, c: heard(table[i // params.n], c)
+    )
     draw = f"{worker.config.trainer.experiment_name}/{worker.step}"
     draw += f"/{attempt}" if attempt else ""
     return [
@@ -57,10 +78,15 @@ def draw_samples(
 
 
 def generate(
-    worker: RolloutWorker, role: Role, prompts: Sequence[Sequence[int]], params: SamplingParams
+    worker: RolloutWorker,
+    role: Role,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    finished: CompletionListener | None = None,
 ) -> list[list[Completion]]:
     """``params.n`` completions of each prompt, from the role's weights, which are pushed first
-    where the engine has others.
+    where the engine has others. ``finished`` is called on the leader's event loop.
 
     Collective: the ranks of a model copy pass the same arguments and get the same completions.
     Raises RuntimeError if other weights drew any token.
@@ -69,14 +95,20 @@ def generate(
 
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
-        return await worker.engine.generate([list(p) for p in prompts], params) if prompts else []
+        asked = [list(prompt) for prompt in prompts]
+        return await worker.engine.generate(asked, params, finished=finished) if asked else []
 
     what = f"{len(prompts) * params.n} texts of {version} from the engines"
     answers = worker.ask(ask_engine, what)
+    require_version(answers, version)
+    return answers
+
+
+def require_version(answers: Sequence[Sequence[Completion]], version: str) -> None:
+    """RuntimeError if other weights than ``version`` drew any token."""
     wrong = {v for group in answers for c in group if (v := versions_of(c)) != version}
     if wrong:
         raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")
-    return answers
 
 
 def draw_seed(seed: int, purpose: str, *numbers: int) -> int:
@@ -120,11 +152,7 @@ def sampled(
     samples: list[Sample],
     measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
 ) -> NodeOutput:
-    """The samples, shared between the data ranks by ``share_rows``, as this rank's batch, with the
-    means of ``measure`` as metrics. Collective.
-    """
-    shared = worker.config.actor_rollout_ref.model.shared_prefix
-    samples = level_over_data_ranks(samples, worker.groups, shared_prefix=shared)
+    """The samples as this rank's batch, with the means of ``measure`` as metrics. Collective."""
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
     return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
 
@@ -184,33 +212,47 @@ def share_prompts(
     ]
 
 
-def level_over_data_ranks(
-    rows: list[Sample], groups: ProcessGroups, *, shared_prefix: bool
-) -> list[Sample]:
-    """This data rank's share, by ``share_rows``, of the samples of all ranks. Collective."""
+def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Share the rows of all data ranks by ``share_rows``. Collective. UserError for a field whose
+    rows cannot be padded to another length.
+    """
+    groups = worker.groups
     if groups.layout.data == 1:
-        return rows
-    everything = [row for part in groups.from_data_ranks(rows) for row in part]
-    return share_rows(everything, groups, shared_prefix=shared_prefix)
+        return NodeOutput()
+    parts = groups.from_data_ranks(batch)
+    sizes = [size for part in parts for size in sizes_of(part)]
+    shared = worker.config.actor_rollout_ref.model.shared_prefix
+    mine = share_rows(sizes, groups, shared_prefix=shared)
+    dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=mine)
+    if lost := [str(name) for name, _ in batch.items() if name not in dealt]:
+        raise UserError(
+            f"the node balance moves samples to other ranks, and the fields "
+            f"{', '.join(sorted(lost))} have neither one value per sample nor one per "
+            "response token",
+            remedy="write them in a node after balance",
+        )
+    return NodeOutput(batch=dealt, moved=mine)
 
 
 def share_rows(
-    everything: Sequence[Sample], groups: ProcessGroups, *, shared_prefix: bool
-) -> list[Sample]:
-    """This data rank's share of the samples of all ranks: about as many tokens as every other
-    rank's. With ``shared_prefix`` the prompt of a group counts once, as it is computed.
+    everything: Sequence[SampleSize], groups: ProcessGroups, *, shared_prefix: bool
+) -> list[int]:
+    """This data rank's share of the samples of all ranks, as numbers of ``everything``: about as
+    many tokens as every other rank's. With ``shared_prefix`` the prompt of a group counts once, as
+    it is computed.
 
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
     statistics stay local, and every optimizer step has rows on every rank.
     """
-    mine: list[Sample] = []
+    mine: list[int] = []
     for step in sorted({row.mini_batch for row in everything}):
-        inside = [row for row in everything if row.mini_batch == step]
-        costs = [row.num_tokens for row in inside]
-        if shared_prefix:
-            first = {row.uid: place for place, row in reversed([*enumerate(inside)])}
-            for place, row in enumerate(inside):
-                costs[place] -= len(row.prompt) * (place != first[row.uid])
-        parts = partition_groups(costs, [row.uid for row in inside], groups.layout.data)
+        inside = [number for number, row in enumerate(everything) if row.mini_batch == step]
+        costs, seen = list[int](), set[str]()
+        for row in (everything[number] for number in inside):
+            paid = shared_prefix and row.uid in seen
+            costs.append(row.response + (0 if paid else row.prompt))
+            seen.add(row.uid)
+        uids = [everything[number].uid for number in inside]
+        parts = partition_groups(costs, uids, groups.layout.data)
         mine += [inside[i] for i in sorted(parts[groups.place.dp])]
     return mine

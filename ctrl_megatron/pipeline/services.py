@@ -166,12 +166,14 @@ class Services:
         else.
         """
         limit, probes = self._config.trainer.failure_timeout, self._probes
-        self._watch.guard(LoopHeld(self._background, limit))
+        self._watch.guard(LoopHeld(self._background, limit), hang=True)
         for engine in self._engines.values():
-            self._watch.guard(SilentService(ProbedEngine(engine.connect()), probes, limit))
+            silence = SilentService(ProbedEngine(engine.connect()), probes, limit)
+            self._watch.guard(silence, hang=True)
         if (box := self._sandbox) is not None:
             self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-            self._watch.guard(SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit))
+            silence = SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit)
+            self._watch.guard(silence, hang=True)
 
     def connect(self, role: EngineRole = "rollout") -> Engine:
         """A client of all engines of a role."""

@@ -16,12 +16,14 @@ from pathlib import Path
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.config.environment import read_launch, read_restarts
 from ctrl_megatron.errors import note_users_code
+from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -38,6 +40,8 @@ class Session:
     watch: FailureWatch
     at_end: list[Callable[[], None]]
     """Functions to call at the end of the run, last to first, also after a failure."""
+    served: MetricsServer | None
+    """Serves the run's metrics, on rank 0 and where ``trainer.metrics_port`` is set."""
 
     def check_stop(self) -> None:
         """Raise StopRequested on all ranks if a stop was requested on any. Collective."""
@@ -100,8 +104,14 @@ def session(config: Config) -> Iterator[Session]:
                 at_end.append(lock.take().release)
                 watch.guard(lock.lost)
             require_shared(run_dir, groups.from_first(lock.holder))
+            served = serve(config, stop, watch) if groups.is_first else None
+            if served is not None:
+                at_end.append(served.close)
             groups.barrier()
             locked = True
+            stacks = StackFile(run_dir, groups.rank)
+            at_end.append(stacks.close)
+            watch.write_stacks(stacks)
             yield Session(
                 config=config,
                 groups=groups,
@@ -109,6 +119,7 @@ def session(config: Config) -> Iterator[Session]:
                 stop=stop,
                 watch=watch,
                 at_end=at_end,
+                served=served,
             )
         except StopRequested:
             watch.quiet()
@@ -137,18 +148,27 @@ def _end_alone() -> None:
     FailureWatch.exit(STOPPED)
 
 
+def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
+    """The server of ``trainer.metrics_port``, if it is set."""
+    if config.trainer.metrics_port is None:
+        return None
+
+    def trouble() -> str:
+        return watch.ending or ("a stop was requested" if stop.is_set else "")
+
+    served = MetricsServer(
+        config.trainer.metrics_host, config.trainer.metrics_port, trouble=trouble
+    )
+    restarts = Gauge("ctrl_restarts", "Starts after the first one.", [({}, read_restarts())])
+    served.add(lambda: [restarts])
+    return served
+
+
 def join(config: Config) -> ProcessGroups:
     """Join the other ranks that the launcher started, in the configured layout. Collective."""
     launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
-    layout = layout_for(
-        launch.world_size,
-        tensor=megatron.tensor_model_parallel_size,
-        pipeline=megatron.pipeline_model_parallel_size,
-        virtual_pipeline=megatron.virtual_pipeline_model_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-    )
     return initialize(
-        layout,
+        layout_for(launch.world_size, megatron),
         seed=config.trainer.seed,
         timeout_seconds=config.trainer.distributed_timeout,
         launch=launch,

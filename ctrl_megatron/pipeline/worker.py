@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -51,8 +52,17 @@ class Failure:
     error: str
 
 
+ProxyListener = Callable[[int, Answer | Failure | None], None]
+"""Called with every answer as soon as it is there: (the conversation's number, the answer)."""
+
+
 class Proxy(Protocol):
     """A frozen model that answers conversations greedily."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it can answer while the actor's engines draw."""
+        ...
 
     async def greet(self) -> str:
         """The servers of the proxy and their model, for the first lines of a run; empty where the
@@ -60,12 +70,18 @@ class Proxy(Protocol):
         """
         ...
 
-    def revise(
-        self, worker: RolloutWorker, conversations: Sequence[Conversation], max_tokens: int
+    def prepare(self, step: int) -> None:
+        """Get ready to answer, until the actor's engines draw again. ``step`` is the number of
+        training steps that are finished. Collective.
+        """
+        ...
+
+    async def answer(
+        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
     ) -> list[Answer | Failure | None]:
         """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
-        conversation leaves no room for one in the proxy's context. Collective: the ranks of a model
-        copy pass the same arguments and get the same answers.
+        conversation leaves no room for one in the proxy's context. Leaders only. ``heard`` has been
+        called with every answer when it returns.
         """
         ...
 
@@ -97,6 +113,9 @@ class RolloutWorker:
     reward_weights: Mapping[str, float]
     """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None
+    begun: dict[str, asyncio.Task[Answer | Failure | None]] = field(default_factory=dict)
+    """The proxy's answers that were asked for before ``chain.revise`` needs them, by the text of
+    their conversation (leaders only)."""
     timeline: Timeline = field(default_factory=Timeline)
     step: int = 0
     """Training steps that are finished."""

@@ -27,6 +27,8 @@ class EngineLayout:
     """Most bytes of a bucket, unless it is one tensor that is larger."""
     hosts: tuple[int, ...] = (0,)
     """The hosts with engines: their buckets must contain every tensor."""
+    workers: int = 1
+    """Tensor-parallel size of every engine, for media that bring a worker only its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class MegatronSource:
     """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
 
     def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
-        self.model = model
+        self.model, self.layout = model, layout
         groups = model.groups
         self.places = plan(
             model.shape,
@@ -59,10 +59,11 @@ class MegatronSource:
             groups.hosts.of_rank,
             groups.here,
         )
-        chunks = [
+        self.weights = chunks = [
             {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
             for chunk in model.models
         ]
+        """Name -> parameter or buffer of this rank, for every virtual stage."""
         self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.Tensor]]]
         self._copies = defaultdict(list)
         for place in self.places:

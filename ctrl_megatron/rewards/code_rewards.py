@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -92,6 +93,17 @@ class CodeReward:
         self._judge = CachedJudge(provider, verdicts, patience)
         self._require_format = require_format
         self._run_timeout, self._max_requests = run_timeout, max_requests
+        self._room = asyncio.Semaphore(max_requests)
+        """Bounds the runs that ``begin`` starts."""
+        self._batch: BatchTests | None = None
+        """The tests of the batch of which some items have begun."""
+
+    def begin(self, item: RewardItem) -> None:
+        """Start what ``judge`` does about ``item``."""
+        (row,) = rows_of(self.name, [item])
+        if self._runs(item):
+            self._batch = self._tests()
+            self._judge.begin(self._job(item.text, row, self._batch), self._room)
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the judge failed."""
@@ -103,21 +115,25 @@ class CodeReward:
         Raises ``ValueError`` for a row that cannot be judged.
         """
         rows = rows_of(self.name, items)
-        runs = [
-            not self._require_format
-            or code_format_score(item.text, final_newline=False) == WELL_FORMED
-            for item in items
-        ]
-        tests = BatchTests(run_all_cases=True, run_timeout=self._run_timeout)
+        tests, self._batch = self._tests(), None
         jobs = [
-            self._job(item.text, row, tests) if run else None
-            for item, row, run in zip(items, rows, runs, strict=True)
+            self._job(item.text, row, tests) if self._runs(item) else None
+            for item, row in zip(items, rows, strict=True)
         ]
         answers = await self._judge.grade_all(jobs, self._max_requests)
         return [
             outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
         ]
+
+    def _runs(self, item: RewardItem) -> bool:
+        if not self._require_format:
+            return True
+        return code_format_score(item.text, final_newline=False) == WELL_FORMED
+
+    def _tests(self) -> BatchTests:
+        """The tests of a batch: those that ``begin`` has read, if it was called before."""
+        return self._batch or BatchTests(run_all_cases=True, run_timeout=self._run_timeout)
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         return tests.of(row).job(program_of(text))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import (
     generation_messages,
@@ -22,7 +23,6 @@ from ctrl_megatron.prompts import (
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -97,6 +97,10 @@ class RewardModelForCritic:
         self.copying, self.copying_threshold = copying, copying_threshold
         self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache, patience)
+        self._room = asyncio.Semaphore(max_requests)
+        """Bounds the runs that ``begin`` starts."""
+        self._batch: dict[bool, BatchTests] = {}
+        """``run_all_cases`` -> the tests of the batch of which some items have begun."""
 
     def parse_response(self, data: Mapping[str, Any]) -> tuple[list[str], list[str], list[int]]:
         """(row ids, texts without end-of-sequence tokens, lengths in tokens) of the responses.
@@ -199,6 +203,20 @@ class RewardModelForCritic:
         answers = zip(items, programs, await self._grade_all(jobs), strict=True)
         return [self._outcome(item, program, answer) for item, program, answer in answers]
 
+    def begin(self, item: RewardItem) -> None:
+        """Start what ``judge`` does about ``item``."""
+        if item.judgment is not None:
+            (row,) = rows_of("critic", [item])
+            self._begin(item.text, row, run_all_cases=self.run_all_cases)
+
+    def begin_solution(self, text: str, row: Row) -> None:
+        """Start what ``judge_solutions`` does about ``text``."""
+        self._begin(text, row, run_all_cases=True)
+
+    def _begin(self, text: str, row: Row, *, run_all_cases: bool) -> None:
+        tests = self._batch[run_all_cases] = self._tests(run_all_cases=run_all_cases)
+        self._required_judge.begin(tests.of(row).job(program_of(text)), self._room)
+
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the sandbox failed."""
         return [outcome.reward for outcome in await self.judge(items)]
@@ -229,8 +247,10 @@ class RewardModelForCritic:
         return replace(outcome, reward=reward, copied=copied, copying=self.copying)
 
     def _tests(self, *, run_all_cases: bool | None = None) -> BatchTests:
+        """The tests of a batch: those that ``_begin`` has read, if it was called before."""
         mode = self.run_all_cases if run_all_cases is None else run_all_cases
-        return BatchTests(run_all_cases=mode, run_timeout=self.run_timeout)
+        begun = self._batch.pop(mode, None)
+        return begun or BatchTests(run_all_cases=mode, run_timeout=self.run_timeout)
 
     async def _grade(
         self, program: str, tests: RowTests, semaphore: asyncio.Semaphore

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from ctrl_megatron.background import one_done
+from ctrl_megatron.background import gathered, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests
@@ -266,6 +266,8 @@ class CachedJudge:
         self._judge, self._cache = judge, cache
         self._patience = Patience() if patience is None else patience
         self._identity: object = None
+        self._begun: dict[str, deque[asyncio.Task[tuple[Verdict, bool]]]] = {}
+        """Key of a job -> its runs that ``begin`` started and ``grade`` has not taken yet."""
 
     async def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
@@ -273,11 +275,24 @@ class CachedJudge:
             self._identity = await self._judge.identity()
         return fingerprint(job.key, self._identity)
 
+    def begin(self, job: GradingJob, semaphore: asyncio.Semaphore) -> None:
+        """Start what the next ``grade`` of an equal job returns or raises."""
+        run = asyncio.ensure_future(self._grade(job, semaphore))
+        run.add_done_callback(_looked_at)
+        self._begun.setdefault(job.key, deque()).append(run)
+
     async def grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
         """The verdict on ``job``, and True where it came from the cache or from a run that another
         caller started. ``semaphore`` bounds runs. Raises ``SandboxError``.
         """
+        if (begun := self._begun.get(job.key)) is None:
+            return await self._grade(job, semaphore)
+        run = begun.popleft()
+        if not begun:
+            del self._begun[job.key]
+        return await run
 
+    async def _grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
         async def run() -> Verdict:
             async with semaphore:
                 return await grade(self._judge, job)
@@ -332,6 +347,12 @@ class CachedJudge:
             for i, answer in zip(again, await gathered(calls), strict=True):
                 found[i] = answer
         return found
+
+
+def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:
+    """Take the error of a run that nothing awaits any more, which asyncio would print."""
+    if not run.cancelled():
+        run.exception()
 
 
 def _why(case: EvalTestCase) -> str:

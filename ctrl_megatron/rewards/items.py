@@ -96,6 +96,17 @@ class JudgingReward(RewardFunction, Protocol):
         ...
 
 
+@runtime_checkable
+class EagerReward(JudgingReward, Protocol):
+    """A reward function that can start to judge an item before its batch is complete."""
+
+    def begin(self, item: RewardItem, /) -> None:
+        """Start to judge ``item``; the next ``judge`` of an equal item takes the result. Call it on
+        the event loop of ``judge``. Raises as ``judge`` does where the item cannot be judged.
+        """
+        ...
+
+
 def rows_of(name: str, items: Sequence[RewardItem]) -> list[Row]:
     """The row of every item. Raises ``ValueError`` that names the reward function ``name`` and the
     item without a row.

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from ctrl_megatron.background import awaited
+from ctrl_megatron.background import awaited, gathered
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.grading import Judge
 from ctrl_megatron.rewards.items import (
     LARGEST_REWARD,
+    EagerReward,
     JudgingReward,
     RewardFunction,
     RewardItem,
@@ -132,6 +132,21 @@ class RewardSum:
             totals=totals,
             outcomes=outcomes,
         )
+
+    def begin(self, item: RewardItem) -> None:
+        """Start to judge ``item`` before its batch is complete; the next ``score`` of an equal item
+        takes the result. Functions that need the whole batch start with ``score``.
+
+        Call it on the event loop of ``score``. Raises as that where the item cannot be judged.
+        """
+        for function in self.functions.values():
+            if isinstance(function, EagerReward):
+                function.begin(item)
+
+    def begin_solution(self, text: str, row: Row) -> None:
+        """As ``begin``, for ``judge_solutions``."""
+        assert self.critic is not None
+        self.critic.begin_solution(text, row)
 
     async def judge_solutions(
         self, texts: Sequence[str], rows: Sequence[Row]

@@ -9,9 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.background import one_done
+from ctrl_megatron.background import gathered, one_done
 from ctrl_megatron.errors import UserError, users_code
-from ctrl_megatron.rewards.gathered import gathered
 from ctrl_megatron.rewards.items import RewardItem, rows_of
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

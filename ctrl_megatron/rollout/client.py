@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.engine import (
+    CompletionListener,
     EngineAddress,
     EngineDied,
     EngineMemory,
@@ -75,13 +76,26 @@ class RemoteEngine:
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         body = {"prompts": prompts, "params": asdict(params)}
-        if listener is None:
+        if listener is None and finished is None:
             groups = await self._post("/generate", body)
-        else:
-            groups = await self._stream(body, listener)
-        return [[wire.completion_from_json(c) for c in group] for group in groups]
+            return [[wire.completion_from_json(c) for c in group] for group in groups]
+        done: dict[int, Completion] = {}
+
+        def take(place: int, completion: list[Any]) -> None:
+            done[place] = wire.completion_from_json(completion)
+            if finished is not None:
+                finished(place, done[place])
+
+        shows: dict[str, Callable[..., None]] = {"finished": take}
+        if listener is not None:
+            shows["tokens"] = listener
+        await self._stream({**body, "tokens": listener is not None}, shows)
+        every = [done[place] for place in range(len(prompts) * params.n)]
+        return [every[i : i + params.n] for i in range(0, len(every), params.n)]
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
@@ -147,14 +161,15 @@ class RemoteEngine:
             data = _read(await response.read())
         return _result(data)
 
-    async def _stream(self, body: dict[str, Any], listener: TokenListener) -> Any:
+    async def _stream(self, body: dict[str, Any], shows: Mapping[str, Callable[..., None]]) -> None:
+        """Call the entry of ``shows`` that an event names with what the event contains."""
         data: wire.Json = {}
         async with self._asked("/stream", body) as response:
             async for line in response.content:
                 data = _read(line)
-                if "tokens" in data:
-                    listener(*data["tokens"])
-        return _result(data)
+                for name in data.keys() & shows.keys():
+                    shows[name](*data[name])
+        _result(data)
 
     @asynccontextmanager
     async def _asked(

@@ -23,8 +23,10 @@ class DecodingRow:
 
     prompt: Sequence[int]
     stream: torch.Generator
-    show: Callable[[int], object] | None = None
+    show: Callable[[Sequence[int]], object] | None = None
     """Called with every token that is drawn."""
+    ended: Callable[[Completion], object] | None = None
+    """Called with the completion when it ends."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -37,11 +39,17 @@ class DecodingRow:
             self.log_probs.append(log_prob)
         self.versions.append(version)
         if self.show is not None:
-            self.show(token)
+            self.show((token,))
         if token in params.stop_token_ids:
-            self.finish_reason = "stop"
+            self.end("stop")
         elif len(self.tokens) == params.max_tokens:
-            self.finish_reason = "length"
+            self.end("length")
+
+    def end(self, reason: FinishReason) -> None:
+        """Draw no further token."""
+        self.finish_reason = reason
+        if self.ended is not None:
+            self.ended(self.completion())
 
     def completion(self) -> Completion:
         """The completion as a record; the row must be finished."""
@@ -201,7 +209,7 @@ def decode_all(
         while batch.alive:
             if not control.begin_step(token):
                 for row in batch.alive:
-                    row.finish_reason = "abort"
+                    row.end("abort")
                 break
             try:
                 with torch.inference_mode():

@@ -30,6 +30,9 @@ SleepLevel = Literal[1, 2]
 TokenListener = Callable[[int, Sequence[int]], None]
 """Called with the tokens of a call's completions as they are drawn: (the completion's number over
 all prompts, its next tokens)."""
+CompletionListener = Callable[[int, Completion], None]
+"""Called with every completion of a call as soon as it is drawn: (its number over all prompts, the
+completion)."""
 
 
 class EngineError(RuntimeError):
@@ -112,9 +115,14 @@ class Engine(Protocol):
     """An engine as the trainer sees it. All methods may be called concurrently."""
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
-        """Draw ``params.n`` completions per prompt, in the order of the prompts.
+        """Draw ``params.n`` completions per prompt, in the order of the prompts. ``finished`` has
+        been called with all of them when it returns.
 
         Only ``params.stop_token_ids`` and ``params.max_tokens`` end a completion. With
         ``params.seed`` set, each completion draws from a stream of its own, which depends on the
@@ -178,6 +186,8 @@ class StreamingEngine(Engine, Protocol):
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``; ``listener`` has been called with all tokens when it returns."""
         ...

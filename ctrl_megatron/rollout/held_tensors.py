@@ -7,6 +7,7 @@ Collective over tensor ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from ctrl_megatron.rollout.weight_update import checksums
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 """Concatenates the tensors of all tensor ranks along a dimension."""
+_EXPERTS = {"RoutedExperts", "FusedMoE"}
+"""The classes of vLLM's and SGLang's experts of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldExperts:
+    """What one tensor rank holds of a layer's experts."""
+
+    gate_up: torch.Tensor
+    """(E, 2 * width, hidden): the rows of an expert's gate, then those of its up projection."""
+    down: torch.Tensor
+    """(E, hidden, width)."""
+    numbers: torch.Tensor | None = None
+    """(E,) int64, which of the layer's experts these are; None where every rank holds a share of
+    the width of all of them."""
+    width: int | None = None
+    """An expert's width over all ranks without padding; None without padding."""
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The projections' HF names."""
 
 
 def held_tensors(
@@ -24,12 +44,16 @@ def held_tensors(
     gather: Gather,
     fused: Mapping[str, Sequence[str]],
     computed_weight: Callable[[Any, int], torch.Tensor] = lambda module, width: module.weight,
+    computed_experts: Callable[[Any], HeldExperts] = lambda module: HeldExperts(
+        module.w13_weight, module.w2_weight
+    ),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (HF name, whole tensor) of everything that the model computes with, including a head
     that is tied to the embedding.
 
     ``fused`` maps a fused layer to the HF layers in it. ``computed_weight(module, input width)``
-    returns the (out, in) weight of a linear layer or an output head, by default its attribute.
+    returns the (out, in) weight of a linear layer or an output head, by default its attribute, and
+    ``computed_experts(module)`` this rank's weights of a layer's experts.
     """
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
@@ -48,6 +72,10 @@ def held_tensors(
             if leaf == "lm_head":
                 used = computed_weight(module, module.embedding_dim)
             yield f"{path}.weight", gather(used, 0)[: module.org_vocab_size]
+        elif kinds & _EXPERTS:
+            stem = path.removesuffix(".routed_experts")
+            for name, whole in _expert_tensors(computed_experts(module), gather):
+                yield f"{stem}.{name}.weight", whole.to(dtype)
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield f"{path}.{name}" if path else name, parameter
@@ -69,6 +97,21 @@ def held_checksums(
         if head not in (None, found["model.embed_tokens.weight"]):
             raise RuntimeError("the tied output head differs from the embedding")
     return found
+
+
+def _expert_tensors(held: HeldExperts, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+    """(expert and projection, whole tensor) of all experts of a layer."""
+    spread = held.numbers is not None
+    parts = zip(held.names, (*held.gate_up.chunk(2, dim=1), held.down), (1, 1, 2), strict=True)
+    wholes = {}
+    for name, part, cut in parts:
+        whole = gather(part.contiguous(), 0 if spread else cut)
+        wholes[name] = whole.narrow(cut, 0, held.width or whole.shape[cut])
+    count = len(next(iter(wholes.values())))
+    numbers = range(count) if held.numbers is None else gather(held.numbers, 0).tolist()
+    for place, number in enumerate(numbers):
+        for name, whole in wholes.items():
+            yield f"{number}.{name}", whole[place]
 
 
 def _kinds(module: Any) -> set[str]:

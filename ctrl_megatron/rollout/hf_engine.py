@@ -14,6 +14,7 @@ from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import (
+    CompletionListener,
     EngineDied,
     EngineMemory,
     EngineSpec,
@@ -21,6 +22,7 @@ from ctrl_megatron.rollout.engine import (
     SleepLevel,
     TokenListener,
 )
+from ctrl_megatron.rollout.hf_weights import views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -57,12 +59,7 @@ class HfEngine:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
-        self._weights = dict(self._model.named_parameters())
-        renamed = [s.name for s in self._state.manifest if s.name not in self._weights]
-        if renamed:
-            raise ValueError(
-                f"engine 'hf' cannot update {spec.model_path}: transformers renames {renamed[:5]}"
-            )
+        self._weights = views_by_name(self._model, self._state.manifest)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None
@@ -81,12 +78,15 @@ class HfEngine:
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
-        rows, token = self._rows(prompts, params, listener), self._control.begin_work()
+        rows = self._rows(prompts, params, listener, finished)
+        token = self._control.begin_work()
         async with self._one_call:
             self._state.require_ready()
             await self._decode(rows, params, token)
@@ -123,7 +123,11 @@ class HfEngine:
             raise EngineDied(self._broken) from error
 
     def _rows(
-        self, prompts: list[list[int]], params: SamplingParams, listener: TokenListener | None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None,
+        finished: CompletionListener | None,
     ) -> list[DecodingRow]:
         self._calls += 1
         own = stream_seed(self._spec.seed, self._calls, 0)
@@ -132,7 +136,8 @@ class HfEngine:
             DecodingRow(
                 prompt,
                 torch.Generator().manual_seed(stream_seed(base, row, j)),
-                show=None if listener is None else _passed_on(listener, number * params.n + j),
+                show=_passed_on(listener, number * params.n + j),
+                ended=_passed_on(finished, number * params.n + j),
             )
             for number, (row, prompt) in enumerate(
                 zip(params.names(len(prompts)), prompts, strict=True)
@@ -210,7 +215,13 @@ class HfEngine:
         self._model = None
 
 
-def _passed_on(listener: TokenListener, place: int) -> Callable[[int], object]:
-    """A function for the decoding thread that passes a token to ``listener`` on this event loop."""
+def _passed_on(
+    listener: Callable[[int, Any], None] | None, place: int
+) -> Callable[[Any], object] | None:
+    """A function for the decoding thread that calls ``listener`` with ``place`` and its argument on
+    this event loop.
+    """
+    if listener is None:
+        return None
     loop = asyncio.get_running_loop()
-    return lambda token: loop.call_soon_threadsafe(listener, place, (token,))
+    return lambda value: loop.call_soon_threadsafe(listener, place, value)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ctrl_megatron.rollout.engine import (
+    CompletionListener,
     Engine,
     EngineMemory,
     PauseMode,
@@ -61,7 +62,11 @@ class EnginePool:
         self._freed = asyncio.Event()
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         calls, tasks = self._calls(len(prompts), params.n), []
         names = params.names(len(prompts))
@@ -76,7 +81,9 @@ class EnginePool:
                     member.sequences += sequences
                     member.tokens += tokens
                     named = replace(params, rows=names[start:end])
-                    task = group.create_task(member.engine.generate(part, named))
+                    heard = None if finished is None else _from(start * params.n, finished)
+                    draws = member.engine.generate(part, named, finished=heard)
+                    task = group.create_task(draws)
                     # Also one that is cancelled before it has begun.
                     task.add_done_callback(partial(self._release, member, sequences, tokens))
                     tasks.append(task)
@@ -175,6 +182,11 @@ class EnginePool:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
+
+
+def _from(first: int, finished: CompletionListener) -> CompletionListener:
+    """The listener for a part of a call whose first completion has the number ``first``."""
+    return lambda place, completion: finished(first + place, completion)
 
 
 class _SharedChunks:

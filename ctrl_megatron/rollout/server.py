@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib import import_module
@@ -33,10 +33,9 @@ from ctrl_megatron.rollout.engine import (
     EngineDied,
     EngineSpec,
     StreamingEngine,
-    TokenListener,
 )
 from ctrl_megatron.rollout.imports import without_collections
-from ctrl_megatron.types import SamplingParams
+from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -77,7 +76,7 @@ def application(engine: StreamingEngine, token: str) -> web.Application:
         return await handler(request)
 
     calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
-        "/generate": partial(generate, engine, None),
+        "/generate": partial(generate, engine),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["level"]),
@@ -93,11 +92,9 @@ def application(engine: StreamingEngine, token: str) -> web.Application:
     return app
 
 
-async def generate(
-    engine: StreamingEngine, listener: TokenListener | None, body: wire.Json
-) -> list[list[Any]]:
+async def generate(engine: StreamingEngine, body: wire.Json) -> list[list[Any]]:
     """The completions of the request ``body``, as JSON."""
-    done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]), listener)
+    done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
     return [[wire.completion_to_json(c) for c in group] for group in done]
 
 
@@ -122,12 +119,23 @@ async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Reque
 
 
 async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamResponse:
-    """Lines of JSON: ``{"tokens": [completion, its next tokens]}`` as they are drawn, and at the
-    end the outcome of ``/generate``.
+    """Lines of JSON: ``{"tokens": [number, its next tokens]}`` as they are drawn, where the request
+    asks for ``tokens``; ``{"finished": [number, completion]}`` as each completion ends; and at the
+    end ``{"result": null}`` or ``{"error": ...}``.
     """
 
     async def draw(send: Callable[[wire.Json], None]) -> None:
-        call = partial(generate, engine, lambda place, new: send({"tokens": [place, list(new)]}))
+        def show(place: int, new: Sequence[int]) -> None:
+            send({"tokens": [place, list(new)]})
+
+        def finished(place: int, completion: Completion) -> None:
+            send({"finished": [place, wire.completion_to_json(completion)]})
+
+        async def call(body: wire.Json) -> None:
+            params = wire.params_from_json(body["params"])
+            listener = show if body["tokens"] else None
+            await engine.generate(body["prompts"], params, listener, finished=finished)
+
         send(await outcome(call, request))
 
     response = web.StreamResponse()

@@ -34,6 +34,7 @@ from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
+    CompletionListener,
     EngineDied,
     EngineMemory,
     EngineSpec,
@@ -187,6 +188,8 @@ class SglangEngine:
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
@@ -200,22 +203,37 @@ class SglangEngine:
         ]
         if not asked:
             return []
+        listened = listener is not None or finished is not None
+        # One request for all: SGLang then computes the same batches whenever it is asked the same.
         answers: Any = await self._engine.async_generate(
             input_ids=[prompt for prompt, _ in asked],
-            sampling_params=[own for _, own in asked],
+            sampling_params=[
+                own if listener else {**own, "stream_interval": params.max_tokens}
+                for _, own in asked
+            ],
             return_logprob=params.log_probs,
-            stream=listener is not None,
+            stream=listened,
         )
-        if listener is not None:
-            shows = [next_tokens(listener, place) for place in range(len(asked))]
-            latest: dict[int, dict[str, Any]] = {}
+        done: dict[int, Completion] = {}
+        shows = [next_tokens(listener, place) if listener else None for place in range(len(asked))]
+
+        def take(place: int, answer: dict[str, Any]) -> None:
+            if (show := shows[place]) is not None:
+                show(answer["output_ids"])
+            if answer["meta_info"]["finish_reason"] is not None:
+                done[place] = completion_of(answer, log_probs=params.log_probs)
+                if finished is not None:
+                    finished(place, done[place])
+
+        if listened:
             async for answer in answers:
-                latest[answer["index"]] = answer
-                shows[answer["index"]](answer["output_ids"])
-            answers = [latest[place] for place in range(len(asked))]
+                take(answer["index"], answer)
+        else:
+            for place, answer in enumerate(answers):
+                take(place, answer)
         self._state.require_whole()
-        done = [completion_of(answer, log_probs=params.log_probs) for answer in answers]
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        every = [done[place] for place in range(len(asked))]
+        return [every[i : i + params.n] for i in range(0, len(every), params.n)]
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str

@@ -30,7 +30,7 @@ with without_collections():
     from sglang.srt.utils.weight_checker import WeightChecker
 
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.rollout.held_tensors import held_checksums
+from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
 from ctrl_megatron.rollout.transports import read_chunk
 
@@ -40,6 +40,8 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+_UNREADABLE = ("triton_kernels", "flashinfer_trtllm_moe", "flashinfer_cutlass")
+"""Kernels for experts that keep weights in another order; ``triton`` is none of them."""
 
 
 def run_scheduler(*given: Any, **named: Any) -> None:
@@ -145,12 +147,40 @@ def hf_checksums(
         tied=model.config.tie_word_embeddings,
         gather=tensor_model_parallel_all_gather,
         fused=getattr(model, "packed_modules_mapping", _FUSED),
+        computed_experts=lambda module: held_experts(module, model.config),
     )
     return {
         "checksums": found,
         "per_gpu_checksum": "",
         "parallelism_info": self._parallelism_info(role=role).model_dump(),
     }
+
+
+def held_experts(module: Any, config: Any) -> HeldExperts:
+    """The weights of a ``FusedMoE``; ``config`` is the model's.
+
+    RuntimeError for a kernel whose layout cannot be read back.
+    """
+    method = module.quant_method
+    if any(getattr(method, f"use_{name}") for name in _UNREADABLE):
+        raise RuntimeError(
+            "SGLang computes experts with a kernel whose weights cannot be read back; set "
+            "actor_rollout_ref.rollout.engine_kwargs.moe_runner_backend=triton, or "
+            "trainer.verify_weight_sync=false"
+        )
+    gate_up, numbers = module.w13_weight, None
+    if method.w13_swiglu_interleaved:
+        gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], dim=1)
+    if module.moe_ep_size > 1:
+        if module.moe_tp_size > 1:
+            raise RuntimeError("SGLang's experts cannot be read back where ep_size < tp_size")
+        count = module.num_local_experts
+        numbers = torch.arange(count, device=gate_up.device) + count * module.moe_ep_rank
+    # On a CPU SGLang pads the width to a multiple of 32 on every rank, behind the last rank's part.
+    has_own = hasattr(config, "moe_intermediate_size")
+    key = "moe_intermediate_size" if has_own else "intermediate_size"
+    width = getattr(config, f"original_{key}", getattr(config, key))
+    return HeldExperts(gate_up, module.w2_weight, numbers, width)
 
 
 def leave(self: Any, forget_weights: bool) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
@@ -18,8 +18,10 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.rollout.engine import (
+    CompletionListener,
     EngineDied,
     EngineMemory,
     EngineSpec,
@@ -71,6 +73,11 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
         }
+        if spec.extra.get("enable_expert_parallel"):
+            raise ValueError(
+                "on a CPU vLLM's kernel computes all experts on every rank; remove "
+                "actor_rollout_ref.rollout.engine_kwargs.enable_expert_parallel"
+            )
     if _in_core(spec):
         chosen["distributed_executor_backend"] = "uni"
     return AsyncEngineArgs(**{**chosen, **spec.extra})
@@ -141,29 +148,32 @@ class VllmEngine:
         prompts: list[list[int]],
         params: SamplingParams,
         listener: TokenListener | None = None,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         self._state.require_ready()
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
-        tasks = [
-            asyncio.create_task(
-                self._one(
-                    prompt,
-                    vllm_params(params, row, j, heard=listener is not None),
-                    next_tokens(listener, i * params.n + j) if listener else None,
-                )
-            )
-            for i, (row, prompt) in enumerate(zip(params.names(len(prompts)), prompts, strict=True))
-            for j in range(params.n)
+
+        async def draw(prompt: list[int], row: str | int, sample: int, place: int) -> Completion:
+            own = vllm_params(params, row, sample, heard=listener is not None)
+            show = next_tokens(listener, place) if listener else None
+            completion = await self._one(prompt, own, show)
+            if finished is not None:
+                finished(place, completion)
+            return completion
+
+        names = params.names(len(prompts))
+        draws = [
+            partial(draw, prompt, row, sample, number * params.n + sample)
+            for number, (row, prompt) in enumerate(zip(names, prompts, strict=True))
+            for sample in range(params.n)
         ]
         try:
-            done = await asyncio.gather(*tasks)
+            done = await gathered(draws)
         except EngineDeadError as error:
             raise _died(error) from error
-        finally:
-            for task in tasks:
-                task.cancel()
         self._state.require_whole()
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 

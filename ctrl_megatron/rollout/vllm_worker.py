@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -32,13 +33,19 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from ctrl_megatron.rollout import vllm_cpu
-from ctrl_megatron.rollout.held_tensors import held_checksums
+from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.transports import read_chunk
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import read_model_config
 
 _PROBE_ROWS = 2048
+_READABLE = {
+    UnquantizedMoeBackend.TRITON,
+    UnquantizedMoeBackend.BATCHED_TRITON,
+    UnquantizedMoeBackend.CPU,
+}
+"""Kernels for experts that keep the weights' order, or one that ``vllm_cpu`` inverts."""
 
 
 @dataclass
@@ -67,6 +74,7 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
     def start_weight_update(self) -> None:
         """Convert the model to the form in which checkpoints are loaded."""
         initialize_layerwise_reload(self.model)
+        vllm_cpu.pack_experts_again(self.model)
 
     def receive_weights(self, update_info: ChunkInfo) -> None:
         """Load a chunk; no tensor refers to its memory afterwards."""
@@ -190,6 +198,30 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     return (columns[0] if len(columns) == 1 else torch.cat(columns)).t().contiguous()
 
 
+def _computed_experts(module: Any) -> HeldExperts:
+    """The weights that a layer's experts multiply with.
+
+    RuntimeError for a kernel whose layout cannot be read back.
+    """
+    backend = module.quant_method.unquantized_backend
+    if backend not in _READABLE:
+        raise RuntimeError(
+            f"vLLM computes experts with its backend {backend.value}, whose weights cannot be read "
+            "back; set actor_rollout_ref.rollout.engine_kwargs.moe_backend=triton, or "
+            "trainer.verify_weight_sync=false"
+        )
+    gate_up, down = module.w13_weight, module.w2_weight
+    if backend is UnquantizedMoeBackend.CPU:
+        gate_up, down = vllm_cpu.unpacked_experts(module)
+    placed = module._expert_map  # global number -> local number, -1 for those of other ranks
+    numbers = None
+    if placed is not None:
+        (mine,) = torch.where(placed >= 0)
+        numbers = mine[placed[mine].argsort()]
+    names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+    return HeldExperts(gate_up, down, numbers, names=names)
+
+
 def _gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
     """The parts of all tensor ranks, concatenated along ``dim``."""
     if get_tensor_model_parallel_world_size() == 1:
@@ -219,4 +251,5 @@ class VllmWorkerExtension:
             gather=_gathered,
             fused=getattr(model, "packed_modules_mapping", {}),
             computed_weight=lambda module, width: _computed_weight(module, width, dtype),
+            computed_experts=_computed_experts,
         )

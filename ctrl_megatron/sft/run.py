@@ -67,7 +67,7 @@ def train_sft(config: Config) -> bool:
             budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
         )
         run.check_stop()
-        recorder = Recorder(config, active=groups.is_first, total_steps=steps)
+        recorder = Recorder(config, active=groups.is_first, total_steps=steps, served=run.served)
         memory = device_memory(groups)
         worker = SftWorker(
             groups=groups,

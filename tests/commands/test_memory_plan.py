@@ -28,6 +28,21 @@ def test_a_run_on_4096_gpus_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert "\nhost " in out and "\ncheckpoint: " in out
 
 
+def test_a_push_is_printed_with_its_links_phases_and_floor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*LARGE, *SHAPE, "--push"]) == 0
+    out = capsys.readouterr().out
+    assert "145.4 GB into each of 8 engines of 8 workers" in out
+    # 64 ranks: each has an eighth of what its own worker needs.
+    assert re.search(r"inside a rank +145\.4 ", out)
+    assert re.search(r"between hosts +1018\.0 +17\.54 +15\.98\n", out)
+    seconds, floor = (float(x) for x in re.findall(r"(?:^|floor: )(\d\.\d+) s[ ,]", out, re.M))
+    assert floor == pytest.approx(0.351, abs=0.001) and floor < seconds < 1
+    assert main([*LARGE, *SHAPE, "--push", "--network-speed", "5"]) == 0
+    assert "floor: 3.508 s" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_printed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LARGE, *SHAPE, "actor_rollout_ref.rollout.gpu_memory_utilization=0.95"]) == 2
     said = capsys.readouterr()

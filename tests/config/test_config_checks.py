@@ -313,6 +313,14 @@ def test_world_size_must_fit_layout_and_batches() -> None:
         check(12, "sft")
 
 
+def test_shards_are_refused_for_engines_that_cut_in_other_ways() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    spread = rollout + "engine_kwargs.enable_expert_parallel=true"
+    assert messages(spread) == []
+    (line,) = messages(spread, rollout + "weight_transport=shards")
+    assert "weight_transport=shards" in line and "engine_kwargs.enable_expert_parallel" in line
+
+
 def test_engines_take_whole_hosts() -> None:
     rollout = "actor_rollout_ref.rollout."
     vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")
@@ -333,6 +341,17 @@ def test_engines_take_whole_hosts() -> None:
     # Dedicated engines do not care.
     own = [*PATHS, *batches, *dedicated, rollout + "n_gpus_per_node=4"]
     check_world_size(load_config(None, [*own, "trainer.n_gpus_per_node=3"]), 3)
+
+
+def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
+    sizes = ("tensor_model_parallel_size=2", "sequence_parallel=true")
+    keys = [*PATHS, *(MEGATRON + size for size in sizes), "trainer.n_gpus_per_node=4"]
+    spread = MEGATRON + "expert_model_parallel_size="
+    check_world_size(load_config(None, [*keys, spread + "2"]), 4)
+    alone = MEGATRON + "expert_tensor_parallel_size=1"
+    check_world_size(load_config(None, [*keys, spread + "4", alone]), 4)
+    with pytest.raises(ValueError, match=r"size=4 x .*size=2 does not divide the 4 ranks"):
+        check_world_size(load_config(None, [*keys, spread + "4"]), 4)
 
 
 def test_derived_values_follow_their_sources() -> None:

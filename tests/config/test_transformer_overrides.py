@@ -32,6 +32,7 @@ def refused(fields: dict[str, object], *more: str) -> list[str]:
         ("attention_dropout", 0.1, ["log-probs"]),
         ("context_parallel_size", 2, ["layout"]),
         ("tensor_model_parallel_size", 2, ["use that key", "megatron.tensor_model_parallel_size"]),
+        ("expert_model_parallel_size", 2, ["megatron.expert_model_parallel_size"]),
         ("bf16", False, ["actor_rollout_ref.model.dtype"]),
         ("recompute_granularity", "full", ["megatron.recompute_granularity"]),
         ("masked_softmax_fusion", True, ["no effect", "known: apply_rope_fusion"]),

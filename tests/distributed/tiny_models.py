@@ -42,11 +42,39 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "head_dim": 20,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "mscale": 0.7},
+    **{"mscale_all_dim": 0.9, "original_max_position_embeddings": 16},
+}
 EXPERTS = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_mixed": (
         transformers.Qwen3MoeConfig,
         {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {**_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        {**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
     ),
 }
 
@@ -73,6 +101,9 @@ def save_tiny(
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     model.to(dtype).save_pretrained(directory)
     return directory
 
@@ -120,6 +151,57 @@ def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
             parameter.copy_(parameter.grad)
     model.save_pretrained(out)
     return out
+
+
+def reference_router_losses(
+    directory: Path, batches: list[dict], losses: dict[str, float], out: Path
+) -> tuple[Path, dict[str, float]]:
+    """The routers' losses over ``batches``, each one micro-batch, on transformers' hidden states in
+    float64: (gradients saved as a model in ``out``, metrics of a step)."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    )
+    gates = {i: m.mlp.gate for i, m in enumerate(model.model.layers) if hasattr(m.mlp, "gate")}
+    seen: dict[int, list[torch.Tensor]] = {}
+    for layer, gate in gates.items():
+        gate.register_forward_pre_hook(
+            lambda gate, given, layer=layer: seen.setdefault(layer, []).append(
+                given[0].flatten(0, -2) @ gate.weight.T
+            )
+        )
+    count = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    top_k, sums = model.config.num_experts_per_tok, {"balance": 0.0, "z": 0.0}
+    loads = {layer: torch.zeros(model.config.num_experts) for layer in gates}
+    for batch in batches:
+        seen.clear()
+        for ids, attended in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            model.model(ids[attended.bool()][None])
+        total = torch.zeros((), dtype=torch.float64)
+        for layer, rows in seen.items():
+            logits = torch.cat(rows)
+            shares = logits.softmax(-1)
+            chosen = torch.zeros_like(shares).scatter(1, shares.topk(top_k).indices, 1.0)
+            loads[layer] += chosen.sum(0).float()
+            fractions = chosen.mean(0) / top_k
+            parts = {
+                "balance": len(fractions) * (fractions * shares.mean(0)).sum(),
+                "z": logits.logsumexp(-1).square().mean(),
+            }
+            for name, part in parts.items():
+                total = total + losses[name] * part * len(logits) / count
+                sums[name] += float(part) * len(logits) / count / len(gates)
+        total.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(out)
+    busiest = {f"moe/max_load/{i}": float(load.max() / load.mean()) for i, load in loads.items()}
+    return out, {
+        **busiest,
+        "moe/max_load": max(busiest.values()),
+        "moe/balance_loss": sums["balance"],
+        "moe/z_loss": sums["z"],
+    }
 
 
 @torch.no_grad()

@@ -47,6 +47,15 @@ def with_each_spec(rank: int, of: str, out: str, **arguments: Any) -> dict[str, 
     return found
 
 
+def in_turn(rank: int, layout: dict, out: str, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By name the results of several functions of one world, each with its own arguments; files are
+    written below ``out/NAME``."""
+    return {
+        name: _named(name)(rank, layout=layout, out=f"{out}/{name}", **given)
+        for name, given in calls.items()
+    }
+
+
 def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
     """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
     the bytes (i + 1); returns which values each tensor has here afterwards."""
@@ -81,6 +90,97 @@ def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[in
         for place in bucket.places:
             part = bucket.memory[place.offset : place.offset + size]
             found.append(sorted({int(part.min()), int(part.max())}))
+    return found
+
+
+def on_hosts(groups: Any, of_rank: tuple[int, ...]) -> Any:
+    """``groups`` as if the ranks were on these hosts."""
+    from ctrl_megatron.parallel.hosts import Hosts
+
+    names = tuple(f"host {number}" for number in range(1 + max(of_rank)))
+    return replace(groups, hosts=Hosts(names=names, of_rank=of_rank))
+
+
+def push_shards(
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    of_rank: tuple[int, ...],
+    readers: tuple[int, ...],
+    workers: int,
+) -> list[list[dict[str, torch.Tensor]]]:
+    """Two pushes from shard to shard, of the weights and of their doubles. Returns what each
+    worker's segment has after each push, with the tensors for checksums last; empty on ranks that
+    are not the first of a host."""
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+    from ctrl_megatron.rollout.transports import shards
+
+    groups = on_hosts(start(layout), of_rank)
+    policy = make_policy(groups, directory)
+    engines = EngineLayout(dtype="float32", bucket_bytes=3000, hosts=readers, workers=workers)
+    source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
+    found, receiver = [], shards.ShardsReceiver()
+    for _ in range(2):
+        waited: list[int] = []
+        got: list[dict[str, torch.Tensor]] = [{} for _ in range(workers + 1)]
+        with sender.send(source, waited.append) as buckets:
+            count = 0
+            for bucket in buckets:
+                count += 1
+                if groups.is_first_here and groups.here in readers:
+                    for worker in range(workers):
+                        with pytest.MonkeyPatch.context() as patched:
+                            patched.setattr(
+                                shards, "worker_number", lambda own=worker: (own, workers)
+                            )
+                            read = dict(receiver.tensors(bucket.chunk))
+                        got[worker] |= {name: tensor.clone() for name, tensor in read.items()}
+                    got[-1] |= {name: tensor.clone() for name, tensor in bucket.tensors}
+        # Three buckets are in memory at the same time.
+        assert waited == list(range(max(0, count - 3)))
+        found.append(got)
+        with torch.no_grad():
+            for model in policy.models:
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+    return found
+
+
+def push_into(
+    rank: int, layout: dict[str, Any], directory: str, address: Any, workers: int
+) -> dict[str, dict[str, str]]:
+    """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
+    shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
+    empty on the other ranks."""
+    from ctrl_megatron.background import BackgroundLoop
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import push
+    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+    from ctrl_megatron.rollout.client import RemoteEngine
+
+    joined = start(layout)
+    groups = on_hosts(joined, tuple(range(joined.layout.world_size)))
+    policy = make_policy(groups, directory)
+    engines = EngineLayout(dtype="float32", bucket_bytes=20000, workers=workers)
+    source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
+    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=200.0)
+    engine = RemoteEngine(address) if groups.is_first else None
+    found: dict[str, dict[str, str]] = {}
+    for version in ("sent", "doubled"):
+        push(source, engine, loop, sender, waiting, version=version, verify=True)
+        if engine is not None:
+            found[version] = loop.run(engine.checksums())
+        with torch.no_grad():
+            for model in policy.models:
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+    if engine is not None:
+        loop.run(engine.close())
     return found
 
 
@@ -188,8 +288,6 @@ def weighted_loss(log_probs, entropy, rows, counts):
 def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str) -> None:
     """The gradients of ``weighted_loss``, saved as models below ``out``: of packed rows that share
     prompts, and of rows apart."""
-    from ctrl_megatron.checkpoint.hf import save_hf
-
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
@@ -199,11 +297,45 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
                 groups, directory, optimizer=optimizer, token_budget=64, shared_prefix=shared
             )
             policy.step(mine, weighted_loss)
-            with torch.no_grad():
-                for model in policy.models:
-                    for weight in model.parameters():
-                        weight.copy_(weight.main_grad)  # type: ignore[attr-defined]
-            save_hf(policy, f"{out}/{way}/{family}", side_files=directory)
+            save_gradients(policy, f"{out}/{way}/{family}", directory)
+
+
+def save_gradients(policy: Any, out: str, directory: str) -> None:
+    """Export the gradients of the last step in the place of the weights."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    with torch.no_grad():
+        for model in policy.models:
+            for weight in model.parameters():
+                weight.copy_(weight.main_grad)
+    save_hf(policy, out, side_files=directory)
+
+
+def no_loss(log_probs, entropy, rows, counts):
+    """A loss without a gradient."""
+    return 0.0 * log_probs.sum(), {}
+
+
+def router_gradients(
+    rank: int, layout: dict, directory: str, batch: dict, losses: dict[str, float], out: str
+) -> dict[str, float]:
+    """The metrics of a step with no other losses than the routers'; its gradients are exported.
+    Every data rank has one micro-batch."""
+    from ctrl_megatron.models.router import RouterLosses
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    policy = make_policy(
+        groups,
+        directory,
+        optimizer={"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9},
+        token_budget=4096,
+        shared_prefix=False,
+        router=RouterLosses(**losses),
+    )
+    metrics = policy.step(mine, no_loss)
+    save_gradients(policy, out, directory)
+    return metrics
 
 
 def buffer_bytes(chunk: Any) -> int:
@@ -607,6 +739,45 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             process.stop()
         background.close()
     return found
+
+
+def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
+    """Rank 1 never comes to a barrier; rank 0 reports what it sees of that and ends."""
+    import ctypes
+    import threading
+    import time
+
+    from ctrl_megatron.parallel.failure import FailureWatch
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.layout import Layout
+    from ctrl_megatron.parallel.stacks import StackFile
+
+    groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=60 if holds_the_lock else 3)
+
+    def wait_for_stacks() -> None:
+        # ``run_world`` kills the others once a rank has ended.
+        deadline = time.monotonic() + 10
+        while "a_users" not in (run_dir / "stacks/rank_1.txt").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    limit = 3 if holds_the_lock else 60
+    watch = FailureWatch(groups, timeout=limit, clean_up=wait_for_stacks)
+    watch.write_stacks(StackFile(run_dir, rank))
+    groups.barrier()
+
+    def a_users_loss() -> None:
+        library = ctypes.PyDLL(None)  # whose functions keep Python's lock
+        while True:
+            library.sleep(60) if holds_the_lock else time.sleep(60)
+
+    try:
+        if rank == 1:
+            a_users_loss()
+        groups.barrier()
+    except RuntimeError as error:
+        watch.report(error)
+        threading.Event().wait()  # the watch ends the process
 
 
 def vocab_log_probs(

@@ -1,4 +1,4 @@
-"""Fine-tuning of a model with experts, resumed on another layout."""
+"""A model with experts is trained and fine-tuned, with every engine and on other layouts."""
 
 from __future__ import annotations
 
@@ -6,45 +6,54 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from forked_run import run_forked
 from golden_runs import sft_examples
 from launched_run import Job
+from tiny_run import JUDGMENTS, PROGRAM, chain_model
+
+from ctrl_megatron.rollout.engine import available_engines
 
 MEGATRON = "actor_rollout_ref.actor.megatron."
 
 
-def experts(directory: Path, tokenizer_from: Path) -> Path:
-    """A tiny random Qwen3-MoE with the tokenizer of ``tokenizer_from``."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_from)
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+@pytest.fixture(scope="module")
+def experts_job(job: Job, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The runs of ``job`` with a critic and a proxy that have experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    return replace(
+        job,
+        actor=chain_model(folder / "actor", smollm2_path, JUDGMENTS, 0.8, experts=4),
+        proxy=chain_model(folder / "proxy", smollm2_path, [PROGRAM], 0.9, experts=4),
+        folder=folder / "runs",
     )
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", pytest.param("sglang", marks=pytest.mark.long)])
+def test_ctrl_trains_with_an_engine_that_holds_what_was_sent_and_agrees(
+    experts_job: Job, engine: str
+) -> None:
+    """Every push compares checksums, so that a run that ends held what was sent."""
+    if engine not in available_engines():
+        pytest.skip(f"{engine} is not installed; `make env` brings it")
+    run = run_forked(
+        experts_job, engine, steps=3, extra=(f"actor_rollout_ref.rollout.name={engine}",)
+    )
+    assert run.codes == (0, 0), run.output[-6000:]
+    steps = [record["metrics"] for record in run.metrics()]
+    print([{name: m[name] for name in m if "probs_diff" in name} for m in steps])
+    assert len(steps) == 3
+    assert all(metrics["sync/pushes"] >= 1 for metrics in steps)
+    assert max(metrics["rollout/probs_diff_max"] for metrics in steps) < 1e-4
+    assert any(metrics["actor/grad_norm"] > 0 for metrics in steps)
 
 
 def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run(
-    job: Job, smollm2_path: Path, tmp_path: Path
+    experts_job: Job, tmp_path: Path
 ) -> None:
-    model = experts(tmp_path / "model", smollm2_path)
-    mine = replace(job, actor=model, folder=tmp_path / "runs")
     data = (f"sft.train_files={sft_examples(tmp_path / 'sft.parquet')}",)
 
     def losses(name: str, steps: int, *extra: str) -> list[float]:
-        run = run_forked(mine, name, steps=steps, extra=(*data, *extra), purpose="sft")
+        run = run_forked(experts_job, name, steps=steps, extra=(*data, *extra), purpose="sft")
         assert run.codes == (0, 0), run.output[-6000:]
         return [record["metrics"]["sft/loss"] for record in run.metrics()]
 
@@ -53,7 +62,7 @@ def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run
     resumed = losses(
         "resumed",
         4,
-        f"trainer.resume_mode={tmp_path / 'runs' / 'whole' / 'checkpoints' / 'global_step_2'}",
+        f"trainer.resume_mode={experts_job.folder / 'whole' / 'checkpoints' / 'global_step_2'}",
         f"{MEGATRON}pipeline_model_parallel_size=2",
     )
     assert resumed == pytest.approx(whole[2:], rel=1e-5)

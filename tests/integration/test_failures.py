@@ -92,6 +92,11 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         assert run.shared_memory() == []
         assert code != 0
         assert re.search(message.format(pid=process.pid), run.output()), run.output()[-8000:]
+        if silent:
+            assert f"the Python stacks of the ranks at this moment are in {run.folder}/stacks/" in (
+                run.output()
+            )
+            assert "in _watch" in (run.folder / "stacks/rank_0.txt").read_text()
         # Without the launcher's store every rank speaks for itself.
         reasons = run.output().count("stops because")
         assert reasons == 1 or (victim == "launcher" and reasons <= 2), run.output()[-8000:]

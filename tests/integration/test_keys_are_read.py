@@ -37,6 +37,7 @@ NOT_HERE = {
     "trainer.project_name": "wandb and mlflow, which get the whole configuration",
     "reward.provider_options": "services outside",
     "reward.function_timeout": "a run with a reward function of the user's",
+    "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{
         key: "a proxy of that kind, as in test_proxies.py, which records its keys"

@@ -44,16 +44,34 @@ def smollm2(scratch: Path) -> Path:
 
 
 def chain_model(
-    directory: Path, tokenizer_from: Path, texts: Sequence[str], probability: float
+    directory: Path,
+    tokenizer_from: Path,
+    texts: Sequence[str],
+    probability: float,
+    *,
+    experts: int = 0,
 ) -> Path:
-    """A tiny fp32 Llama that says one of ``texts`` and ends, each token with ``probability``.
+    """A tiny fp32 Llama that says one of ``texts`` and ends, each token with ``probability``; with
+    ``experts`` a Qwen3-MoE with so many of them.
 
     Attention starts out switched off, so the next token depends on the last one only, whatever the
     prompt is.
     """
-    from transformers import AutoConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
     config = AutoConfig.from_pretrained(tokenizer_from)
+    if experts:
+        kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+        kept += ("max_position_embeddings",)
+        config = Qwen3MoeConfig(
+            **{key: getattr(config, key) for key in kept},
+            # SGLang reads no tied head of this family.
+            tie_word_embeddings=False,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            norm_topk_prob=True,
+        )
     config.update(
         {
             "hidden_size": 64,
@@ -67,7 +85,7 @@ def chain_model(
         }
     )
     torch.manual_seed(len(texts))
-    model = LlamaForCausalLM(config).float()
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("o_proj.weight"):

@@ -106,6 +106,8 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=True,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -191,14 +193,19 @@ def held(model: Any) -> dict[str, int]:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.dim()
     ]
-    buffers = [buffer for chunk in model.chunks for buffer in chunk.buffers]
     return {
         "count": sum(p.numel() for m in model.models for p in m.parameters()),
         "parameters": total([p for m in model.models for p in m.parameters()]),
-        "gradients": total([buffer.grad_data for buffer in buffers]),
+        "gradients": total([buffer.grad_data for buffer in buffers_of(model)]),
         "master": total([p for p in stepped if storage(p) not in weights]),
         "moments": total(moments),
     }
+
+
+def buffers_of(model: Any) -> list[Any]:
+    """Megatron's buffers of gradients and, with the distributed optimizer, of parameters."""
+    both = ((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model.chunks)
+    return [buffer for buffers in both for buffer in buffers]
 
 
 def let_adam_make_its_state(model: Any) -> None:
@@ -333,9 +340,8 @@ def one_real_step(options: dict[str, Any]) -> dict[str, int]:
 def resident(model: Any) -> set[int]:
     """The storages that a model holds between its passes."""
     tensors = [p for m in model.models for p in (*m.parameters(), *m.buffers())]
-    for chunk in model.chunks:
-        for buffer in chunk.buffers:
-            tensors += [t for t in (buffer.param_data, buffer.grad_data) if t is not None]
+    for buffer in buffers_of(model):
+        tensors += [t for t in (buffer.param_data, buffer.grad_data) if t is not None]
     for inner in model.optimization.optimizer.chained_optimizers:
         tensors += [p for group in inner.optimizer.param_groups for p in group["params"]]
         for state in inner.optimizer.state.values():

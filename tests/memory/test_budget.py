@@ -27,7 +27,11 @@ from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.layout import Layout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODELS = {"ctrl_7b.yaml": "qwen2.5-7b.json", "ctrl_70b.yaml": "qwen2.5-72b.json"}
+MODELS = {
+    "ctrl_7b.yaml": "qwen2.5-7b.json",
+    "ctrl_70b.yaml": "qwen2.5-72b.json",
+    "qwen3_30b_a3b.yaml": "qwen3-30b-a3b.json",
+}
 PHASES = (
     *("start: engine", "start: models", "generate", "sync proxy", "log-probs", "update", "sync"),
     "save",
@@ -264,7 +268,7 @@ def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
     whole = 2 * sum(map(math.prod, hf_shapes(shape).values()))
     layout = Layout(tensor=4, pipeline=4)
     held = [frozen_state(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
-    norms = whole // 1000  # every tensor rank has them whole
+    norms = whole // 500  # every tensor rank has them, and routers, whole
     assert whole <= 4 * sum(state.parameters for state in held) <= whole + norms
     for tensor in (1, 2, 4):
         each = engine_weight_bytes(shape, tensor=tensor, dtype="bfloat16")

@@ -18,11 +18,11 @@ from ctrl_megatron.memory.activations import (
 from ctrl_megatron.memory.model_state import (
     ModelState,
     largest_in_layer,
-    stage_elements,
+    stage_buckets,
     trained_state,
 )
 from ctrl_megatron.models.hf_config import parse_model_shape
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
@@ -47,6 +47,10 @@ def assert_equal_within(state: ModelState, held: dict[str, int], share: float) -
         assert abs(planned - real) <= share * real, (part, planned, real)
 
 
+def elements(shape: ModelShape, layout: Layout, pp: int) -> int:
+    return sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_every_rank_of_a_72b_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     layout_keys, ranks = LARGE[name]
@@ -54,7 +58,7 @@ def test_every_rank_of_a_72b_model_holds_what_is_planned(name: str, tmp_path: Pa
     found = measured.count("large_ranks", str(BIG), layout_keys, ranks, folder=tmp_path)
     for rank, held in zip(ranks, found, strict=True):
         pp = layout.coordinates(rank).pp
-        assert held["count"] == sum(map(sum, stage_elements(shape, layout, pp=pp))), rank
+        assert held["count"] == elements(shape, layout, pp), rank
         state = trained_state(shape, layout, pp=pp, dtype="bfloat16", distributed=True)
         assert_equal_within(state, held, 0.02)
 
@@ -65,6 +69,7 @@ def case(
     return {"layout": layout or {}, "shape": shape or {}, "options": options}
 
 
+SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 32,
@@ -84,6 +89,13 @@ STATES = {
     "virtual stages": case({"pipeline": 2, "virtual_pipeline": 2}),
     "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
     "experts": case({"data": 2}, EXPERTS),
+    "expert ranks": case({"data": 4, "expert": 2}, EXPERTS),
+    "expert ranks of stages": case({"pipeline": 2, "data": 2, "expert": 2}, EXPERTS),
+    "expert and tensor ranks": case({**SEQUENCE, "data": 4, "expert": 2}, EXPERTS),
+    "whole experts beside tensor ranks": case(
+        {**SEQUENCE, "data": 2, "expert": 2, "expert_tensor": 1}, EXPERTS
+    ),
+    "plain optimizer, expert ranks": case({"data": 2, "expert": 2}, EXPERTS, distributed=False),
 }
 
 
@@ -105,7 +117,7 @@ def test_models_in_host_memory_hold_what_is_planned(
     layout, options = Layout(**given["layout"]), given["options"]
     shape = measured.small(**given["shape"])
     for pp, held in enumerate(states[name]):
-        assert held["count"] == sum(map(sum, stage_elements(shape, layout, pp=pp)))
+        assert held["count"] == elements(shape, layout, pp)
         state = trained_state(
             shape,
             layout,
@@ -118,7 +130,6 @@ def test_models_in_host_memory_hold_what_is_planned(
 
 FFN_BOUND = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 2048}
 LOGITS_BOUND = {"vocab_size": 16000}
-SEQUENCE = {"tensor": 2, "sequence_parallel": True}
 MLP = {"recompute_granularity": "selective", "overrides": {"recompute_modules": ["mlp"]}}
 PASSES = {
     "one": case(),

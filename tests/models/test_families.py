@@ -19,7 +19,7 @@ from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes, rules
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
-from ctrl_megatron.models.shards import ShardParam, check_tensor_size, shard_params
+from ctrl_megatron.models.shards import ShardParam, check_split, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 DIMS = {
@@ -30,6 +30,20 @@ DIMS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
+}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 14,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 3,
+    "n_group": 3,
+    "topk_group": 2,
 }
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -48,6 +62,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "mlp_only_layers": [3],
         },
     ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "head_dim": 10}),
+    "deepseek_v2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
+    "deepseek_v3": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": 30}),
 }
 LAYOUTS = [
     Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
@@ -58,7 +75,7 @@ LAYOUTS = [
 
 def family(name: str) -> tuple[transformers.PreTrainedConfig, ModelShape]:
     config_class, extra = FAMILIES[name]
-    config = config_class(**DIMS, **extra)
+    config = config_class(**{**DIMS, **extra})
     return config, parse_model_shape(json.loads(config.to_json_string()))
 
 
@@ -116,7 +133,8 @@ def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
             assert torch.all(own == 1), param.name
     copied = shape.tied_embeddings and layout.pipeline * layout.virtual_pipeline > 1
     for hf, count in covered.items():
-        if hf.endswith(("norm.weight", "mlp.gate.weight")):
+        whole = ("norm.weight", ".gate.weight", "_bias", "_a_proj.weight", "with_mqa.weight")
+        if hf.endswith(whole):
             assert torch.all(count == layout.tensor), hf
         else:
             assert torch.all(count == (2 if copied and "embed" in hf else 1)), hf
@@ -132,23 +150,33 @@ def whole_parameter(
 ) -> torch.Tensor:
     """The tensors of a rank, from Megatron's own description of its layers."""
     at = f"model.layers.{layer}."
-    groups, head = shape.attention.groups, shape.attention.head_dim
+    attention = shape.attention
     if "linear_qkv" in param.name:
+        assert isinstance(attention, GroupedQueryAttention)
+        groups, head = attention.groups, attention.head_dim
         leaf = param.name.rsplit(".", 1)[1]
         parts = [hf[f"{at}self_attn.{p}_proj.{leaf}"] for p in "qkv"]
-        grouped = [x.reshape(groups, -1, head, *x.shape[1:]) for x in parts]
-        fused = torch.cat(grouped, dim=1)
+        by_group = [x.reshape(groups, -1, head, *x.shape[1:]) for x in parts]
+        fused = torch.cat(by_group, dim=1)
         return fused.chunk(tensor)[tp].flatten(0, 2)
     mlp = at + "mlp"
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if shape.family == "mixtral":
+        mlp, gate, up, down = at + "block_sparse_moe", "w1", "w3", "w2"
+    if "router" in param.name:
+        leaf = "e_score_correction_bias" if "bias" in param.name else "weight"
+        return hf[f"{mlp}.gate.{leaf}"]
+    if "shared_experts" in param.name:
+        mlp += ".shared_experts"
     if "local_experts" in param.name:
         mlp += ".experts." + param.name.split("local_experts.")[1].split(".")[0]
     if "linear_fc1" in param.name:
-        halves = [hf[f"{mlp}.{p}_proj.weight"].chunk(tensor)[tp] for p in ("gate", "up")]
+        halves = [hf[f"{mlp}.{p}.weight"].chunk(tensor)[tp] for p in (gate, up)]
         return torch.cat(halves)
     if "linear_proj" in param.name:
         return hf[at + "self_attn.o_proj.weight"].chunk(tensor, dim=1)[tp]
     if "linear_fc2" in param.name:
-        return hf[f"{mlp}.down_proj.weight"].chunk(tensor, dim=1)[tp]
+        return hf[f"{mlp}.{down}.weight"].chunk(tensor, dim=1)[tp]
     if "embedding" in param.name or "output_layer" in param.name:
         head_name = "model.embed_tokens.weight"
         if "output" in param.name and not shape.tied_embeddings:
@@ -156,13 +184,23 @@ def whole_parameter(
         share = -(-shape.vocab_size // tensor)
         padding = torch.zeros(share * tensor - shape.vocab_size, shape.hidden_size)
         return torch.cat([hf[head_name], padding.long()]).split(share)[tp]
+    for own, theirs in (
+        *(("linear_q_proj", "q_proj"), ("linear_q_up_proj", "q_b_proj")),
+        ("linear_kv_up_proj", "kv_b_proj"),
+    ):
+        if own in param.name:
+            return hf[f"{at}self_attn.{theirs}.weight"].chunk(tensor)[tp]
+    grouped = isinstance(attention, GroupedQueryAttention)
+    query_norm = "q_norm" if grouped else "q_a_layernorm"
     norms = {
+        "linear_q_down_proj": at + "self_attn.q_a_proj.weight",
+        "linear_kv_down_proj": at + "self_attn.kv_a_proj_with_mqa.weight",
+        "kv_layernorm": at + "self_attn.kv_a_layernorm.weight",
         "input_layernorm": at + "input_layernorm.weight",
         "pre_mlp_layernorm": at + "post_attention_layernorm.weight",
-        "q_layernorm": at + "self_attn.q_norm.weight",
+        "q_layernorm": f"{at}self_attn.{query_norm}.weight",
         "k_layernorm": at + "self_attn.k_norm.weight",
         "final_layernorm": "model.norm.weight",
-        "router": at + "mlp.gate.weight",
     }
     return hf[norms[param.name.split(".")[-2]]]
 
@@ -223,6 +261,21 @@ def test_ends_of_the_pipeline_hold_embedding_and_output(layout: Layout) -> None:
             assert ("output_layer.weight" in names) == (stage == stages[-1] and not shared)
 
 
+def test_transformer_engine_fuses_the_norms_of_short_vectors() -> None:
+    _, shape = family("deepseek_v3")
+    place = (layout := Layout(tensor=2)).coordinates(1)
+    plain, fused = (
+        [param.name for param in shard_params(shape, layout, place, chunk=0, te_names=te)]
+        for te in (False, True)
+    )
+    renamed = {a: b for a, b in zip(plain, fused, strict=True) if a != b and "layers.3." in a}
+    own = "decoder.layers.3.self_attention."
+    assert renamed == {
+        f"{own}{x}_layernorm.weight": f"{own}linear_{x}_up_proj.layer_norm_weight"
+        for x in ("q", "kv")
+    }
+
+
 def test_transformer_engine_renames_only_the_fused_norms() -> None:
     _, shape = family("qwen3")
     layout = Layout(tensor=2, pipeline=2)
@@ -258,7 +311,7 @@ def test_a_tensor_size_that_does_not_divide_is_named(
 ) -> None:
     shape = parse_model_shape({"model_type": "llama", **DIMS, **change})
     with pytest.raises(ValueError, match=f"{named} .*tensor_model_parallel_size={tensor}"):
-        check_tensor_size(shape, Layout(tensor=tensor))
+        check_split(shape, Layout(tensor=tensor))
 
 
 @st.composite
@@ -292,7 +345,7 @@ def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
 @given(shapes_and_layouts())
 def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layout]) -> None:
     shape, layout = drawn
-    check_tensor_size(shape, layout)
+    check_split(shape, layout)
     hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     back = {n: torch.full_like(t, torch.nan) for n, t in hf.items()}
     for _, _, _, param in shards(shape, layout):

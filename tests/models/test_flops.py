@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.rope import Rope
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import (
+    Attention,
+    Dense,
+    Experts,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
 
 
 def matmul(m: int, k: int, n: int) -> int:
@@ -16,24 +23,52 @@ def matmul(m: int, k: int, n: int) -> int:
     return 2 * m * k * n
 
 
+def projections(attention: Attention, h: int) -> list[tuple[int, int]]:
+    """(rows, columns) of every product of a token in attention."""
+    q = attention.heads
+    if isinstance(attention, GroupedQueryAttention):
+        d, kv = attention.head_dim, attention.groups
+        return [(h, q * d), (h, kv * d), (h, kv * d), (q * d, h)]
+    plain, turned = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+    short, value, rank = attention.kv_lora_rank, attention.v_head_dim, attention.q_lora_rank
+    queries = [(h, q * (plain + turned))]
+    if rank is not None:
+        queries = [(h, rank), (rank, q * (plain + turned))]
+    keys = [(h, short + turned), (short, q * (plain + value))]
+    return [*queries, *keys, (q * value, h)]
+
+
+def head_widths(attention: Attention) -> tuple[int, int]:
+    """Numbers of a head's key and of its value."""
+    if isinstance(attention, GroupedQueryAttention):
+        return attention.head_dim, attention.head_dim
+    return attention.qk_nope_head_dim + attention.qk_rope_head_dim, attention.v_head_dim
+
+
 def enumerated(shape: ModelShape, lens: list[int]) -> int:
     """Forward pass, product by product, attention row by row (row i sees i + 1 keys)."""
-    h, q, kv = shape.hidden_size, shape.attention.heads, shape.attention.groups
-    d, total = shape.attention.head_dim, 0
+    h, total = shape.hidden_size, 0
+    key, value = head_widths(shape.attention)
     for length in lens:
         for layer in shape.feed_forward:
-            for columns in (q * d, kv * d, kv * d):
-                total += matmul(length, h, columns)
-            for _head in range(q):
+            for inner, columns in projections(shape.attention, h):
+                total += matmul(length, inner, columns)
+            for _head in range(shape.attention.heads):
                 for row in range(length):
-                    total += matmul(1, d, row + 1) + matmul(1, row + 1, d)
-            total += matmul(length, q * d, h)
-            total += 2 * matmul(length, h, layer.width) + matmul(length, layer.width, h)
+                    total += matmul(1, key, row + 1) + matmul(1, row + 1, value)
+            widths = [layer.width]
+            if isinstance(layer, Experts):
+                total += matmul(length, h, layer.count)
+                widths = [layer.expert_width] * layer.top_k + [layer.shared_width]
+            for width in widths:
+                total += 2 * matmul(length, h, width) + matmul(length, width, h)
         total += matmul(length, h, shape.vocab_size)
     return total
 
 
-def decoder(hidden: int, vocab: int, attention: GroupedQueryAttention, *widths: int) -> ModelShape:
+def decoder(
+    hidden: int, vocab: int, attention: Attention, *widths: int, experts: Experts | None = None
+) -> ModelShape:
     return ModelShape(
         family="any",
         hidden_size=hidden,
@@ -43,7 +78,7 @@ def decoder(hidden: int, vocab: int, attention: GroupedQueryAttention, *widths: 
         rope=Rope(theta=1e4),
         tied_embeddings=True,
         attention=attention,
-        feed_forward=tuple(Dense(width=width) for width in widths),
+        feed_forward=(*(Dense(width=width) for width in widths), *([experts] if experts else [])),
     )
 
 
@@ -61,6 +96,25 @@ small = st.integers(1, 6)
         head_dim=small,
         qkv_bias=st.booleans(),
         qk_norm=st.booleans(),
+    )
+    | st.builds(
+        MultiLatentAttention,
+        heads=small,
+        q_lora_rank=st.none() | small,
+        kv_lora_rank=small,
+        qk_nope_head_dim=small,
+        qk_rope_head_dim=small,
+        v_head_dim=small,
+    ),
+    experts=st.none()
+    | st.builds(
+        Experts,
+        count=st.just(6),
+        expert_width=small,
+        top_k=small,
+        renormalised=st.booleans(),
+        correction_bias=st.booleans(),
+        shared_width=st.integers(0, 6),
     ),
     widths=st.lists(small, max_size=3),
     lens=st.lists(st.integers(0, 9), max_size=4),
@@ -68,11 +122,12 @@ small = st.integers(1, 6)
 def test_the_count_equals_an_enumeration(
     hidden: int,
     vocab: int,
-    attention: GroupedQueryAttention,
+    attention: Attention,
+    experts: Experts | None,
     widths: list[int],
     lens: list[int],
 ) -> None:
-    shape = decoder(hidden, vocab, attention, *widths)
+    shape = decoder(hidden, vocab, attention, *widths, experts=experts)
     counts = {"tokens": sum(lens), "projected_tokens": sum(lens)}
     counts |= {"pairs": sum(row + 1 for length in lens for row in range(length))}
     forward = model_flops(shape, **counts, backward=False)

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.families import unread_keys
 from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
 from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
 from ctrl_megatron.models.rules import hf_shapes
@@ -143,6 +144,111 @@ QWEN3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+# https://huggingface.co/deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V3-Base, the latter without the
+# keys of its quantisation.
+DEEPSEEK = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "ep_size": 1,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_YARN = {
+    **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096},
+    "type": "yarn",
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
+DEEPSEEK_V3 = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "vocab_size": 129280,
+}
+EXPERTS = {
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v2": DEEPSEEK_V2_LITE,
+    "deepseek_v3": DEEPSEEK_V3,
+}
 MODELS = {"smollm2": SMOLLM2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
 
 
@@ -189,23 +295,59 @@ def test_layers_with_experts_are_those_of_the_configuration() -> None:
     shape = parse_model_shape(QWEN3_MOE)
     experts = Experts(count=128, expert_width=768, top_k=8, renormalised=True)
     assert shape.feed_forward == (experts,) * 48
-    parameters = sum(map(math.prod, hf_shapes(shape).values()))
-    assert parameters == 30_532_122_624  # as published: 30.5 B
     changes = {"decoder_sparse_step": 3, "mlp_only_layers": [5], "num_hidden_layers": 9}
     mixed = parse_model_shape({**QWEN3_MOE, **changes}).feed_forward
     assert [kind == experts for kind in mixed] == [i in (2, 8) for i in range(9)]
     assert mixed[0] == Dense(width=6144)
 
 
-def test_a_key_of_experts_that_is_missing_has_the_value_that_transformers_takes() -> None:
-    for key in ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"):
-        config = {k: v for k, v in QWEN3_MOE.items() if k != key}
+# DeepSeek-V3's 671,026,404,352 are its layers without the biases of the choice.
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("qwen3_moe", 30_532_122_624),
+        ("mixtral", 46_702_792_704),
+        ("deepseek_v2", 15_706_484_224),
+        ("deepseek_v3", 671_026_404_352 + 58 * 256),
+    ],
+)
+def test_a_model_with_experts_has_as_many_parameters_as_published(
+    model: str, published: int
+) -> None:
+    shape = parse_model_shape(EXPERTS[model])
+    assert sum(map(math.prod, hf_shapes(shape).values())) == published
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(EXPERTS[model]))
+    assert shape == parse_model_shape(json.loads(theirs.to_json_string()))
+
+
+FILLED_IN_FOR_EXPERTS = {
+    "qwen3_moe": ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"),
+    "mixtral": ("rope_theta", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads"),
+    "deepseek_v2": ("routed_scaling_factor", "topk_method", "first_k_dense_replace"),
+    "deepseek_v3": (
+        *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
+        *("first_k_dense_replace", "max_position_embeddings", "num_key_value_heads", "rope_theta"),
+    ),
+}
+NEEDED_FOR_EXPERTS = {
+    "qwen3_moe": ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank"),
+    "deepseek_v3": ("n_shared_experts", "moe_intermediate_size", "v_head_dim", "q_lora_rank"),
+}
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_a_key_of_experts_that_is_missing_has_the_value_that_transformers_takes(model: str) -> None:
+    for key in FILLED_IN_FOR_EXPERTS[model]:
+        config = {k: v for k, v in EXPERTS[model].items() if k != key}
         theirs = transformers.AutoConfig.for_model(**config)
         ours = parse_model_shape(config)
         assert ours == parse_model_shape(json.loads(theirs.to_json_string())), key
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        with pytest.raises(UserError, match=key if key != "num_experts" else "num_local_experts"):
-            parse_model_shape({k: v for k, v in QWEN3_MOE.items() if k != key})
+    for key in NEEDED_FOR_EXPERTS[model]:
+        names = {key, "num_experts"} if key == "num_local_experts" else {key}
+        with pytest.raises(UserError, match=key):
+            parse_model_shape({k: v for k, v in EXPERTS[model].items() if k not in names})
 
 
 @pytest.mark.parametrize("chosen", [1, 129])
@@ -293,7 +435,21 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama31", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("llama31", {"embedding_multiplier": 0}, "embedding_multiplier"),
     ("llama31", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
-    ("llama31", {"model_type": "mixtral"}, "mixtral"),
+    ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 7}, "n_group=7"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+    ("deepseek_v3", {"num_key_value_heads": 64}, "num_key_value_heads=64"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("deepseek_v3", {"topk_group": 9}, "topk_group=9"),
+    ("deepseek_v3", rope("linear", factor=4.0), "'linear' .* deepseek_v3"),
+    ("llama31", {"model_type": "gemma3"}, "gemma3"),
     ("llama31", {"model_type": None}, "model_type"),
     ("llama31", {"rope_theta": None}, "rope_theta"),
     ("llama31", {"num_key_value_heads": 5}, "num_attention_heads=32 .* num_key_value_heads=5"),
@@ -305,7 +461,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_not_supported_is_refused_by_name(
     model: str, change: dict[str, Any], named: str
 ) -> None:
-    config = {**MODELS[model], **change}
+    config = {**{**MODELS, **EXPERTS}[model], **change}
     with pytest.raises(ValueError, match=rf"some/config\.json: .*{named}"):
         parse_model_shape(config, "some/config.json")
 
@@ -453,6 +609,16 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with one mscale": {**YARN, "mscale": 0.7},
     "yarn with two mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+def test_keys_that_an_engine_does_not_read_are_named(engine: EngineName) -> None:
+    plain = {**QWEN3_MOE, "tie_word_embeddings": False}
+    changes = {"tie_word_embeddings": True, "mlp_only_layers": [0], "decoder_sparse_step": 2}
+    assert unread_keys(parse_model_shape(plain), engine) == []
+    for key, value in changes.items():
+        found = unread_keys(parse_model_shape({**plain, key: value}), engine)
+        assert [key in named for named in found] == ([True] if engine == "sglang" else [])
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +28,9 @@ def ragged(seed: int, rows: int) -> dict[str, torch.Tensor]:
     }
 
 
-def split(batch: dict[str, torch.Tensor], **options: int) -> list[MicroBatch]:
-    defaults = {"token_budget": 20, "multiple": 1, "count_multiple": 1, "shared_prefix": True}
-    return split_into_micro_batches(batch, **(defaults | options), device=CPU)  # type: ignore[arg-type]
+def split(batch: dict[str, torch.Tensor], **options: Any) -> list[MicroBatch]:
+    defaults = {"token_budget": 20, "multiple": 1, "count": int, "shared_prefix": True}
+    return split_into_micro_batches(batch, **(defaults | options), device=CPU)
 
 
 @settings(deadline=None)
@@ -46,9 +48,10 @@ def test_rows_are_packed_once_and_every_response_token_finds_its_place(
     """Among prompts that all differ it is no matter whether rows may share them."""
     batch = ragged(seed, rows)
     batch["input_ids"][:, P - 1] = torch.arange(rows)
-    options = {"token_budget": budget, "multiple": multiple, "count_multiple": count}
-    micros = split(batch, **options, shared_prefix=shared)
-    assert len(micros) % count == 0
+    options = {"token_budget": budget, "multiple": multiple, "shared_prefix": shared}
+    micros = split(batch, **options, count=lambda own: own + count)
+    assert [len(m.rows) for m in micros[-count:]] == [0] * count
+    assert all(len(m.rows) for m in micros[:-count])
     assert sorted(r for m in micros for r in m.rows.tolist()) == list(range(rows))
     for micro in micros:
         want_tokens: list[int] = []

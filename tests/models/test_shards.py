@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
-from ctrl_megatron.models.shards import ShardParam, distinct_shards, shard_params
+from ctrl_megatron.models.shards import ShardParam, check_split, distinct_shards, shard_params
 from ctrl_megatron.parallel.layout import Layout
 
 EXPERTS = 6
@@ -107,7 +107,25 @@ def test_each_expert_is_whole_over_its_tensor_ranks_and_named_locally(layout: La
     }
 
 
-def test_experts_that_do_not_divide_are_named() -> None:
-    layout = Layout(data=4, expert=4)
-    with pytest.raises(UserError, match=r"6 experts .*expert_model_parallel_size=4"):
-        list(shard_params(SHAPE, layout, layout.first_of(0), chunk=0))
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ({"data": 4, "expert": 4}, f"experts={EXPERTS} .*expert_model_parallel_size=4"),
+        (
+            {"data": 5, "expert_tensor": 5},
+            "moe_intermediate_size=12 .*expert_tensor_parallel_size=5",
+        ),
+        ({"tensor": 2}, "tensor_model_parallel_size=2 .*\n?.*sequence_parallel to true"),
+    ],
+)
+def test_experts_that_do_not_divide_are_named(layout: dict[str, int], named: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){named}"):
+        check_split(SHAPE, Layout(**layout))
+
+
+def test_a_dense_model_has_nothing_to_spread() -> None:
+    dense = replace(SHAPE, feed_forward=(Dense(width=8),) * SHAPE.num_layers)
+    check_split(dense, Layout(data=2))
+    for layout in (Layout(data=2, expert=2), Layout(data=2, expert_tensor=2)):
+        with pytest.raises(UserError, match="no experts"):
+            check_split(dense, layout)

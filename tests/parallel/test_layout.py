@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ctrl_megatron.config.actor_rollout_ref import Megatron
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.layout import Layout, MeshName, layout_for
 
@@ -177,10 +178,11 @@ def test_what_is_left_over_is_data_parallel(world: int, tensor: int, pipeline: i
     def make() -> Layout:
         return layout_for(
             world,
-            tensor=tensor,
-            pipeline=pipeline,
-            virtual_pipeline=None,
-            sequence_parallel=tensor > 1,
+            Megatron(
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                sequence_parallel=tensor > 1,
+            ),
         )
 
     if world % (tensor * pipeline):

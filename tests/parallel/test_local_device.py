@@ -9,7 +9,7 @@ import torch
 
 from ctrl_megatron.parallel import devices
 from ctrl_megatron.parallel.groups import initialize
-from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.layout import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch reaches a GPU here")
 
@@ -31,7 +31,7 @@ def test_gpus_are_the_numbered_files(driver: Path) -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA here")
 def test_a_gpu_without_a_cuda_build_of_torch_stops_the_start(driver: Path) -> None:
-    layout = layout_for(1, tensor=1, pipeline=1, virtual_pipeline=1, sequence_parallel=False)
+    layout = Layout()
     with pytest.raises(ValueError, match=r"2 NVIDIA GPUs.*without CUDA.*make env-cuda") as caught:
         initialize(layout, seed=1, timeout_seconds=10)
     assert torch.__version__ in str(caught.value) and "\n" not in str(caught.value)

@@ -20,14 +20,14 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.pairwise import ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.pipeline import chain, conversation, proxy
+from ctrl_megatron.pipeline import chain, conversation
 from ctrl_megatron.pipeline.batch import Sample
 from ctrl_megatron.pipeline.proxy import SharedProxy
 from ctrl_megatron.pipeline.sampling import draw_samples, draw_seed
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import HfEngine
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.types import Completion, Verdict
+from ctrl_megatron.types import Completion, Verdict, VersionSpan
 
 ROWS = 8
 ALONE = (1, 1)
@@ -171,9 +171,15 @@ class Evaluator:
             decode=lambda answer: str(answer[0]),
             eos_token_ids=(0,),
         )
-        self.rewards = SimpleNamespace(judge_solutions=self._judge)
-        codec: Any = self.codec
-        self.proxy = SharedProxy(codec, max_model_len=10_000)
+        self.rewards = SimpleNamespace(
+            judge_solutions=self._judge, begin_solution=lambda text, row: None
+        )
+        self.begun: dict[str, Any] = {}
+        self.background = SimpleNamespace(submit=asyncio.run)
+        self.step = 0
+        device: Any = SimpleNamespace(to_engine=lambda role, step: role)
+        parts: Any = (Greedy(), device, self.codec)
+        self.proxy = SharedProxy(*parts, max_model_len=10_000)
 
     async def _judge(self, programs: list[str], rows: list[Row]) -> list[Any]:
         return [SimpleNamespace(verdict=Verdict(passed=(True,), total=1)) for _ in programs]
@@ -185,16 +191,30 @@ class Evaluator:
         return asyncio.run(work())
 
 
-def name_draws(worker: Any, role: str, prompts: Any, params: Any) -> Any:
+class Greedy:
+    """The engines with the proxy's weights."""
+
+    async def generate(self, prompts: Any, params: Any, *, finished: Any) -> Any:
+        groups = named(["greedy"] * len(prompts), params)
+        for place, (completion,) in enumerate(groups):
+            finished(place, completion)
+        return groups
+
+
+def name_draws(worker: Any, role: str, prompts: Any, params: Any, finished: Any = None) -> Any:
     """Completions whose one token is the draw: seed, name of the prompt, number."""
-    names = params.names(len(prompts)) if role == "actor" else ["greedy"] * len(prompts)
+    assert role == "actor"
+    return named(params.names(len(prompts)), params)
+
+
+def named(names: Any, params: Any) -> Any:
     return [
         [
             Completion(
                 token_ids=(f"{params.seed}:{name}:{j}",),  # type: ignore[arg-type]
                 log_probs=(),
                 finish_reason="stop",
-                spans=(),
+                spans=(VersionSpan("proxy", 0, 1),),
             )
             for j in range(params.n)
         ]
@@ -208,7 +228,6 @@ def test_an_evaluation_draws_the_same_on_every_layout(
 ) -> None:
     monkeypatch.setattr(chain, "generate", name_draws)
     monkeypatch.setattr(conversation, "generate", name_draws)
-    monkeypatch.setattr(proxy, "generate", name_draws)
     pairs = [
         ResponsePair(
             pair_id=f"pair/{n}",

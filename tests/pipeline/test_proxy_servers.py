@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +43,12 @@ class Scripted:
         """There are no connections."""
 
 
-WORKER: Any = SimpleNamespace(ask=lambda work, what: asyncio.run(work()))
+def answers(proxy: ApiProxy, conversations: list[Conversation], max_tokens: int) -> list[Any]:
+    """The proxy's answers, each of which is heard as soon as it is there."""
+    heard: dict[int, Any] = {}
+    found = asyncio.run(proxy.answer(conversations, max_tokens, heard.__setitem__))
+    assert [heard[place] for place in range(len(conversations))] == found
+    return found
 
 
 def talks(texts: Sequence[str]) -> list[Conversation]:
@@ -54,23 +58,23 @@ def talks(texts: Sequence[str]) -> list[Conversation]:
 def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
     first, second = Scripted("a"), Scripted("b", fails=True)
     proxy = ApiProxy({"http://a": first, "http://b": second}, "m")
-    found = proxy.revise(WORKER, talks(["x", "y", "long", "z"]), 5)
+    found = answers(proxy, talks(["x", "y", "long", "z"]), 5)
     expected = [
         Answer(text=text, tokens=2, version="api:a", finish_reason="stop") for text in "XYZ"
     ]
     assert found == [*expected[:2], None, expected[2]]
     # Dealt round robin: y and z come from the server that is down.
     assert sorted(first.asked) == ["long", "x", "y", "z"] and sorted(second.asked) == ["y", "z"]
-    assert proxy.revise(WORKER, talks(["z"]), 5) == [expected[2]]
+    assert answers(proxy, talks(["z"]), 5) == [expected[2]]
     assert len(first.asked) == 4
     # Another length is another request.
-    proxy.revise(WORKER, talks(["z"]), 6)
+    answers(proxy, talks(["z"]), 6)
     assert len(first.asked) == 5
     first.fails = True
-    (lost, known) = proxy.revise(WORKER, talks(["new", "x"]), 5)
-    assert lost == Failure(error="a is down; b is down") and known == expected[0]
+    (lost, known) = answers(proxy, talks(["new", "x"]), 5)
+    assert lost == Failure(error="b is down; a is down") and known == expected[0]
     first.fails = False
-    assert isinstance(proxy.revise(WORKER, talks(["new"]), 5)[0], Answer), "failures are not kept"
+    assert isinstance(answers(proxy, talks(["new"]), 5)[0], Answer), "failures are not kept"
 
 
 def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> None:

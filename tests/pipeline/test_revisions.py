@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from ctrl_megatron.config import load_config
 from ctrl_megatron.pipeline.batch import columns
 from ctrl_megatron.pipeline.chain import Critique, critiques_of, judge, revise
+from ctrl_megatron.pipeline.conversation import VALIDATED
 from ctrl_megatron.pipeline.critique_report import revision_metrics
-from ctrl_megatron.pipeline.proxy import answers_of
+from ctrl_megatron.pipeline.proxy import SharedProxy
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure
 from ctrl_megatron.rewards import Judging, Scores
 from ctrl_megatron.types import Attempt, Completion, Problem, VersionSpan
@@ -58,8 +59,16 @@ class Scripted:
         self.room, self.fails = room, fails
         self.asked: list[str] = []
 
-    def revise(self, worker: Any, conversations: Any, max_tokens: int) -> list[Any]:
-        return [self._answer(str(messages)) for messages in conversations]
+    beside = False
+
+    def prepare(self, step: int) -> None:
+        """It is always ready."""
+
+    async def answer(self, conversations: Any, max_tokens: int, heard: Any) -> list[Any]:
+        found = [self._answer(str(messages)) for messages in conversations]
+        for numbered in enumerate(found):
+            heard(*numbered)
+        return found
 
     def _answer(self, text: str) -> Answer | Failure | None:
         self.asked.append(text)
@@ -76,10 +85,14 @@ class Scripted:
 
 
 def working(proxy: Scripted) -> Any:
-    rewards: Any = SimpleNamespace(judging=Judging())
+    rewards: Any = SimpleNamespace(judging=Judging(), begin=lambda item: None)
+    rewards.begin_solution = lambda text, row: None
     return SimpleNamespace(
         config=load_config(None, [], "none"),
         proxy=proxy,
+        begun={},
+        step=0,
+        ask=lambda work, what: asyncio.run(work()),
         rewards=rewards,
         reward_weights={"critic": 1.0},
     )
@@ -101,7 +114,7 @@ def test_equal_critiques_of_one_solution_are_answered_once() -> None:
     assert len(proxy.asked) == 3 and "problem 1" in proxy.asked[2]
     assert left_out(revised) == [0.0] * 4
     # An evaluation revises what contains no judgment too.
-    every = revise(worker, critiques(rows, CRITIQUES, valid), without_judgment=True)
+    every = revise(worker, critiques(rows, CRITIQUES, valid), VALIDATED)
     assert len(proxy.asked) == 7 and all(critique.revision for critique in every)
 
 
@@ -162,23 +175,33 @@ def test_engines_get_only_the_prompts_that_fit() -> None:
     talks: list[Conversation] = [[{"role": "user", "content": "x" * n}] for n in (3, 30, 4)]
     room = len(str(talks[2])) + 5
 
-    def ask(prompts: list[list[int]], params: Any) -> Any:
-        assert max(map(len, prompts), default=0) + params.max_tokens <= room
-        assert params.temperature == 0.0 and params.stop_token_ids == (0,) and params.n == 1
-        spans = (VersionSpan("w", 0, 1),)
-        return [
-            [Completion(token_ids=(len(p),), log_probs=(), finish_reason="stop", spans=spans)]
-            for p in prompts
-        ]
+    class Engine:
+        async def generate(self, prompts: list[list[int]], params: Any, *, finished: Any) -> Any:
+            assert max(map(len, prompts), default=0) + params.max_tokens <= room
+            assert params.temperature == 0.0 and params.stop_token_ids == (0,) and params.n == 1
+            spans = (VersionSpan("proxy", 0, 1),)
+            groups = [
+                [Completion(token_ids=(len(p),), log_probs=(), finish_reason="stop", spans=spans)]
+                for p in prompts
+            ]
+            for place, (completion,) in reversed([*enumerate(groups)]):
+                finished(place, completion)
+            return groups
 
-    codec: Any = Codec()
-    short, long, exact = answers_of(ask, codec, room, talks, 5)
+    def answers(longest: int) -> list[Any]:
+        parts: Any = (Engine(), None, Codec())
+        return asyncio.run(SharedProxy(*parts, max_model_len=longest).answer(talks, 5, hear))
+
+    heard: dict[int, Any] = {}
+    hear = heard.__setitem__
+    short, long, exact = answers(room)
     assert long is None
+    assert [heard[place] for place in range(3)] == [short, long, exact]
     for answer, talk in ((short, talks[0]), (exact, talks[2])):
         assert isinstance(answer, Answer)
         assert (answer.text, answer.tokens) == (chr(len(str(talk))), 1)
-        assert answer.version == "w"
-    assert answers_of(ask, codec, 5, talks, 5) == [None] * 3
+        assert answer.version == "proxy"
+    assert answers(5) == [None] * 3
 
 
 def _with_rows(worker: Any) -> Any:

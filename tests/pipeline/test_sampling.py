@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.pipeline.batch import Sample, make_batch, pad_rows, tensors_of, versions_of
+from ctrl_megatron.pipeline.batch import (
+    Sample,
+    joined_samples,
+    make_batch,
+    pad_rows,
+    sizes_of,
+    tensors_of,
+    texts,
+    versions_of,
+)
 from ctrl_megatron.pipeline.ctrl import reward_spread
 from ctrl_megatron.pipeline.sampling import (
-    level_over_data_ranks,
     share_prompts,
     share_rows,
 )
@@ -119,6 +128,16 @@ def test_every_rank_gets_an_equal_part_of_every_mini_batch(
         assert all(prompt // mini_batch == step for prompt, step in share)
 
 
+def shared_over(parts: list[list[Sample]], *, shared_prefix: bool) -> list[list[Sample]]:
+    """The samples of every rank's part after they were shared."""
+    every = [r for part in parts for r in part]
+    sizes = [r.size for r in every]
+    return [
+        [every[number] for number in share_rows(sizes, g, shared_prefix=shared_prefix)]
+        for g in ranks_of(parts)
+    ]
+
+
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
 def test_levelling_moves_whole_groups_within_their_mini_batch(
     data: st.DataObject, ranks: int, groups_per_rank: int, steps: int, n: int
@@ -132,9 +151,7 @@ def test_levelling_moves_whole_groups_within_their_mini_batch(
         ]
         for rank in range(ranks)
     ]
-    dealt = [
-        level_over_data_ranks(parts[g.place.dp], g, shared_prefix=False) for g in ranks_of(parts)
-    ]
+    dealt = shared_over(parts, shared_prefix=False)
     assert sorted(id(r) for part in dealt for r in part) == sorted(
         id(r) for part in parts for r in part
     )
@@ -150,10 +167,9 @@ def test_levelling_moves_whole_groups_within_their_mini_batch(
 
 def test_levelling_evens_out_the_tokens() -> None:
     parts = [[row("a", 90), row("b", 80)], [row("c", 10), row("d", 20)]]
-    dealt = [
-        level_over_data_ranks(parts[g.place.dp], g, shared_prefix=True) for g in ranks_of(parts)
-    ]
-    assert [sum(r.num_tokens for r in rows) for rows in dealt] == [102, 102]
+    dealt = shared_over(parts, shared_prefix=True)
+    tokens = [sum(r.size.prompt + r.size.response for r in rows) for rows in dealt]
+    assert tokens == [102, 102]
 
 
 def test_a_shared_prompt_weighs_once() -> None:
@@ -165,14 +181,42 @@ def test_a_shared_prompt_weighs_once() -> None:
     rows += group("d", 20, 40, 40)
     ranks = ranks_of([None] * 2)
     for shared, wanted in ((True, [{"a", "c"}, {"b", "d"}]), (False, [{"a", "d"}, {"b", "c"}])):
-        dealt = [share_rows(rows, g, shared_prefix=shared) for g in ranks]
-        assert [{r.uid for r in part} for part in dealt] == wanted
+        sizes = [r.size for r in rows]
+        dealt = [share_rows(sizes, g, shared_prefix=shared) for g in ranks]
+        assert [{rows[number].uid for number in part} for part in dealt] == wanted
 
 
-def test_one_rank_keeps_its_rows_without_communication() -> None:
-    rows = [row("a", 3)]
-    alone = SimpleNamespace(layout=SimpleNamespace(data=1))
-    assert level_over_data_ranks(rows, alone, shared_prefix=True) is rows  # type: ignore[arg-type]
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=12),
+    st.integers(1, 3),
+    st.randoms(),
+)
+def test_rows_that_moved_are_those_of_a_batch_made_of_their_samples(
+    lengths: list[tuple[int, int]], ranks: int, shuffler: Any
+) -> None:
+    rows = [
+        dataclasses.replace(
+            row(f"g{i}", response, i % 2, prompt=prompt),
+            fields={"number": i, "text": f"t{i}", "good": i % 2 == 0},
+        )
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+    size = -(-len(rows) // ranks)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    chosen = [*range(len(rows))]
+    shuffler.shuffle(chosen)
+    chosen = chosen[: 1 + len(rows) // 2]
+    joined = joined_samples(
+        [make_batch(part, pad_token_id=PAD) for part in parts], pad_token_id=PAD, rows=chosen
+    )
+    wanted = make_batch([rows[i] for i in chosen], pad_token_id=PAD)
+    assert joined.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(joined[name], value), name
+        else:
+            assert texts(joined[name]) == texts(value)
+    assert sizes_of(joined) == [rows[i].size for i in chosen]
 
 
 def test_rows_of_unequal_number_are_refused() -> None:

@@ -44,7 +44,10 @@ class Rank:
             from_data_ranks=lambda value: [value],
         )
         self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
-        self.rewards = SimpleNamespace(judge_solutions=self._judge)
+        self.rewards = SimpleNamespace(
+            judge_solutions=self._judge, begin_solution=lambda text, row: None
+        )
+        self.background = SimpleNamespace(submit=asyncio.run)
         self._lost = lost
 
     async def _judge(self, texts: list[str], rows: list[Any]) -> list[Any]:
@@ -66,13 +69,15 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(worker: Any, role: str, prompts: list[list[int]], params: Any) -> Any:
+    def generate(
+        worker: Any, role: str, prompts: list[list[int]], params: Any, finished: Any
+    ) -> Any:
         assert params.temperature == 0.0
         worker.calls.append((role, len(prompts)))
         return [[completion(prompt[0])] for prompt in prompts]
 
-    def revise(worker: Any, critiques: Any, *, without_judgment: bool) -> Any:
-        assert without_judgment
+    def revise(worker: Any, critiques: Any, then: chain.Next) -> Any:
+        assert then.without_judgment
         assert [c.text for c in critiques] == [f"{c.row.id}. {JUDGMENT}" for c in critiques]
         worker.calls.append(("proxy", len(critiques)))
         return [replace(c, revision=c.text, revision_tokens=1) for c in critiques]

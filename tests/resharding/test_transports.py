@@ -18,9 +18,11 @@ from ctrl_megatron.resharding.plan import place_in_buckets
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rollout import transports as receiving
 from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.weight_chunks import weight_chunk
 from ctrl_megatron.types import TensorSpec
 
 BUILT_IN = [module.name for module in iter_modules(sending.__path__)]
+SHARDS = "ctrl_megatron.rollout.transports.shards"
 SPECS = [TensorSpec(name=f"t{i}", dtype="float32", shape=(i + 1, 5)) for i in range(9)]
 
 
@@ -75,8 +77,9 @@ def test_what_is_sent_is_read(name: str) -> None:
                 # As it arrives in the engine's process.
                 chunk = json.loads(json.dumps(bucket.chunk))
                 read = {key: tensor.clone() for key, tensor in read_chunk(chunk)}
-                assert read.keys() == dict(bucket.tensors).keys()
-                assert all(torch.equal(read[key], sent) for key, sent in bucket.tensors)
+                sent = dict(bucket.tensors)
+                assert read.keys() == sent.keys()
+                assert all(torch.equal(read[key], tensor) for key, tensor in sent.items())
                 found |= read
         assert list(found) == [spec.name for spec in SPECS]
         for number, spec in enumerate(SPECS):
@@ -84,6 +87,13 @@ def test_what_is_sent_is_read(name: str) -> None:
         # Two buckets' memory is used in turn: each is read before it is filled again.
         assert waited == list(range(source.places[-1].bucket - 1))
         assert own_names() == []
+
+
+def test_a_shard_for_an_engine_of_another_size_is_refused() -> None:
+    place = {"segments": ["one", "two"], "offsets": [0]}
+    chunk = weight_chunk(f"{SHARDS}:ShardsReceiver", SPECS[:1], place)
+    with pytest.raises(ValueError, match=r"cut for an engine of 2 workers; this one has 1"):
+        list(read_chunk(chunk))
 
 
 def test_a_push_that_fails_leaves_no_name_behind() -> None:
@@ -124,7 +134,7 @@ def test_a_medium_of_ones_own_is_named_by_its_class(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("carrier_pigeon", "is none of shared_memory; name one of them, or module:Class"),
+        ("carrier_pigeon", "is none of shards, shared_memory; name one of them, or module:Class"),
         ("no_such_module_anywhere:Sender", "cannot import 'no_such_module_anywhere:Sender'"),
         ("ctrl_megatron.types:Sender", "cannot import 'ctrl_megatron.types:Sender'"),
     ],

@@ -38,9 +38,35 @@ def tiny_llama(seed: int) -> torch.nn.Module:
     return LlamaForCausalLM(config).eval()
 
 
+def tiny_experts(seed: int) -> torch.nn.Module:
+    """A random fp32 Qwen3-MoE whose width no engine's kernel computes without padding."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        moe_intermediate_size=40,
+        vocab_size=VOCAB,
+        max_position_embeddings=2048,
+        # SGLang reads no tied head of this family.
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
 def save(model: torch.nn.Module, directory: Path) -> Path:
-    """Write an HF directory that holds the tied head too, as some exports do."""
+    """Write an HF directory that holds a tied head too, as some exports do."""
     model.save_pretrained(directory)  # type: ignore[operator]
+    if not model.config.tie_word_embeddings:  # type: ignore[union-attr]
+        return directory
     file = directory / "model.safetensors"
     tensors = load_file(file)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -69,7 +95,10 @@ def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[in
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """HF name -> tensor, without the tied head."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = {name: p.detach() for name, p in model.named_parameters()}
+    return revert_weight_conversion(model, held)  # type: ignore[arg-type]
 
 
 class Sender:

@@ -145,6 +145,26 @@ def test_the_initial_weights_are_named_and_summed(bench_of_module: Bench) -> Non
     bench.run(bench.engine.health())
 
 
+def test_a_completion_is_heard_as_soon_as_it_is_drawn(bench: Bench) -> None:
+    """Equal prompts with seeds of their own end at different lengths; each is reported once, whole,
+    the shorter ones before the longer ones have ended.
+    """
+    params = SamplingParams(max_tokens=24, n=4, seed=3, stop_token_ids=tuple(range(0, 64, 8)))
+    heard: dict[int, tuple[float, Completion]] = {}
+    began = time.monotonic()
+
+    def listen(place: int, completion: Completion) -> None:
+        assert place not in heard
+        heard[place] = time.monotonic() - began, completion
+
+    answers = bench.run(bench.engine.generate(PROMPTS[:2], params, finished=listen))
+    assert [heard[place][1] for place in range(8)] == [c for group in answers for c in group]
+    by_length = sorted(heard.values(), key=lambda entry: len(entry[1].token_ids))
+    assert len(by_length[0][1].token_ids) < len(by_length[-1][1].token_ids)
+    assert by_length[0][0] < by_length[-1][0]
+    assert answers == bench.run(bench.engine.generate(PROMPTS[:2], params))
+
+
 def test_greedy_is_transformers_greedy(bench: Bench) -> None:
     answers = bench.generate(PROMPTS, max_tokens=12, temperature=0.0)
     assert [len(group) for group in answers] == [1] * len(PROMPTS)

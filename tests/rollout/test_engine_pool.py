@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,12 @@ from rollout_models import Sender, save, tiny_llama, weights
 
 from ctrl_megatron.pipeline.performance import engine_balance
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import EngineDied, EngineError, EngineSpec
+from ctrl_megatron.rollout.engine import (
+    CompletionListener,
+    EngineDied,
+    EngineError,
+    EngineSpec,
+)
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
@@ -36,16 +41,24 @@ class Clockwork:
         self.dies_at = dies_at
 
     async def generate(
-        self, prompts: list[list[int]], params: SamplingParams
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         self.calls += 1
         self.running += len(prompts) * params.n
         self.at_once = max(self.at_once, self.running)
         try:
-            return [
-                await self.answers(row, prompt[0], prompt[1], params.n)
-                for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
-            ]
+            groups: list[list[Completion]] = []
+            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True):
+                groups.append(await self.answers(row, prompt[0], prompt[1], params.n))
+                for number, completion in enumerate(groups[-1] if finished else ()):
+                    cast(CompletionListener, finished)(
+                        (len(groups) - 1) * params.n + number, completion
+                    )
+            return groups
         finally:
             self.running -= len(prompts) * params.n
 
@@ -92,7 +105,10 @@ def test_answers_come_in_the_order_of_the_prompts_whoever_drew_them(
 ) -> None:
     clocks = [Clockwork() for _ in range(engines)]
     pool = pool_of(clocks, at_once=at_once, joins=joins, first=first)
-    done = asyncio.run(pool.generate([[i, k] for i, k in enumerate(lengths)], params(n)))
+    heard: dict[int, Completion] = {}
+    prompts = [[i, k] for i, k in enumerate(lengths)]
+    done = asyncio.run(pool.generate(prompts, params(n), finished=heard.__setitem__))
+    assert [heard[place] for place in range(len(heard))] == [c for group in done for c in group]
     told = [[(c.token_ids[0], len(c.token_ids)) for c in group] for group in done]
     assert told == [[(i * 10 + j, k) for j in range(n)] for i, k in enumerate(lengths)]
     # A group's samples have one engine, which is never given more than it has room for.

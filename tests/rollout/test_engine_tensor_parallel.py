@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import Sender, greedy, save, tiny_llama, weights
+from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, weights
+from safetensors.torch import load_file
 
 from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
-from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import SamplingParams
 
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+from world import run_world
+
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
+
+
+def check_shards(process: EngineProcess, directory: Path) -> None:
+    """Two ranks, each with every second half of the weights, push to the engine shard by shard."""
+    found, _ = run_world(
+        "push_into",
+        2,
+        layout={"pipeline": 2},
+        directory=str(directory),
+        address=process.address,
+        workers=2,
+    )
+    tensors = load_file(directory / "model.safetensors")
+    for factor, version in enumerate(("sent", "doubled"), 1):
+        want = {name: tensor_checksum(tensor * factor) for name, tensor in tensors.items()}
+        want.pop("lm_head.weight")
+        assert found[version] == want
 
 
 # A busy machine may be several times slower than an idle one.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [tiny_llama, tiny_experts])
+def test_two_tensor_ranks_hold_what_was_sent(
+    name: str, make: Callable[[int], torch.nn.Module], tmp_path: Path
+) -> None:
     if name not in available_engines():
         pytest.skip(f"the optional engine {name} is not installed")
     torch.set_num_threads(1)
     spec = EngineSpec(
         name=name,
-        model_path=str(save(tiny_llama(0), tmp_path / "model")),
+        model_path=str(save(make(0), tmp_path / "model")),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
@@ -38,7 +64,7 @@ def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
         log_path=str(tmp_path / "engine.log"),
         startup_timeout=600.0,
     )
-    sent = tiny_llama(1)
+    sent = make(1)
 
     async def update_and_ask() -> None:
         engine, sender = process.connect(), Sender(weights(sent))
@@ -60,4 +86,5 @@ def test_two_tensor_ranks_hold_what_was_sent(name: str, tmp_path: Path) -> None:
 
     with launch_engine(spec) as process:
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
+        check_shards(process, save(sent, tmp_path / "sent"))
     assert group_members(process.pid) == []

@@ -108,6 +108,7 @@ SPARED = """
 import json, torch
 from types import SimpleNamespace
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.sample.sampler import Sampler
@@ -135,7 +136,15 @@ log_probs = torch.randn(5, 300).log_softmax(-1)
 tokens = torch.tensor([3, 0, 299, 7, 7])
 ranked = Sampler.gather_logprobs(log_probs, 0, token_ids=tokens)
 plain = sampler.gather_logprobs(log_probs, 0, token_ids=tokens)
+unpacked = []
+shapes = (torch.float32, 64, 40), (torch.bfloat16, 32, 96), (torch.bfloat16, 320, 3)
+for dtype, out, width in shapes:
+    weights = torch.randn(3, out, width).to(dtype)
+    packed = cpu_prepack_moe_weight(weights, "vec")
+    assert not torch.equal(packed, weights)
+    unpacked.append(torch.equal(vllm_cpu._unpacked(packed, "vec"), weights))
 print(json.dumps({
+    "unpacked": unpacked,
     "gaps": gaps,
     "called": called,
     "same": all(torch.equal(a, b) for a, b in zip(ranked[:2], plain[:2])),
@@ -158,3 +167,4 @@ def test_what_is_spared_on_a_cpu_changes_nothing() -> None:
     assert found["gaps"]["torch.bfloat16"] < 2**-6
     assert {"_C.rms_norm.default", "_C.fused_add_rms_norm.default"} <= set(found["called"])
     assert found["same"] and found["asked"] == 3
+    assert all(found["unpacked"])

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from ctrl_megatron.exposition import DurationHistogram, metric_lines
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.access import (
     OpenAddress,
@@ -25,12 +26,7 @@ from ctrl_megatron.sandbox.access import (
     read_token,
     require_safe_address,
 )
-from ctrl_megatron.sandbox.service.telemetry import (
-    DurationHistogram,
-    JsonLogFormatter,
-    RequestTelemetry,
-    metric_lines,
-)
+from ctrl_megatron.sandbox.service.telemetry import JsonLogFormatter, RequestTelemetry
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus, SubmitRequest, TestConfig
 
 ROOT = Path(__file__).parents[2]

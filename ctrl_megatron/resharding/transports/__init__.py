@@ -7,7 +7,7 @@ name, or ``module:Class`` of a user's own. A new medium is one file here and one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pkgutil import iter_modules
@@ -30,8 +30,8 @@ class SentBucket:
 
     chunk: WeightChunk
     """What an engine needs to read them."""
-    tensors: tuple[tuple[str, torch.Tensor], ...]
-    """(HF name, tensor) of what was sent, for checksums."""
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    """(HF name, tensor) of what was sent, for checksums; read once, before the next bucket."""
 
 
 class Sender(Protocol):

@@ -11,7 +11,7 @@ import mmap
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,11 +36,15 @@ class SharedSegment:
     that process ends, and the size of /dev/shm does not bound it.
     """
 
-    def __init__(self, name: str, size: int, *, create: bool) -> None:
+    def __init__(self, name: str, size: int, *, create: bool, sparse: bool = False) -> None:
+        """``sparse`` memory is taken page by page, when a page is written."""
         self.name = name
         if create:
             descriptor = os.memfd_create(name)
-            os.posix_fallocate(descriptor, 0, size)
+            if sparse:
+                os.ftruncate(descriptor, size)
+            else:
+                os.posix_fallocate(descriptor, 0, size)
         else:
             descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
@@ -55,12 +59,52 @@ class SharedSegment:
         os.symlink(target, os.path.join(SHARED_MEMORY, self.name))
 
 
+class HostSegments:
+    """``count`` segments of a host, which each of its ranks has mapped."""
+
+    def __init__(self, groups: ProcessGroups, count: int, *, sparse: bool = False) -> None:
+        self._groups, self._count, self._sparse = groups, count, sparse
+        self._segments: tuple[SharedSegment, ...] = ()
+
+    @contextmanager
+    def named(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
+        """The segments, of at least ``size`` bytes each; they have names only within the context.
+        Collective."""
+        first = self._groups.is_first_here
+        try:
+            if not self._segments or len(self._segments[0].memory) < size:
+                self._create(size)
+            elif first:
+                for segment in self._segments:
+                    segment.publish()
+            yield self._segments
+        finally:
+            if first:
+                for segment in self._segments:
+                    remove_segment(segment.name)
+
+    def _create(self, size: int) -> None:
+        groups, first = self._groups, self._groups.is_first_here
+        if first:
+            remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
+        names = groups.from_first_here(segment_names(self._count))
+        self._segments = ()
+        for name in names if first else ():
+            segment = SharedSegment(name, size, create=True, sparse=self._sparse)
+            self._segments += (segment,)
+        groups.barrier()
+        if not first:
+            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
+        # The names may be removed only after every rank has opened them.
+        groups.barrier()
+
+
 class SharedMemorySender:
     """``Sender`` through two segments on every host, which each of its ranks has mapped."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
-        self._segments: tuple[SharedSegment, ...] = ()
+        self._segments = HostSegments(groups, 2)
         self._pids = frozenset(groups.from_here(os.getpid()).values())
 
     @contextmanager
@@ -71,47 +115,23 @@ class SharedMemorySender:
     ) -> Iterator[Iterator[SentBucket]]:
         """The segments have names only within the context."""
         size = max(place.offset + spec_bytes(place.spec) for place in source.places)
-        first = self.groups.is_first_here
-        try:
-            if not self._segments or len(self._segments[0].memory) < size:
-                self._create(size)
-            elif first:
-                for segment in self._segments:
-                    segment.publish()
-            yield self._sent(source, wait_until_read)
-        finally:
-            if first:
-                for segment in self._segments:
-                    remove_segment(segment.name)
+        with self._segments.named(size) as segments:
+            yield self._sent(source, segments, wait_until_read)
 
     def _sent(
-        self, source: WeightSource, wait_until_read: Callable[[int], None]
+        self,
+        source: WeightSource,
+        segments: Sequence[SharedSegment],
+        wait_until_read: Callable[[int], None],
     ) -> Iterator[SentBucket]:
-        memory = [segment.memory for segment in self._segments]
+        memory = [segment.memory for segment in segments]
         for bucket in fill_buckets(source, memory, self.groups, wait_until_read):
             place = {
-                "segment": self._segments[bucket.number % len(memory)].name,
+                "segment": segments[bucket.number % len(memory)].name,
                 "offsets": [place.offset for place in bucket.places],
             }
             specs = (place.spec for place in bucket.places)
-            yield SentBucket(
-                chunk=weight_chunk(_RECEIVER, specs, place), tensors=tuple(bucket.tensors())
-            )
-
-    def _create(self, size: int) -> None:
-        groups = self.groups
-        if groups.is_first_here:
-            remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-        names = groups.from_first_here(segment_names(2))
-        self._segments = ()
-        if groups.is_first_here:
-            for name in names:
-                self._segments += (SharedSegment(name, size, create=True),)
-        groups.barrier()
-        if not groups.is_first_here:
-            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
-        # The names may be removed only after every rank has opened them.
-        groups.barrier()
+            yield SentBucket(chunk=weight_chunk(_RECEIVER, specs, place), tensors=bucket.tensors())
 
     def close(self) -> None:
         """Remove the names that ranks of this host have left in /dev/shm."""

@@ -14,8 +14,8 @@ from ctrl_megatron.parallel.hosts import SHARED_MEMORY
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of, tensor_at
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_KEPT_MAPPINGS = 2
-"""A sender fills two segments in turn, and the same two in every push."""
+_KEPT_MAPPINGS = 5
+"""A sender fills two or three segments in turn, and the same ones in every push."""
 
 
 class SharedMemoryReceiver:

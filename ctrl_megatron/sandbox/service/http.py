@@ -18,6 +18,7 @@ from dataclasses import asdict
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from ctrl_megatron.exposition import CONTENT_TYPE, metric_lines
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
@@ -33,7 +34,6 @@ from ctrl_megatron.sandbox.service.requests import (
     parse_body,
     read_body,
 )
-from ctrl_megatron.sandbox.service.telemetry import CONTENT_TYPE, metric_lines
 from ctrl_megatron.sandbox.service.under_way import UnknownWork, Work
 from ctrl_megatron.sandbox.service.worker import WorkerFault
 from ctrl_megatron.sandbox.service.workers import CURRENT_SHARE, QueueFull, WorkerPool

@@ -14,13 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ctrl_megatron.exposition import DurationHistogram
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.jail.job import Job, JobReport
 from ctrl_megatron.sandbox.limits import ATTEMPTS
 from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
 from ctrl_megatron.sandbox.service.fair_queue import FairQueue, Lease, RequestShare
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
-from ctrl_megatron.sandbox.service.telemetry import DurationHistogram
 from ctrl_megatron.sandbox.service.worker import (
     SCRATCH_MODE,
     SandboxWorker,

@@ -1,0 +1,133 @@
+"""The router of a layer with experts: its losses, and how many tokens it gives to each expert.
+
+Both losses are means over the tokens of the global mini-batch and are added over the layers:
+
+- balance (``moe_aux_loss_coeff``): E sum_e f_e P_e with the share f_e of the assignments that go to
+  expert e and its mean probability P_e; 1 if both are even (Fedus et al., arXiv 2101.03961). f_e is
+  taken within a micro-batch.
+- z (``moe_z_loss_coeff``): the squared log-sum-exp of the logits (Zoph et al., arXiv 2202.08906).
+
+Megatron's own losses are switched off: where the loss is normalised already
+(``calculate_per_token_loss``) it multiplies them by the tokens of the micro-batch and expects a
+division by all tokens afterwards. Here the weight of a token contains that division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+
+from ctrl_megatron.models.shape import Experts, ModelShape
+from ctrl_megatron.parallel.groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """Coefficients of the losses; 0 for none."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+    @property
+    def used(self) -> bool:
+        """Whether there is any."""
+        return bool(self.balance or self.z)
+
+
+class Router(TopKRouter):
+    """Megatron's router. It counts passes with gradients, in which a recomputed pass is one."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.start(RouterLosses(), 1)
+
+    def start(self, losses: RouterLosses, tokens: int) -> None:
+        """Begin a global mini-batch of ``tokens`` tokens and forget what was counted."""
+        self._weights = RouterLosses(balance=losses.balance / tokens, z=losses.z / tokens)
+        self.load = torch.zeros(self.config.num_moe_experts or 0, dtype=torch.int64)
+        """(E,): tokens of this rank that each expert was chosen for."""
+        self.sums = torch.zeros(2)
+        """Both losses before their coefficients, added over the tokens of this rank."""
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's (weights, choice), both (T, E), for logits (T, 1, E); tokens where
+        ``padding_mask`` (T, 1) is on count nowhere."""
+        probs, chosen = super().routing(logits)
+        if not (self.training and torch.is_grad_enabled()):
+            return probs, chosen
+        rows = logits.view(-1, logits.shape[-1])
+        real = torch.ones_like(rows[:, :1], dtype=torch.bool)
+        if padding_mask is not None:
+            real = ~padding_mask.reshape(-1, 1)
+        self.load = self.load.to(rows.device) + (chosen & real).sum(dim=0)
+        if self._weights.used:
+            probs = MoEAuxLossAutoScaler.apply(probs, self._loss(rows.float(), real))
+        return probs, chosen
+
+    def _loss(self, logits: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """This rank's share of both losses; logits (T, E) float32, real (T, 1)."""
+        choice, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        assigned = (choice & real).sum(dim=0).float()
+        if self.config.sequence_parallel:  # the tensor ranks have parts of the micro-batch
+            dist.all_reduce(assigned, group=self.tp_group)
+        share = assigned / assigned.sum().clamp(min=1)
+        balance = len(share) * (share * (scores * real).sum(dim=0)).sum()
+        z = (logits.logsumexp(dim=-1, keepdim=True).square() * real).sum()
+        self.sums = self.sums.to(logits.device) + torch.stack([balance, z]).detach()
+        return self._weights.balance * balance + self._weights.z * z
+
+
+class Routers:
+    """The routers of one rank's part of a model."""
+
+    def __init__(self, models: Sequence[torch.nn.Module], shape: ModelShape) -> None:
+        kinds = enumerate(shape.feed_forward)
+        self._experts = {layer: kind.count for layer, kind in kinds if isinstance(kind, Experts)}
+        self._own = [m for model in models for m in model.modules() if isinstance(m, Router)]
+        self._losses, self._tokens = RouterLosses(), 1
+
+    def start(self, losses: RouterLosses, tokens: int, groups: ProcessGroups) -> None:
+        """Begin a global mini-batch, of which ``tokens`` are this data rank's. Collective."""
+        if not self._experts:
+            return
+        self._losses = losses
+        self._tokens = int(groups.sum_over_data(torch.tensor(tokens)))
+        for router in self._own:
+            router.start(losses, self._tokens)
+
+    def metrics(self, groups: ProcessGroups) -> dict[str, float]:
+        """``max_load`` and, for each layer with experts, ``max_load/LAYER``: the tokens of the
+        expert with most, as a multiple of the mean; the losses in use as means over these layers.
+        Collective over all ranks."""
+        if not self._experts:
+            return {}
+        widest = max(self._experts.values())
+        found = torch.zeros(len(self._experts), widest + 2, dtype=torch.float64)
+        rows = {layer: found[row] for row, layer in enumerate(self._experts)}
+        for router in self._own:
+            row = rows[(router.layer_number or 0) - 1]
+            row[: len(router.load)] += router.load.cpu()
+            row[widest:] += router.sums.cpu()
+        dist.all_reduce(found, group=groups.host)
+        loads = {
+            layer: float(row[:count].max() / row[:count].mean())
+            for (layer, count), row in zip(self._experts.items(), found, strict=True)
+        }
+        sums = (found[:, widest:].mean(dim=0) / self._tokens).tolist()
+        used = {"balance_loss": self._losses.balance, "z_loss": self._losses.z}
+        return {
+            "max_load": max(loads.values()),
+            **{f"max_load/{layer}": load for layer, load in loads.items()},
+            **{name: value for (name, on), value in zip(used.items(), sums, strict=True) if on},
+        }

@@ -1,0 +1,211 @@
+"""The order of a push's phases, and the time that a plan takes at given speeds. Pure.
+
+A push moves in buckets. Each is filled (ranks copy their rectangles into messages), exchanged
+(messages go to the ranks that receive for the workers) and loaded (a worker copies them into its
+weights). The phases of different buckets run at the same time; ``before`` says what each waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from ctrl_megatron.resharding.shard_plan import Part, ShardPlan
+
+Phase = Literal["fill", "exchange", "load"]
+Way = Literal["rank", "host", "network"]
+"""How bytes reach a worker: from the same rank, from another rank of its host, from elsewhere."""
+WAYS: tuple[Way, ...] = ("rank", "host", "network")
+Side = Literal["sent", "got"]
+IN_FLIGHT = 3
+"""Buckets whose memory is in use at the same time."""
+
+
+def before(phase: Phase, bucket: int) -> tuple[tuple[Phase, int], ...]:
+    """The phases of buckets that must have ended before this one begins: on the rank itself, and
+    for an exchange also on the ranks that it sends to, whose memory must be free."""
+    needed: dict[Phase, tuple[tuple[Phase, int], ...]] = {
+        "fill": (("fill", bucket - 1), ("exchange", bucket - IN_FLIGHT)),
+        "exchange": (("fill", bucket), ("load", bucket - IN_FLIGHT)),
+        "load": (("load", bucket - 1), ("exchange", bucket)),
+    }
+    return tuple((name, number) for name, number in needed[phase] if number >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Bytes per second of one rank, in each direction."""
+
+    network: float = 50e9
+    """Between hosts: a rank's share of its host's network cards."""
+    host: float = 200e9
+    """To another rank of the host."""
+    copy: float = 1000e9
+    """Inside a device's memory."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Bytes that every rank sends and gets, by way."""
+
+    sent: dict[tuple[Way, int], float] = field(default_factory=dict)
+    got: dict[tuple[Way, int], float] = field(default_factory=dict)
+
+    def add(self, other: Load) -> None:
+        """Add the bytes of ``other``."""
+        for mine, theirs in ((self.sent, other.sent), (self.got, other.got)):
+            for key, size in theirs.items():
+                mine[key] = mine.get(key, 0) + size
+
+    def sums(self, way: Way) -> tuple[float, float, float]:
+        """(all bytes on this way, the most that a rank sends, the most that a rank gets)."""
+        sent, got = (
+            [size for (own, _), size in side.items() if own == way]
+            for side in (self.sent, self.got)
+        )
+        return sum(got), max(sent, default=0), max(got, default=0)
+
+    def copying(self, side: Side, rank: int, speeds: Speeds) -> float:
+        """Seconds in which a rank copies what it sends or gets."""
+        own = self.sent if side == "sent" else self.got
+        return sum(own.get((way, rank), 0) for way in WAYS) / speeds.copy
+
+    def moving(self, side: Side, rank: int, speeds: Speeds) -> float:
+        """Seconds in which a rank's links carry what it sends or gets."""
+        own = self.sent if side == "sent" else self.got
+        host, network = (own.get((way, rank), 0) for way in WAYS[1:])
+        return max(host / speeds.host, network / speeds.network)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushTime:
+    """The simulated time of a push."""
+
+    seconds: float
+    busy: dict[Phase, float]
+    """The sum of each phase's durations on the rank that spends most on it; for an exchange the
+    seconds that the busiest link needs for the plan's bytes, below which no push can be."""
+    buckets: int
+    largest: int
+    """Most bytes of a bucket for one worker."""
+    load: Load
+
+
+def push_table(plan: ShardPlan, time: PushTime, speeds: Speeds) -> str:
+    """The simulated push as text."""
+    engines, giga = len(plan.takers), 1e9
+    lines = [
+        f"push from shard to shard: {plan.engine_bytes() / giga:.1f} GB into each of {engines} "
+        f"engines of {plan.cut.tensor} workers",
+        "",
+        f"{'way':<20} {'GB':>9} {'most sent':>10} {'most got':>10}  by one rank",
+    ]
+    names: dict[Way, str] = {
+        "rank": "inside a rank",
+        "host": "inside a host",
+        "network": "between hosts",
+    }
+    for way, name in names.items():
+        total, sent, got = (size / giga for size in time.load.sums(way))
+        lines.append(f"{name:<20} {total:>9.1f} {sent:>10.2f} {got:>10.2f}")
+    lines += ["", f"{'phase':<20} {'seconds':>9}  on the rank that is busiest with it"]
+    lines += [f"{phase:<20} {seconds:>9.3f}" for phase, seconds in time.busy.items()]
+    lines += [
+        "",
+        f"{time.seconds:.3f} s with {time.buckets} buckets of at most {time.largest / giga:.2f} GB "
+        f"for a worker, {IN_FLIGHT} in flight",
+        f"floor: {time.busy['exchange']:.3f} s, the busiest link alone at "
+        f"{speeds.network / giga:g} GB/s between hosts and {speeds.host / giga:g} GB/s inside",
+    ]
+    return "\n".join(lines)
+
+
+def simulate(plan: ShardPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
+    """The time of a push with ``before``.
+
+    A link carries one bucket after the other in each direction. A rank has its part of a bucket
+    when all senders of the bucket have sent theirs, which is not sooner than it has its own.
+    """
+    buckets, ranks = plan.buckets(bucket_bytes), range(len(plan.host_of_rank))
+    load_of, total = _Loads(plan), Load()
+    ends: dict[tuple[Phase, int], list[float]] = {}
+    sending, getting = [0.0] * len(ranks), [0.0] * len(ranks)
+
+    def start(phase: Phase, number: int, rank: int) -> float:
+        return max((ends[key][rank] for key in before(phase, number)), default=0.0)
+
+    for number, bucket in enumerate(buckets):
+        load = Load()
+        for part in bucket:
+            load.add(load_of(part))
+        total.add(load)
+        fill, read = (
+            [load.copying(side, rank, speeds) for rank in ranks] for side in ("sent", "got")
+        )
+        out, into = (
+            [load.moving(side, rank, speeds) for rank in ranks] for side in ("sent", "got")
+        )
+        ends["fill", number] = [start("fill", number, r) + fill[r] for r in ranks]
+        free = max(ends.get(("load", number - IN_FLIGHT), [0.0]))
+        for r in ranks:
+            if out[r]:
+                sending[r] = max(sending[r], free, start("exchange", number, r)) + out[r]
+        sent = max((sending[r] for r in ranks if out[r]), default=0.0)
+        for r in ranks:
+            if into[r]:
+                getting[r] = max(sent, getting[r] + into[r])
+        ends["exchange", number] = [
+            max(
+                start("exchange", number, r),
+                sending[r] if out[r] else 0,
+                getting[r] if into[r] else 0,
+            )
+            for r in ranks
+        ]
+        ends["load", number] = [start("load", number, r) + read[r] for r in ranks]
+    links = [max(total.moving(side, r, speeds) for side in ("sent", "got")) for r in ranks]
+    fills, reads = (
+        max(total.copying(side, rank, speeds) for rank in ranks) for side in ("sent", "got")
+    )
+    return PushTime(
+        seconds=max(ends["load", len(buckets) - 1]),
+        busy={"fill": fills, "exchange": max(links), "load": reads},
+        buckets=len(buckets),
+        largest=max(plan.most_of_a_worker(bucket) for bucket in buckets),
+        load=total,
+    )
+
+
+class _Loads:
+    """The load of every part; the layers of a stage whose parts are alike have the same."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan = plan
+        self._alike = cache(self._sizes)
+        self._found: dict[object, Load] = {}
+
+    def __call__(self, part: Part) -> Load:
+        sizes, turns = self._alike(part.pattern, part.number)
+        key = sizes, part.pp, part.layer if turns else None
+        if key not in self._found:
+            self._found[key] = self._load(part)
+        return self._found[key]
+
+    def _sizes(self, pattern: int, number: int) -> tuple[object, bool]:
+        flows = self._plan.patterns[pattern][number]
+        sizes = tuple((flow.mesh, flow.at, flow.worker, flow.num_bytes) for flow in flows)
+        return sizes, any(self._plan.sends_whole(flow) for flow in flows)
+
+    def _load(self, part: Part) -> Load:
+        plan, load = self._plan, Load()
+        for flow in plan.flows(part):
+            size, takers = flow.num_bytes, plan.takers_of[flow.worker]
+            for share in plan.shares(part, flow):
+                giver, taker = share.giver, takers[share.engine]
+                same_host = plan.host_of_rank[giver] == plan.host_of_rank[taker]
+                way: Way = "rank" if giver == taker else "host" if same_host else "network"
+                own = size * (share.end - share.begin) / share.of
+                load.sent[way, giver] = load.sent.get((way, giver), 0) + own
+                load.got[way, taker] = load.got.get((way, taker), 0) + own
+        return load

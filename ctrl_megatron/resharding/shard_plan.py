@@ -1,0 +1,484 @@
+"""The plan of a push from shard to shard: which rank sends which rectangle of its shard to which
+worker of which engine. Pure.
+
+An engine's worker computes with a part of every tensor, and its own loaders take that part out of
+the whole tensor. So the plan names places in Hugging Face's tensors: a worker gets exactly the
+bytes that its loaders read, however the engine fuses them. Layers of one kind are cut alike, so
+that the plan has one pattern for each kind; it grows neither with layers nor with engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
+from itertools import product, zip_longest
+from math import prod
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
+from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shards import Piece, distinct_shards
+from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
+from ctrl_megatron.parallel.placement import Placement
+from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES
+
+_VOCABULARY_MULTIPLE = 64
+"""vLLM and SGLang pad the vocabulary to a multiple of it before they split it."""
+_SENT_WHOLE = 1 << 20
+"""Bytes below which a worker gets a part from one sender; more messages would cost more than they
+balance."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(first index, extent) of a rectangle of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCut:
+    """How the workers of an engine cut a model."""
+
+    tensor: int = 1
+    """Number of workers."""
+    spread_experts: bool = False
+    """Each worker has some experts as a whole; otherwise it has a part of each expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A rectangle of a rank's shard, and its place in a Hugging Face tensor."""
+
+    param: str
+    piece: Piece
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rectangle."""
+        return prod(self.piece.extent) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What the workers of one number need of one shard."""
+
+    mesh: MeshName
+    at: Indices
+    worker: int
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rectangles."""
+        return sum(rectangle.num_bytes for rectangle in self.rectangles)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a flow: from ``begin`` to ``end`` when its bytes are counted as ``of``."""
+
+    giver: int
+    engine: int
+    begin: int
+    end: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One parameter of a pipeline stage: all shards of it go to the engines together."""
+
+    pattern: int
+    """The number of the layer's kind; -1 for the embedding, -2 for final norm and output."""
+    number: int
+    """The parameter's number among those of the pattern."""
+    pp: int
+    chunk: int
+    local: int = 0
+    """The layer's number in its virtual stage."""
+    layer: int = 0
+    """The layer's number in the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Rectangles that one rank sends for one worker of one engine."""
+
+    part: Part
+    giver: int
+    taker: int
+    """The rank that receives for the worker; it may be the giver."""
+    engine: int
+    worker: int
+    rectangles: tuple[Rectangle, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rectangles."""
+        return sum(rectangle.num_bytes for rectangle in self.rectangles)
+
+
+class ShardPlan:
+    """The plan for one layout of the trainer and one of the engines; equal on all ranks.
+
+    ``takers`` are, for every engine, the rank that receives for each of its workers, and
+    ``host_of_rank`` is every rank's host. Raises UserError for sizes that no engine can split.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        train: Layout,
+        cut: EngineCut,
+        takers: tuple[tuple[int, ...], ...],
+        host_of_rank: tuple[int, ...],
+        *,
+        dtype: str,
+        te_names: bool = False,
+        sent_whole: int = _SENT_WHOLE,
+    ) -> None:
+        self.train, self.cut, self.takers, self.host_of_rank = train, cut, takers, host_of_rank
+        self.patterns = _patterns(shape, train, cut, dtype, te_names)
+        self.parts = _parts(shape, train, self.patterns)
+        self._sent_whole = sent_whole
+        self._holders = cache(self._find_holders)
+        self._of_workers = cache(self._bytes_of_workers)
+
+    def transfers(self, rank: int | None = None) -> Iterator[Transfer]:
+        """What ``rank`` sends and receives, part by part; what all ranks do if it is None."""
+        involved = cache(partial(self._involved, rank))
+        for part in self.parts:
+            for flow, takers in involved(part.pattern, part.number, part.pp):
+                for share in self.shares(part, flow, rank):
+                    if rectangles := _cut(flow.rectangles, share):
+                        yield Transfer(
+                            part=part,
+                            giver=share.giver,
+                            taker=takers[share.engine],
+                            engine=share.engine,
+                            worker=flow.worker,
+                            rectangles=tuple(_in_place(r, part) for r in rectangles),
+                        )
+
+    def _involved(
+        self, rank: int | None, pattern: int, number: int, pp: int
+    ) -> list[tuple[Flow, tuple[int, ...]]]:
+        """(flow, its takers) of a parameter, where ``rank`` holds or takes it."""
+        taken = {w for w, takers in enumerate(self.takers_of) if rank is None or rank in takers}
+        return [
+            (flow, self.takers_of[flow.worker])
+            for flow in self.patterns[pattern][number]
+            if flow.worker in taken or rank in self._holders(flow.mesh, flow.at, pp)
+        ]
+
+    def _find_holders(self, mesh: MeshName, at: Indices, pp: int) -> tuple[int, ...]:
+        return self.train.holders(mesh, (*at, ("pp", pp)))
+
+    @cached_property
+    def takers_of(self) -> tuple[tuple[int, ...], ...]:
+        """Worker -> the ranks that receive for it, engine by engine."""
+        return tuple(zip(*self.takers, strict=True))
+
+    def sends_whole(self, flow: Flow) -> bool:
+        """Whether a worker gets all of the flow from one rank, since it is small."""
+        return flow.num_bytes < self._sent_whole
+
+    def shares(self, part: Part, flow: Flow, rank: int | None = None) -> tuple[Share, ...]:
+        """Who sends a flow of ``part`` to which engine, as far as ``rank`` sends or takes it."""
+        holders, whole = self._holders(flow.mesh, flow.at, part.pp), self.sends_whole(flow)
+        turn = part.layer % len(holders) if whole else 0
+        takers = self.takers_of[flow.worker]
+        return _shares(holders, takers, self.host_of_rank, rank, whole, turn)
+
+    def engine_bytes(self) -> int:
+        """Bytes that one engine computes with, over all its workers, without padding."""
+        return sum(flow.num_bytes for part in self.parts for flow in self.flows(part))
+
+    def flows(self, part: Part) -> tuple[Flow, ...]:
+        """What the workers need of a part, in the names of its pattern."""
+        return self.patterns[part.pattern][part.number]
+
+    def rectangles(self, part: Part) -> Iterator[tuple[int, Rectangle]]:
+        """(worker, rectangle) of everything that the workers need of a part."""
+        for flow in self.flows(part):
+            for rectangle in flow.rectangles:
+                yield flow.worker, _in_place(rectangle, part)
+
+    def buckets(self, bucket_bytes: int) -> list[tuple[Part, ...]]:
+        """The parts in the order of the push; no worker gets more than ``bucket_bytes`` of a
+        bucket, unless it is a single part."""
+        found: list[list[Part]] = []
+        used: list[int] = []
+        for part in self.parts:
+            own = self._of_workers(part.pattern, part.number)
+            used = [sum(pair) for pair in zip(used, own, strict=True)] if found else []
+            if not used or max(used) > bucket_bytes:
+                found.append([])
+                used = list(own)
+            found[-1].append(part)
+        return [tuple(bucket) for bucket in found]
+
+    def most_of_a_worker(self, bucket: Sequence[Part]) -> int:
+        """The bytes of the bucket for the worker that gets most of it."""
+        parts = (self._of_workers(part.pattern, part.number) for part in bucket)
+        return max(map(sum, zip(*parts, strict=True)))
+
+    def _bytes_of_workers(self, pattern: int, number: int) -> list[int]:
+        """Bytes of a parameter for each worker."""
+        sizes = [0] * self.cut.tensor
+        for flow in self.patterns[pattern][number]:
+            sizes[flow.worker] += flow.num_bytes
+        return sizes
+
+
+def takers_of_engines(
+    placement: Placement, host_of_rank: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The rank that receives for each worker of each engine: the one with the same device, and
+    where engines have devices of their own, the host's ranks in turn."""
+    ranks: dict[int, list[int]] = {}
+    for rank, host in enumerate(host_of_rank):
+        ranks.setdefault(host, []).append(rank)
+    return tuple(
+        tuple(there[device % len(there)] for device in engine.devices)
+        for engine in placement.engines
+        for there in (ranks[engine.host],)
+    )
+
+
+def _parts(
+    shape: ModelShape, train: Layout, patterns: Mapping[int, Sequence[object]]
+) -> tuple[Part, ...]:
+    """Every part of the model; the stages take turns, so that all of them send at once."""
+    kinds = list(shape.layers_by_kind)
+    queues: list[list[list[Part]]] = [[] for _ in range(train.pipeline)]
+
+    def put(pattern: int, pp: int, chunk: int, local: int = 0, layer: int = 0) -> None:
+        queues[pp].append(
+            [
+                Part(pattern=pattern, number=n, pp=pp, chunk=chunk, local=local, layer=layer)
+                for n in range(len(patterns[pattern]))
+            ]
+        )
+
+    put(-1, 0, 0)
+    for pp, chunk in train.stages():
+        for local, layer in enumerate(train.layers(shape.num_layers, pp=pp, chunk=chunk)):
+            put(kinds.index(shape.feed_forward[layer]), pp, chunk, local, layer)
+    put(-2, train.pipeline - 1, train.virtual_pipeline - 1)
+    return tuple(
+        part
+        for turn in zip_longest(*queues, fillvalue=[])
+        for parts in zip_longest(*turn)
+        for part in parts
+        if part is not None
+    )
+
+
+@lru_cache(maxsize=8)
+def _patterns(
+    shape: ModelShape, train: Layout, cut: EngineCut, dtype: str, te_names: bool
+) -> Mapping[int, tuple[tuple[Flow, ...], ...]]:
+    """Pattern -> the flows of each of its parameters, from a model with one layer of each kind on
+    one pipeline stage."""
+    small = replace(shape, feed_forward=tuple(shape.layers_by_kind))
+    stage = replace(train, pipeline=1, virtual_pipeline=1)
+    needed, own = _needed(small, cut), hf_buffers(small)
+    found: dict[int, dict[str, list[Flow]]] = {}
+    for param in distinct_shards(small, stage, pp=0, chunk=0, te_names=te_names):
+        at = tuple(index for index in param.at if index[0] != "pp")
+        rectangles: dict[int, list[Rectangle]] = {}
+        for piece in param.pieces:
+            for worker, box in needed[piece.hf]:
+                if (common := _common(piece, box)) is not None:
+                    rectangle = Rectangle(param.name, common, own.get(piece.hf, dtype))
+                    rectangles.setdefault(worker, []).append(rectangle)
+        flows = found.setdefault(_pattern_of(param.name), {}).setdefault(param.name, [])
+        flows += [Flow(param.mesh, at, worker, tuple(r)) for worker, r in rectangles.items()]
+    return {
+        pattern: tuple(tuple(flows) for flows in of_param.values())
+        for pattern, of_param in found.items()
+    }
+
+
+def _pattern_of(param: str) -> int:
+    module, *rest = param.split(".")
+    if module == "embedding":
+        return -1
+    return int(rest[1]) if module == "decoder" and rest[0] == "layers" else -2
+
+
+def _in_place(rectangle: Rectangle, part: Part) -> Rectangle:
+    """The same rectangle of the part's own layer."""
+    if part.pattern < 0:
+        return rectangle
+    was, piece = f"layers.{part.pattern}.", rectangle.piece
+    hf = piece.hf.replace(was, f"layers.{part.layer}.", 1)
+    return Rectangle(
+        rectangle.param.replace(was, f"layers.{part.local}.", 1),
+        Piece(hf=hf, hf_start=piece.hf_start, start=piece.start, extent=piece.extent),
+        rectangle.dtype,
+    )
+
+
+def _needed(shape: ModelShape, cut: EngineCut) -> Mapping[str, tuple[tuple[int, Box], ...]]:
+    """HF tensor -> the (worker, rectangle) that each worker's loaders read of it."""
+    return {
+        tensor.name: tuple(
+            (worker, box)
+            for worker in range(cut.tensor)
+            if (box := _box(shape, cut, rule, number, tensor, expert, worker)) is not None
+        )
+        for rule in rules(shape)
+        for layer, expert in product(rule.layers, range(rule.experts))
+        for number, tensor in enumerate(rule.tensors(layer, expert))
+    }
+
+
+def _box(
+    shape: ModelShape,
+    cut: EngineCut,
+    rule: ParamRule,
+    number: int,
+    tensor: HfTensor,
+    expert: int,
+    worker: int,
+) -> Box | None:
+    """The rectangle of ``tensor``, the rule's tensor of that ``number``, that a worker reads."""
+    whole: Box = ((0,) * len(tensor.shape), tensor.shape)
+    if rule.mesh == "expert" and cut.spread_experts:
+        own = _divided(rule.experts, cut.tensor, "experts")
+        return whole if expert // own == worker else None
+    match rule.kind:
+        case "replicated":
+            return whole
+        case "row":
+            return _part_of(tensor, 1, worker, cut.tensor)
+        case "gate_up":
+            return _part_of(tensor, 0, worker, cut.tensor)
+        case "qkv":
+            groups = _groups(shape)
+            if number == 0 or groups >= cut.tensor:
+                _divided(groups if number else _heads(shape), cut.tensor, "heads")
+                return _part_of(tensor, 0, worker, cut.tensor)
+            # Several workers share the keys and values of a group.
+            return _part_of(tensor, 0, worker // _divided(cut.tensor, groups, "workers"), groups)
+        case "vocab":
+            rows = tensor.shape[0]
+            padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+            share = _divided(padded, cut.tensor, "padded vocabulary")
+            first = min(rows, worker * share)
+            count = min(rows, first + share) - first
+            return ((first, 0), (count, *tensor.shape[1:])) if count else None
+
+
+def _groups(shape: ModelShape) -> int:
+    assert isinstance(shape.attention, GroupedQueryAttention)
+    return shape.attention.groups
+
+
+def _heads(shape: ModelShape) -> int:
+    assert isinstance(shape.attention, GroupedQueryAttention)
+    return shape.attention.heads
+
+
+def _divided(size: int, parts: int, what: str) -> int:
+    if size % parts:
+        raise UserError(
+            f"an engine's tensor_model_parallel_size does not fit the model: {size} {what} do not "
+            f"divide over {parts}",
+            remedy="choose a divisor",
+        )
+    return size // parts
+
+
+def _part_of(tensor: HfTensor, dim: int, index: int, parts: int) -> Box:
+    share = _divided(tensor.shape[dim], parts, f"rows or columns of {tensor.name}")
+    start, extent = [0] * len(tensor.shape), list(tensor.shape)
+    start[dim], extent[dim] = index * share, share
+    return tuple(start), tuple(extent)
+
+
+def _common(piece: Piece, box: Box) -> Piece | None:
+    """What ``piece`` and ``box`` have in common."""
+    first = tuple(map(max, piece.hf_start, box[0]))
+    ends = zip(piece.hf_start, piece.extent, *box, strict=True)
+    extent = tuple(min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True))
+    if min(extent) <= 0:
+        return None
+    moved = zip(piece.start, first, piece.hf_start, strict=True)
+    start = tuple(own + f - a for own, f, a in moved)
+    return Piece(hf=piece.hf, hf_start=first, start=start, extent=extent)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shares(
+    holders: tuple[int, ...],
+    takers: tuple[int, ...],
+    host_of_rank: tuple[int, ...],
+    rank: int | None,
+    whole: bool,
+    turn: int,
+) -> tuple[Share, ...]:
+    """Who sends a flow to which engine, as far as ``rank`` sends or takes it.
+
+    A taker that holds the shard sends it to itself. Holders of a host serve the other takers of
+    that host, and all holders together serve the takers of all other hosts.
+    """
+    here = set(holders)
+    of_host: dict[int, list[int]] = {}
+    for holder in holders:
+        of_host.setdefault(host_of_rank[holder], []).append(holder)
+    found = [Share(t, engine, 0, 1, 1) for engine, t in enumerate(takers) if t in here]
+    waiting: dict[int | None, list[int]] = {}
+    for engine, taker in enumerate(takers):
+        if taker not in here:
+            host = host_of_rank[taker]
+            waiting.setdefault(host if host in of_host else None, []).append(engine)
+    for host, engines in waiting.items():
+        givers = holders if host is None else of_host[host]
+        for number, engine in enumerate(engines):
+            if rank is None or rank in here or rank == takers[engine]:
+                found += _line(givers, engine, number, len(engines), whole, turn)
+    return tuple(s for s in found if rank in (None, s.giver, takers[s.engine]))
+
+
+def _line(
+    givers: Sequence[int], engine: int, number: int, engines: int, whole: bool, turn: int
+) -> Iterator[Share]:
+    """The shares of the engine of that ``number`` among ``engines``, whose needs are one line that
+    the givers cut into equal parts. With ``whole`` no engine's need is cut, and ``turn`` moves the
+    givers on."""
+    count = len(givers)
+    low, high = number * count, (number + 1) * count
+    if whole:
+        yield Share(givers[(low // engines + turn) % count], engine, 0, 1, 1)
+        return
+    for giver in range(low // engines, (high - 1) // engines + 1):
+        begin, end = max(low, giver * engines) - low, min(high, (giver + 1) * engines) - low
+        yield Share(givers[giver], engine, begin, end, count)
+
+
+def _cut(rectangles: Sequence[Rectangle], share: Share) -> list[Rectangle]:
+    """The share's part of the rectangles, in whole rows."""
+    if (share.begin, share.end) == (0, share.of):
+        return list(rectangles)
+    total = sum(rectangle.num_bytes for rectangle in rectangles)
+    found, offset = [], 0
+    for rectangle in rectangles:
+        piece, size = rectangle.piece, rectangle.num_bytes
+        rows = piece.extent[0]
+        first, last = (
+            # The first row that begins at or behind the border.
+            min(rows, max(0, -((offset * share.of - total * border) * rows // (size * share.of))))
+            for border in (share.begin, share.end)
+        )
+        if last > first:
+            part = replace(
+                piece,
+                hf_start=(piece.hf_start[0] + first, *piece.hf_start[1:]),
+                start=(piece.start[0] + first, *piece.start[1:]),
+                extent=(last - first, *piece.extent[1:]),
+            )
+            found.append(replace(rectangle, piece=part))
+        offset += size
+    return found

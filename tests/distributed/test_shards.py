@@ -1,0 +1,65 @@
+"""Pushes from shard to shard between real gloo processes, some of them in the place of hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fused_weights import fused
+from safetensors.torch import load_file
+from tiny_models import save_tiny
+from world import run_world
+
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.resharding.shard_plan import EngineCut
+
+STAGES = {"tensor": 2, "pipeline": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "of_rank", "readers", "workers"),
+    [
+        # Stages on different hosts; four workers share two groups of keys.
+        ("qwen2_tied", STAGES, (0, 0, 1, 1), (0, 1), 4),
+        # Replicas, of which one host has none, and experts; its engine gets all from elsewhere.
+        ("qwen3_moe_mixed", {"data": 3}, (0, 1, 2), (0, 2), 2),
+        # Whole models.
+        ("llama", {"tensor": 2, "virtual_pipeline": 2, "pipeline": 2}, (0, 0, 1, 1), (1,), 1),
+    ],
+    ids=["stages", "replicas", "whole"],
+)
+def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
+    family: str,
+    layout: dict[str, Any],
+    of_rank: tuple[int, ...],
+    readers: tuple[int, ...],
+    workers: int,
+    tmp_path: Path,
+) -> None:
+    directory = save_tiny(family, tmp_path, vocab_size=96)
+    sent = load_file(directory / "model.safetensors")
+    shape = read_model_shape(directory)
+    if shape.tied_embeddings:
+        sent.pop("lm_head.weight", None)
+    found = run_world(
+        "push_shards",
+        len(of_rank),
+        layout=layout,
+        directory=str(directory),
+        of_rank=of_rank,
+        readers=readers,
+        workers=workers,
+    )
+    for host in readers:
+        for factor, got in zip((1, 2), found[of_rank.index(host)], strict=True):
+            want = {name: tensor * factor for name, tensor in sent.items()}
+            assert got[-1].keys() == want.keys()
+            assert all(torch.equal(got[-1][name], want[name]) for name in want)
+            for worker in range(workers):
+                cut = EngineCut(tensor=workers)
+                held = fused(shape, cut, worker, got[worker])
+                asked = fused(shape, cut, worker, want)
+                assert held.keys() == asked.keys()
+                assert all(torch.equal(held[name], asked[name]) for name in asked)

@@ -1,0 +1,51 @@
+"""What a worker of a tensor-parallel engine computes with, written without the package's plan."""
+
+from __future__ import annotations
+
+import torch
+
+from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.resharding.shard_plan import EngineCut
+
+Weights = dict[str, torch.Tensor]
+
+
+def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weights:
+    """What a worker computes with, as vLLM and SGLang fuse it; padding left out."""
+    size, found = cut.tensor, Weights()
+    heads, groups, width = (getattr(shape.attention, x) for x in ("heads", "groups", "head_dim"))
+    padded = -(-shape.vocab_size // 64) * 64 // size
+    for name, whole in hf.items():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            found[name] = whole[worker * padded : (worker + 1) * padded]
+        elif ".q_proj." in name:
+            own = heads // size
+            rows = [whole[worker * own * width : (worker + 1) * own * width]]
+            count = max(1, groups // size)
+            first = worker * groups // size
+            for x in "kv":
+                part = hf[name.replace(".q_proj.", f".{x}_proj.")]
+                rows.append(part[first * width : (first + count) * width])
+            found[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(rows)
+        elif ".o_proj." in name:
+            found[name] = whole.chunk(size, dim=1)[worker]
+        elif ".gate_proj." in name or ".down_proj." in name:
+            spread = ".experts." in name and cut.spread_experts
+            index, parts = (0, 1) if spread else (worker, size)
+            if spread:
+                expert = int(name.split(".experts.")[1].split(".")[0])
+                count = max(
+                    int(n.split(".experts.")[1].split(".")[0]) + 1 for n in hf if ".experts." in n
+                )
+                if expert * size // count != worker:
+                    continue
+            if ".down_proj." in name:
+                found[name] = whole.chunk(parts, dim=1)[index]
+            else:
+                up = hf[name.replace(".gate_proj.", ".up_proj.")]
+                found[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
+                    [part.chunk(parts)[index] for part in (whole, up)]
+                )
+        elif not any(f".{x}_proj." in name for x in ("k", "v", "up")):
+            found[name] = whole
+    return found

@@ -1,0 +1,119 @@
+"""The simulated time of a push, and the pushes of large models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_shard_plan import model, pushes
+
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.schedule import WAYS, Speeds, simulate
+from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan
+
+LAYERS = 40
+
+
+def one_sender(hosts: tuple[int, int]) -> ShardPlan:
+    """All bytes go from rank 0 to rank 1."""
+    shape = model(hidden=64, layers=LAYERS)
+    return ShardPlan(shape, Layout(), EngineCut(), ((1,),), hosts, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("slowest", ["network", "host"])
+def test_a_push_takes_as_long_as_its_slowest_phase(slowest: str) -> None:
+    plan = one_sender((0, 1) if slowest == "network" else (0, 0))
+    size = plan.engine_bytes()
+    speeds = Speeds(**{"network": 1e9, "host": 1e9, "copy": 1e15, slowest: 1e3})
+    assert simulate(plan, 1, speeds).seconds == pytest.approx(size / 1e3, rel=1e-6)
+    copied = Speeds(network=1e15, host=1e15, copy=1e3)
+    one = simulate(plan, size, copied)
+    assert one.buckets == 1
+    assert one.seconds == pytest.approx(2 * size / 1e3, rel=1e-6)
+    # Filling and loading overlap, once there are several buckets.
+    many = simulate(plan, 20000, copied)
+    assert many.seconds == pytest.approx(size / 1e3, rel=3 * many.largest / size)
+
+
+@settings(deadline=None, max_examples=20)
+@given(pushes(), st.integers(100, 100000))
+def test_every_byte_is_on_one_link_and_none_is_faster_than_it(
+    drawn: tuple[ModelShape, ShardPlan], bucket_bytes: int
+) -> None:
+    _, plan = drawn
+    speeds = Speeds(network=5.0, host=50.0, copy=500.0)
+    time = simulate(plan, bucket_bytes, speeds)
+    assert time.seconds >= max(time.busy.values()) * (1 - 1e-9)
+    assert time.seconds <= sum(time.busy.values()) * time.buckets + 1e-9
+    sums = [time.load.sums(way) for way in WAYS]
+    assert sum(total for total, _, _ in sums) == pytest.approx(
+        plan.engine_bytes() * len(plan.takers)
+    )
+    got = dict.fromkeys(WAYS, 0.0)
+    of_rank = plan.host_of_rank
+    for transfer in plan.transfers():
+        same = of_rank[transfer.giver] == of_rank[transfer.taker]
+        way = "rank" if transfer.giver == transfer.taker else "host" if same else "network"
+        got[way] += transfer.num_bytes
+    assert [total for total, _, _ in sums] == pytest.approx([got[way] for way in WAYS])
+
+
+def large(
+    layers: int, hidden: int, heads: tuple[int, int], vocabulary: int, kind: Dense | Experts
+) -> ModelShape:
+    attention = GroupedQueryAttention(heads=heads[0], groups=heads[1], head_dim=128)
+    shape = model(hidden=hidden, layers=layers, kind=kind)
+    return type(shape)(
+        **{name: getattr(shape, name) for name in shape.__slots__}
+        | {"attention": attention, "vocab_size": vocabulary}
+    )
+
+
+# The experts of DeepSeek-V3, with grouped-query attention of at least the bytes of its own.
+@pytest.mark.parametrize(
+    ("shape", "train", "cut", "most"),
+    [
+        (
+            large(80, 8192, (64, 8), 152064, Dense(width=29568)),
+            Layout(tensor=8, pipeline=8),
+            EngineCut(tensor=8),
+            1.0,
+        ),
+        (
+            large(
+                94,
+                4096,
+                (64, 4),
+                151936,
+                Experts(count=128, expert_width=1536, top_k=8, renormalised=True),
+            ),
+            Layout(tensor=4, pipeline=2, data=8, expert=8),
+            EngineCut(tensor=8, spread_experts=True),
+            2.0,
+        ),
+        (
+            large(
+                64,
+                7168,
+                (128, 128),
+                129280,
+                Experts(count=256, expert_width=2048, top_k=8, renormalised=True),
+            ),
+            Layout(pipeline=16, data=16, expert=16),
+            EngineCut(tensor=32),
+            3.0,
+        ),
+    ],
+    ids=["72B", "235B-A22B", "DeepSeek-V3"],
+)
+def test_large_models_are_pushed_in_seconds_and_near_the_floor(
+    shape: ModelShape, train: Layout, cut: EngineCut, most: float
+) -> None:
+    ranks = train.world_size
+    takers = tuple(tuple(range(i, i + cut.tensor)) for i in range(0, ranks, cut.tensor))
+    hosts = tuple(rank // 8 for rank in range(ranks))
+    plan = ShardPlan(shape, train, cut, takers, hosts, dtype="bfloat16")
+    time = simulate(plan, 512 << 20, Speeds())
+    assert time.busy["exchange"] < time.seconds < most
+    assert time.seconds < 1.35 * time.busy["exchange"]

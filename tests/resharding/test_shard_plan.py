@@ -1,0 +1,278 @@
+"""Pushes from shard to shard, against engines that fuse what they have received."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from fused_weights import fused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shards import shard_params
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, Transfer
+
+POWERS = (1, 2, 4, 8)
+Weights = dict[str, torch.Tensor]
+
+
+@st.composite
+def pushes(draw: st.DrawFn, *, unit: int = 1) -> tuple[ModelShape, ShardPlan]:
+    """A model whose sizes are multiples of ``unit``, and the plan of a push of it."""
+    cut = EngineCut(tensor=draw(st.sampled_from(POWERS)), spread_experts=draw(st.booleans()))
+    tensor, groups = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(POWERS))
+    tensor = min(tensor, groups)
+    context, data, pipeline = (draw(st.sampled_from((1, 2, 3))) for _ in range(3))
+    virtual = draw(st.sampled_from((1, 2)))
+    stage = tensor * context * data
+    expert_tensor = draw(st.sampled_from([n for n in (1, 2, 4) if stage % n == 0]))
+    left = stage // expert_tensor
+    expert = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if left % n == 0]))
+    both = max(tensor, cut.tensor, expert_tensor)
+    dense = Dense(width=both * unit * draw(st.integers(1, 3)))
+    experts = Experts(
+        count=expert * cut.tensor,
+        expert_width=both * unit * draw(st.integers(1, 2)),
+        top_k=1,
+        renormalised=True,
+    )
+    layers = pipeline * virtual * draw(st.integers(1, 2))
+    shape = ModelShape(
+        family="any",
+        hidden_size=unit * draw(st.integers(1, 5)),
+        vocab_size=draw(st.integers(1, 150)) * unit,
+        max_position_embeddings=8,
+        norm_epsilon=1e-5,
+        rope=Rope(theta=1e4),
+        tied_embeddings=draw(st.booleans()),
+        attention=GroupedQueryAttention(
+            heads=max(groups, cut.tensor) * draw(st.integers(1, 2)),
+            groups=groups,
+            head_dim=2 * unit,
+            qkv_bias=draw(st.booleans()),
+            qk_norm=draw(st.booleans()),
+        ),
+        feed_forward=tuple(
+            draw(st.lists(st.sampled_from([dense, experts]), min_size=layers, max_size=layers))
+        ),
+    )
+    layout = Layout(
+        tensor=tensor,
+        context=context,
+        data=data,
+        pipeline=pipeline,
+        virtual_pipeline=virtual,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+    ranks = st.integers(0, layout.world_size - 1)
+    per_host = draw(st.integers(1, layout.world_size))
+    takers = st.tuples(*[ranks] * cut.tensor)
+    plan = ShardPlan(
+        shape,
+        layout,
+        cut,
+        tuple(draw(st.lists(takers, min_size=1, max_size=3))),
+        tuple(rank // per_host for rank in range(layout.world_size)),
+        dtype=draw(st.sampled_from(("bfloat16", "float32"))),
+        te_names=draw(st.booleans()),
+        sent_whole=draw(st.sampled_from((0, 1 << 20))),
+    )
+    return shape, plan
+
+
+@settings(deadline=None, max_examples=50)
+@given(pushes())
+def test_every_worker_gets_each_of_its_bytes_once_and_no_other(
+    drawn: tuple[ModelShape, ShardPlan],
+) -> None:
+    shape, plan = drawn
+    hf = {name: torch.randn(size) for name, size in hf_shapes(shape).items()}
+    shards = Weights()
+    names = {transfer.giver for transfer in plan.transfers()}
+    te = any("layer_norm_weight" in r.param for t in plan.transfers() for r in t.rectangles)
+    for rank in names:
+        place = plan.train.coordinates(rank)
+        for chunk in range(plan.train.virtual_pipeline):
+            for param in shard_params(shape, plan.train, place, chunk=chunk, te_names=te):
+                weight = torch.full(param.shape, torch.nan)
+                for piece in param.pieces:
+                    weight[piece.slices] = hf[piece.hf][piece.hf_slices]
+                shards[f"{rank} {chunk} {param.name}"] = weight
+    got = {
+        (engine, worker): {name: torch.full_like(whole, torch.nan) for name, whole in hf.items()}
+        for engine in range(len(plan.takers))
+        for worker in range(plan.cut.tensor)
+    }
+    written, sent = 0, 0
+    for transfer in plan.transfers():
+        assert transfer.taker == plan.takers[transfer.engine][transfer.worker]
+        for rectangle in transfer.rectangles:
+            piece = rectangle.piece
+            into = got[transfer.engine, transfer.worker][piece.hf][piece.hf_slices]
+            assert torch.isnan(into).all(), f"{piece} is written twice"
+            shard = shards[f"{transfer.giver} {transfer.part.chunk} {rectangle.param}"]
+            into.copy_(shard[piece.slices])
+            written += prod(piece.extent)
+            sent += rectangle.num_bytes
+    needed = 0
+    for (_, worker), wholes in got.items():
+        want = fused(shape, plan.cut, worker, hf)
+        held = fused(shape, plan.cut, worker, wholes)
+        assert want.keys() == held.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in want.items())
+        needed += sum(tensor.numel() for tensor in want.values())
+    # So nothing was sent that an engine does not compute with.
+    assert written == needed
+    assert sent == plan.engine_bytes() * len(plan.takers)
+
+
+@settings(deadline=None, max_examples=15)
+@given(pushes())
+def test_every_rank_plans_its_own_part_of_the_same_push(
+    drawn: tuple[ModelShape, ShardPlan],
+) -> None:
+    _, plan = drawn
+    everything = list(plan.transfers())
+    for rank in range(plan.train.world_size):
+        own = [t for t in everything if rank in (t.giver, t.taker)]
+        assert list(plan.transfers(rank)) == own
+
+
+def between_hosts(plan: ShardPlan) -> list[Transfer]:
+    of_rank = plan.host_of_rank
+    return [t for t in plan.transfers() if of_rank[t.giver] != of_rank[t.taker]]
+
+
+def unevenness(plan: ShardPlan) -> float:
+    """The most bytes that a rank sends to other hosts over the mean, among ranks that have the same
+    shards; the worst of all such sets."""
+    load = [0] * plan.train.world_size
+    for transfer in between_hosts(plan):
+        load[transfer.giver] += transfer.num_bytes
+    alike = defaultdict[object, list[int]](list)
+    for rank in range(plan.train.world_size):
+        place = plan.train.coordinates(rank)
+        experts = any(flow.mesh == "expert" for part in plan.parts for flow in plan.flows(part))
+        alike[place.on("tp", "pp", *(("etp", "ep") if experts else ()))].append(load[rank])
+    return max(max(own) * len(own) / sum(own) for own in alike.values() if sum(own))
+
+
+@settings(deadline=None, max_examples=40)
+@given(pushes(unit=64))
+def test_replicas_send_equally_much(drawn: tuple[ModelShape, ShardPlan]) -> None:
+    shape, drawn_plan = drawn
+    plan = ShardPlan(
+        shape,
+        drawn_plan.train,
+        drawn_plan.cut,
+        drawn_plan.takers,
+        drawn_plan.host_of_rank,
+        dtype="bfloat16",
+        sent_whole=0,
+    )
+    if between_hosts(plan):
+        assert unevenness(plan) <= 1.1
+
+
+def test_a_rank_sends_to_itself_and_its_host_before_others() -> None:
+    layout, size = Layout(data=4), 2
+    shape = model(hidden=64, layers=2)
+    plan = ShardPlan(
+        shape, layout, EngineCut(tensor=size), ((0, 1), (2, 3)), (0, 0, 1, 1), dtype="bfloat16"
+    )
+    assert all(t.giver == t.taker for t in plan.transfers())
+    elsewhere = ShardPlan(
+        shape, layout, EngineCut(), ((4,),), (0, 0, 1, 1, 1), dtype="bfloat16", sent_whole=0
+    )
+    assert {t.giver for t in elsewhere.transfers()} == {2, 3}
+    assert between_hosts(elsewhere) == []
+
+
+def model(*, hidden: int, layers: int, kind: Dense | Experts | None = None) -> ModelShape:
+    return ModelShape(
+        family="any",
+        hidden_size=hidden,
+        vocab_size=1000,
+        max_position_embeddings=8,
+        norm_epsilon=1e-5,
+        rope=Rope(theta=1e4),
+        tied_embeddings=False,
+        attention=GroupedQueryAttention(heads=hidden // 16, groups=4, head_dim=16),
+        feed_forward=(kind or Dense(width=4 * hidden),) * layers,
+    )
+
+
+def test_stages_take_turns() -> None:
+    plan = ShardPlan(
+        model(hidden=64, layers=8),
+        Layout(pipeline=4),
+        EngineCut(),
+        ((0,),),
+        (0,) * 4,
+        dtype="bfloat16",
+    )
+    layers = [part.layer for part in plan.parts if part.pattern >= 0]
+    assert list(dict.fromkeys(layers)) == [2, 4, 6, 0, 3, 5, 7, 1]
+    first = [part for part in plan.parts if part.layer in (2, 4, 6)]
+    assert [part.pp for part in first[:6]] == [1, 2, 3] * 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(pushes(), st.integers(1, 5000))
+def test_buckets_are_the_parts_in_order_and_bounded(
+    drawn: tuple[ModelShape, ShardPlan], bucket_bytes: int
+) -> None:
+    _, plan = drawn
+    buckets = plan.buckets(bucket_bytes)
+    assert tuple(part for bucket in buckets for part in bucket) == plan.parts
+    for bucket in buckets:
+        got = [0] * plan.cut.tensor
+        for part in bucket:
+            for flow in plan.flows(part):
+                got[flow.worker] += flow.num_bytes
+        assert len(bucket) == 1 or max(got) <= bucket_bytes
+
+
+@pytest.mark.parametrize("tensor", [3, 6])
+def test_what_no_engine_can_split_is_refused(tensor: int) -> None:
+    with pytest.raises(UserError, match=r"tensor_model_parallel_size .* do not divide over"):
+        ShardPlan(
+            model(hidden=64, layers=1),
+            Layout(),
+            EngineCut(tensor=tensor),
+            ((0,) * tensor,),
+            (0,),
+            dtype="bfloat16",
+        )
+
+
+def test_a_rank_of_4096_plans_within_five_seconds_and_500_mb() -> None:
+    """DeepSeek-V3's experts on 16 stages of 64 expert ranks, into 128 engines of 32 workers."""
+    experts = Experts(count=256, expert_width=2048, top_k=8, renormalised=True)
+    shape = replace(model(hidden=7168, layers=64, kind=experts), vocab_size=129280)
+    ranks, size = 4096, 32
+    takers = tuple(tuple(range(i, i + size)) for i in range(0, ranks, size))
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    plan = ShardPlan(
+        shape,
+        Layout(pipeline=16, data=256, expert=64),
+        EngineCut(tensor=size),
+        takers,
+        tuple(rank // 8 for rank in range(ranks)),
+        dtype="bfloat16",
+    )
+    got = sum(t.num_bytes for t in plan.transfers(2051) if t.taker == 2051)
+    assert time.process_time() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024
+    assert got == pytest.approx(plan.engine_bytes() / size, rel=0.001)

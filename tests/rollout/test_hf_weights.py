@@ -1,0 +1,57 @@
+"""The tensors of a directory inside transformers' parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ctrl_megatron.rollout.hf_weights import views_by_name
+from ctrl_megatron.rollout.weight_update import read_manifest
+from ctrl_megatron.types import TensorSpec
+
+DIMS: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN3_MOE = {"num_experts": 5, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, QWEN3_MOE),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 3}),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_parameter_is_covered_once_by_the_files_tensors(family: str, tmp_path: Path) -> None:
+    config, own = MODELS[family]
+    transformers.AutoModelForCausalLM.from_config(config(**DIMS, **own)).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    views = views_by_name(model, read_manifest(tmp_path, "float32"))
+    files = load_file(tmp_path / "model.safetensors")
+    assert views.keys() == files.keys()
+    assert all(torch.equal(view, files[name]) for name, view in views.items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for view in views.values():
+            view.add_(1)
+        assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+
+
+def test_a_tensor_in_another_form_is_named(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**DIMS))
+    asked = [
+        TensorSpec(name=name, dtype="float32", shape=shape)
+        for name, shape in {"model.norm.weight": (25,), "model.bell.weight": (24,)}.items()
+    ]
+    with pytest.raises(ValueError, match=r"2 tensors .*: model\.norm\.weight, model\.bell\.weight"):
+        views_by_name(model, asked)
