@@ -102,7 +102,9 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
     results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
 
 
-def report_loss(share: LossShare, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
+def report_loss(
+    share: LossShare, loss: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
     """Megatron's ``loss_func``: passes on the loss and the share that the schedule returns."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
     return loss, torch.tensor(1, dtype=torch.int), share

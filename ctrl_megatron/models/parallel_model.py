@@ -23,7 +23,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.forward_step import Head, Scalars, LossShare, forward_only, forward_with_loss
+from ctrl_megatron.models.forward_step import (
+    Head,
+    LossShare,
+    Scalars,
+    forward_only,
+    forward_with_loss,
+)
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
