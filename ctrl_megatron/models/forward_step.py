@@ -22,7 +22,7 @@ Scalars = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LossShare:
     """A micro-batch's share of the loss."""
 
     rows: torch.Tensor
@@ -77,7 +77,7 @@ def forward_with_loss(
     # Keeps every parameter in the graph, also for a micro-batch without rows and for a constant
     # loss: the sum of gradients over data-parallel ranks waits for each parameter.
     return share + 0.0 * (output.sum() + vectors[0].sum()), partial(
-        report_loss, Share(rows=micro.rows, scalars=scalars)
+        report_loss, LossShare(rows=micro.rows, scalars=scalars)
     )
 
 
@@ -94,7 +94,7 @@ def forward_only(
         return output, None
     vectors = head(module, micro, output)
     _keep(vectors, micro, results)
-    return vectors[0].sum(), partial(report_loss, Share(rows=micro.rows, scalars={}))
+    return vectors[0].sum(), partial(report_loss, LossShare(rows=micro.rows, scalars={}))
 
 
 def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.Tensor) -> None:
@@ -102,7 +102,9 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
     results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
 
 
-def report_loss(share: Share, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Share]:
+def report_loss(
+    share: LossShare, loss: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
     """Megatron's ``loss_func``: passes on the loss and the share that the schedule returns."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
     return loss, torch.tensor(1, dtype=torch.int), share

@@ -23,7 +23,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.forward_step import Head, Scalars, Share, forward_only, forward_with_loss
+from ctrl_megatron.models.forward_step import (
+    Head,
+    LossShare,
+    Scalars,
+    forward_only,
+    forward_with_loss,
+)
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
@@ -287,7 +293,7 @@ class ParallelModel:
         return taken
 
     def _skip(
-        self, shares: list[Share], loss: float, norm: float, place: torch.Tensor | None
+        self, shares: list[LossShare], loss: float, norm: float, place: torch.Tensor | None
     ) -> None:
         """Collective."""
         assert self.optimization is not None
@@ -361,7 +367,7 @@ class ParallelModel:
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-most // multiple) * multiple
 
-    def _sum(self, shares: list[Share]) -> dict[str, float]:
+    def _sum(self, shares: list[LossShare]) -> dict[str, float]:
         """The sum over micro-batches and data-parallel ranks, on every stage."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
@@ -382,7 +388,7 @@ class ParallelModel:
         return box[0] or {}
 
 
-def _loss_of(share: Share) -> list[torch.Tensor]:
+def _loss_of(share: LossShare) -> list[torch.Tensor]:
     return [share.scalars["loss"]] if share.scalars else []
 
 
