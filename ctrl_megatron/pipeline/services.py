@@ -430,9 +430,8 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
 ) -> EngineSpec:
-    """The configured engine at one of its places, with the actor's initial weights or the
-    proxy's.
-    """
+    """The configured engine at one of its places: with the proxy's weights, or waiting for the
+    actor's."""
     family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
     hosts, together = groups.hosts, len(placement.on(place.host))
     same = placement.of(place.role).engines
@@ -456,6 +455,8 @@ def engine_spec(
         kv_cache_gib=keys.kv_cache_gib,
         max_num_seqs=keys.max_num_seqs,
         enforce_eager=keys.enforce_eager,
+        # The proxy's own engines keep the weights of their directory.
+        awaits_weights=is_actor,
         may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
         seed=family.rollout.seed + number,

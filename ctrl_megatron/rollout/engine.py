@@ -78,6 +78,9 @@ class EngineSpec:
     """Size of the KV cache on a CPU, in GiB; None means 2."""
     enforce_eager: bool = False
     """Capture no CUDA graphs; has no effect on a CPU."""
+    awaits_weights: bool = False
+    """An update comes before the first completion, and the server refuses to generate until then.
+    ``vllm`` and ``sglang`` then start with random weights instead of reading the directory's."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0
@@ -189,6 +192,10 @@ class CountedEngine(Engine, Protocol):
 
 class StreamingEngine(Engine, Protocol):
     """An engine that reports the tokens of its completions while it draws them."""
+
+    def await_weights(self) -> None:
+        """Refuse to generate until the next update; called once, after the start."""
+        ...
 
     async def generate(
         self,

@@ -196,6 +196,9 @@ class HfEngine:
             await asyncio.to_thread(self._sleeping.come_back)
             self._sleeping = None
 
+    def await_weights(self) -> None:
+        self._state.await_weights()
+
     async def checksums(self) -> dict[str, str]:
         self._state.require_held()
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]

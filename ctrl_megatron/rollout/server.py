@@ -228,6 +228,8 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
         engine = await build_engine(spec)
         # Some engines refuse a model only in their first computation.
         await engine.generate([[0]], _PROBE)
+        if spec.awaits_weights:
+            engine.await_weights()
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()

@@ -73,6 +73,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
+        "load_format": "dummy" if spec.awaits_weights else "auto",
         "context_length": spec.max_model_len,
         "max_running_requests": spec.max_num_seqs,
         "tp_size": spec.tensor_parallel_size,
@@ -343,6 +344,9 @@ class SglangEngine:
         )
         if all_awake:
             await self.resume()
+
+    def await_weights(self) -> None:
+        self._state.await_weights()
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from SGLang's layers, un-fused and gathered.

@@ -48,6 +48,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     chosen: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,
+        "load_format": "dummy" if spec.awaits_weights else "auto",
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
@@ -261,6 +262,9 @@ class VllmEngine:
         """vLLM schedules again when everything is awake."""
         self._state.wake(tags)
         await self._llm.wake_up(list(tags))
+
+    def await_weights(self) -> None:
+        self._state.await_weights()
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
