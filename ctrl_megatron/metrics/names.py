@@ -113,6 +113,10 @@ METRICS: dict[str, Metric] = {
     "sft/entropy": Metric("nats per response token"),
     "sft/grad_norm": Metric("global norm before clipping"),
     "sft/lr": Metric("learning rate"),
+    "update/skipped": Metric(
+        "updates of the step that were skipped, because the loss or the gradient was not finite; "
+        "missing where there were none"
+    ),
     "perf/tokens_per_second": Metric("all tokens over the whole step", "Throughput"),
     "perf/mfu": Metric("share of the devices' peak that the model's arithmetic used", "MFU"),
     "perf/overlap_seconds": Metric("time in which sandbox and trainer worked simultaneously"),

@@ -193,10 +193,6 @@ class CountedEngine(Engine, Protocol):
 class StreamingEngine(Engine, Protocol):
     """An engine that reports the tokens of its completions while it draws them."""
 
-    def await_weights(self) -> None:
-        """Refuse to generate until the next update; called once, after the start."""
-        ...
-
     async def generate(
         self,
         prompts: list[list[int]],
@@ -211,6 +207,10 @@ class StreamingEngine(Engine, Protocol):
 
 class EmbeddedEngine(StreamingEngine, Protocol):
     """An engine in the process that serves it."""
+
+    def await_weights(self) -> None:
+        """Refuse to generate until the next update; called once, after the start."""
+        ...
 
     def own_counters(self) -> Counters:
         """The counters that an engine of this kind has, beside those of its requests."""
