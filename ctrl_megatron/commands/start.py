@@ -272,8 +272,20 @@ def training_config(
     if ranks is None:
         keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config
-    check(config)
+    with _ranks_warn():
+        check(config)
     return start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+
+
+@contextmanager
+def _ranks_warn() -> Iterator[None]:
+    """Log no warnings in the body, which checks what rank 0 is about to check."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def add_run_arguments(parser: CommandParser) -> None:

@@ -246,6 +246,9 @@ class ProxyServer:
     """Attempts of a request on each address, with growing pauses between them."""
     timeout: float = key(600.0, ABOVE_0)
     """Seconds until an attempt has failed."""
+    request_timeout: float = key(1800.0, ABOVE_0)
+    """Seconds for a request on one address, all its attempts and the pauses between them together;
+    waiting for other requests of the run does not count. Then the next address is asked."""
     token_budget: int | None = key(None, AT_LEAST_1)
     """Most prompt and revision tokens of a run, per model copy of the trainer; a run that would
     use more ends. None for no limit."""

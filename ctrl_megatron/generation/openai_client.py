@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
+    Silence,
     described,
     is_temporary,
     retried,
@@ -27,6 +29,8 @@ from ctrl_megatron.sandbox.client.attempts import (
 )
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
 
+_SHORTEST_ATTEMPT = 0.1
+"""Seconds, where a pause has used up the time of a request; 0 would be no limit."""
 _TOO_LONG = "context_length_exceeded"
 _SAID_TOO_LONG = ("context length", "maximum model length", "context size")
 """Parts of the same message from servers without error codes (vLLM, SGLang, llama.cpp)."""
@@ -111,11 +115,12 @@ class OpenAIChat:
     ends in ``/v1``; ``api_key`` is sent as bearer token.
 
     Every answer is a request of its own, because some servers ignore ``n`` and report usage per
-    request. ``timeout`` (seconds) limits one attempt. A request is attempted up to ``attempts``
-    times, with a first pause of ``backoff`` seconds, doubled for each attempt, or after the
-    server's ``Retry-After``. ``max_concurrency`` limits the requests that run at the same time; a
-    request that waits for its next attempt does not count. ``extra_body`` is added to every
-    request. Use it on one event loop only.
+    request. ``timeout`` (seconds) limits one attempt, and ``total`` all attempts of a request with
+    the pauses between them, but not its wait for this client's other requests. A request is
+    attempted up to ``attempts`` times, with a first pause of ``backoff`` seconds, doubled for each
+    attempt, or after the server's ``Retry-After``. ``max_concurrency`` limits the requests that run
+    at the same time; a request that waits for its next attempt does not count. ``extra_body`` is
+    added to every request. Use it on one event loop only.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class OpenAIChat:
         max_concurrency: int = 32,
         attempts: int = 6,
         timeout: float = 600.0,
+        total: float = 1800.0,
         backoff: float = 1.0,
         budget: TokenBudget | None = None,
         extra_body: Mapping[str, Any] | None = None,
@@ -142,7 +148,7 @@ class OpenAIChat:
         self.counters = ChatCounters()
         self._url = address + "/chat/completions"
         self._limit, self._attempts, self._backoff = max_concurrency, attempts, backoff
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._timeout, self._total = timeout, total
         self._budget, self._extra = budget, dict(extra_body or {})
         self._slots = asyncio.Semaphore(max_concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -230,7 +236,7 @@ class OpenAIChat:
     async def _retried(
         self, body: dict[str, Any], tell: Callable[[str], None] | None
     ) -> ChatAnswer:
-        heard = False
+        heard, time_left = False, Silence(self._total)
 
         def hear(text: str) -> None:
             nonlocal heard
@@ -241,14 +247,21 @@ class OpenAIChat:
         def again(error: Exception) -> float | None:
             if heard or not isinstance(error, _ServerFault):
                 return None
+            if time_left.left <= error.retry_after:
+                return None
             self.counters.retries += 1
             return error.retry_after
 
-        attempt = partial(self._attempt, body, hear)
+        attempt = partial(self._attempt, body, hear, time_left)
         try:
             return await retried(attempt, again, attempts=self._attempts, backoff=self._backoff)
         except _ServerFault as fault:
-            end = "in the middle of it" if heard else f"gave up after {self._attempts} attempts"
+            if heard:
+                end = "in the middle of it"
+            elif time_left.left <= fault.retry_after:
+                end = f"gave up after {self._total:g} s, the limit of a request"
+            else:
+                end = f"gave up after {self._attempts} attempts"
             raise ChatError(f"{fault} ({end})") from fault
 
     def _count(self, answer: ChatAnswer) -> int:
@@ -266,10 +279,17 @@ class OpenAIChat:
         self.counters.completion_tokens += completion
         return prompt + completion
 
-    async def _attempt(self, body: dict[str, Any], hear: Callable[[str], None]) -> ChatAnswer:
+    async def _attempt(
+        self, body: dict[str, Any], hear: Callable[[str], None], time_left: Silence
+    ) -> ChatAnswer:
+        queued = time.monotonic()
         async with self._slots:
+            time_left.extend(time.monotonic() - queued)
+            seconds = min(self._timeout, max(time_left.left, _SHORTEST_ATTEMPT))
+            limit = aiohttp.ClientTimeout(total=seconds)
+            asking = self._open().post(self._url, json=body, headers=self._headers, timeout=limit)
             try:
-                async with self._open().post(self._url, json=body, headers=self._headers) as reply:
+                async with asking as reply:
                     status = reply.status
                     least = retry_after(reply.headers.get("Retry-After", ""))
                     if status == 200 and reply.content_type == "text/event-stream":
@@ -307,7 +327,7 @@ class OpenAIChat:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._limit)
-            self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
 

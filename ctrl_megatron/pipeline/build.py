@@ -175,6 +175,7 @@ def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
                 max_concurrency=keys.max_concurrency,
                 attempts=keys.attempts,
                 timeout=keys.timeout,
+                total=keys.request_timeout,
                 budget=budget,
                 extra_body=keys.extra_body,
             )

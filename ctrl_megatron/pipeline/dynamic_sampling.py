@@ -38,7 +38,7 @@ class DynamicSampling:
     different rewards. The punishment of long responses does not count as one, because nearly every
     group differs in it (DAPO filters by accuracy). Groups beyond that number wait for the next
     step, which computes their log-probs. Raises, on all ranks, ServiceFault where too few programs
-    could be judged, UserError where no sample of a draw has a reward, and RuntimeError where
+    could be judged, and UserError where no sample of a draw has a reward or
     ``max_num_gen_batches`` batches do not give enough groups.
     """
 
@@ -64,7 +64,7 @@ class DynamicSampling:
             drawn += fresh
             rounds += 1
         if len(useful) < wanted:
-            raise RuntimeError(
+            raise UserError(
                 f"algorithm.filter_groups: after {rounds} batches of {config.gen_batch_size} "
                 f"prompts only {len(useful)} groups had different rewards, {wanted} are needed; "
                 "raise algorithm.filter_groups.max_num_gen_batches, actor_rollout_ref.rollout.n "

@@ -106,6 +106,23 @@ def test_the_last_fault_is_raised_with_the_url(fault: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("fault", [(429, "busy"), "hang"], ids=str)
+def test_a_server_that_is_busy_for_ever_is_given_up(fault: Any) -> None:
+    script = Scripted(fault)
+    with pytest.raises(ChatError, match=r"/v1/chat/completions .*gave up after 0\.4 s, the limit"):
+        ask(script, attempts=10**6, timeout=0.1, total=0.4)
+    assert 2 < len(script.bodies) < 40
+
+
+def test_waiting_for_other_requests_does_not_count_as_time_of_a_request() -> None:
+    script = Scripted(good())
+
+    async def many(chat: OpenAIChat) -> int:
+        return len(await chat.complete([ASK] * 30, PARAMS))
+
+    assert talk(script, many, total=0.3, max_concurrency=1)[0] == 30
+
+
 def test_retry_after_is_kept() -> None:
     script = Scripted((429, "busy", {"Retry-After": "0.4"}), good())
 
