@@ -26,7 +26,8 @@ from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
-from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.counters import Counters
+from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.types import FinishReason, Message
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class RolloutWorker:
     background: BackgroundLoop
     stop: StopFlag
     codec: TextCodec
-    engine: Engine | None
+    engine: CountedEngine | None
     """All engines of the run; None on ranks that are not leaders."""
     device: DeviceOwner
     """Who has the device, engine or trainer, and which weights the engines have."""
@@ -194,6 +195,8 @@ class DAGWorker(RolloutWorker):
     train: PromptTable
     draw: Callable[[int], list[int]]
     """n -> positions of the next n rows of the data, the same on every rank."""
+    counted: dict[str, Counters] = field(default_factory=dict)
+    """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
@@ -181,6 +182,14 @@ class Engine(Protocol):
         ...
 
 
+class CountedEngine(Engine, Protocol):
+    """An engine in a process of its own, or several, as the trainer sees them."""
+
+    async def counters(self) -> dict[str, Counters]:
+        """What each engine has counted, by its name. An engine answers in every state."""
+        ...
+
+
 class StreamingEngine(Engine, Protocol):
     """An engine that reports the tokens of its completions while it draws them."""
 
@@ -197,6 +206,14 @@ class StreamingEngine(Engine, Protocol):
         finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``; ``listener`` has been called with all tokens when it returns."""
+        ...
+
+
+class EmbeddedEngine(StreamingEngine, Protocol):
+    """An engine in the process that serves it."""
+
+    def own_counters(self) -> Counters:
+        """The counters that an engine of this kind has, beside those of its requests."""
         ...
 
 
