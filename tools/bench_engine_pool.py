@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
-from ctrl_megatron.rollout.engine import Engine, available_engines, default_engine
+from ctrl_megatron.rollout.engine import CountedEngine, Engine, available_engines, default_engine
 from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
@@ -119,7 +119,7 @@ def main() -> None:
     prompts = random_prompts(random.Random(0), options.concurrent, options.tokens)
     params = SamplingParams(max_tokens=options.tokens, seed=1)
 
-    async def measure(direct: Engine, pooled: Engine, pid: int) -> list[tuple[Taken, Taken]]:
+    async def measure(direct: Engine, pooled: CountedEngine, pid: int) -> list[tuple[Taken, Taken]]:
         joins_calls = options.engine != "hf" or bool(options.paced)
         pool = EnginePool(
             {"engine": pooled}, at_once=2 * options.concurrent, joins_calls=joins_calls

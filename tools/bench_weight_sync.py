@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
         change(policy)
         seconds = {
             "raw": raw_copy(parts, segments),
-            "vLLM": loop.run(ask(engine, "/reload", None)),
+            "vLLM": loop.run(ask(engine, "/reload", {})),
             "push": pushed(f"push@{number}", verify=False),
         }
         change(policy)

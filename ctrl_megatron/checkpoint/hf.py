@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -125,11 +126,21 @@ class HfFiles:
         copy_side_files(side_files, folder)
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        # Weights are written as they are trained, and layers that predict further tokens are not.
+        config.pop("quantization_config", None)
+        if config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0
         if value_head:
-            kind = config["model_type"].capitalize() + "ForTokenClassification"
+            kind = _stem(config) + "ForTokenClassification"
             labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
             config |= {"architectures": [kind], **labels}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _stem(config: dict[str, Any]) -> str:
+    """What the names of a family's classes in transformers begin with."""
+    given = (config.get("architectures") or [""])[0]
+    return given.split("For")[0] or config["model_type"].title().replace("_", "")
 
 
 def copy_side_files(source: Path, target: Path) -> None:

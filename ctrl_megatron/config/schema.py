@@ -120,6 +120,9 @@ class Trainer:
     """Seed of the row order and of everything without a separate seed."""
     verify_weight_sync: bool = key(False, stage="rl")
     """Compare checksums of trainer and engine after every weight update."""
+    max_bad_steps: int = key(3, AT_LEAST_1)
+    """Steps in a row with a loss or gradient that is not finite, whose updates are skipped, after
+    which the run ends."""
     max_ckpt_to_keep: int = key(2, COUNT_OR_MINUS_1)
     """Number of checkpoints to keep; -1 keeps all."""
     dump_steps: tuple[str, ...] = key((), _STEPS, stage="rl")

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.models.shape import (
+    Dense,
     Experts,
+    FeedForward,
     GroupedQueryAttention,
     ModelShape,
     MultiLatentAttention,
@@ -73,12 +75,11 @@ class PassShape:
 
 
 def saved_by_layer(p: PassShape) -> float:
-    """Bytes per token that one layer keeps for its backward pass, without full recomputation."""
-    e, t = p.dtype_size, p.layout.tensor
-    # The two halves of the activation and their product.
-    mlp = 3 * e * p.shape.widest / t + _saved_by_experts(p)
+    """Bytes per token that one layer keeps for its backward pass, without full recomputation; the
+    layer of the model that keeps most counts."""
+    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.shape.layers_by_kind)
     norms = 2 * (2 * p.residual + 4 / p.sequence_ranks)
-    softmax = 4 * p.shape.attention.heads / t
+    softmax = 4 * p.shape.attention.heads / p.layout.tensor
     match p.shape.attention:
         case GroupedQueryAttention() as attention:
             attended = _saved_by_grouped_query(p, attention)
@@ -123,21 +124,31 @@ def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
     return e * (short / s + wide) + 8 / s
 
 
-def _saved_by_experts(p: PassShape) -> float:
-    """Bytes per token that a layer with experts keeps beside its products: the token's copy and
-    the scaled product of each expert that it passes, and the router's scores. The layer of the
-    model that keeps most counts. A rank computes as many tokens as it sends if the load is even,
-    and with expert tensor ranks those that it sends and those that they send.
+def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
+    """Bytes per token of the two halves of the activation and their product; with experts also the
+    token's copy and the scaled product of each expert that it passes, and the router's scores. A
+    rank computes as many tokens as it sends if the load is even, and with expert tensor ranks those
+    that it sends and those that they send.
     """
+    e, products = p.dtype_size, 3 * p.dtype_size * kind.width / p.layout.tensor
+    match kind:
+        case Dense():
+            return products
+        case Experts():
+            copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
+            routed = e * (kind.top_k * copies + kind.width) + 12 * kind.count
+            return products + routed / p.sequence_ranks
+
+
+def _exchanged(p: PassShape) -> float:
+    """Bytes per token of the copies that exist while a layer's experts compute: what is sent and
+    what arrives, in the order of the experts, their output, and this in the order of arrival. Where
+    tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
     kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
-    copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
-    return (
-        max(
-            (p.dtype_size * (kind.top_k * copies + kind.width) + 12 * kind.count for kind in kinds),
-            default=0,
-        )
-        / p.sequence_ranks
-    )
+    sizes = dict(p.layout.mesh("expert").sizes)
+    most = max((kind.top_k for kind in kinds), default=0) * p.residual
+    added = (2 if p.kernels == "torch" else 1) * (sizes["etp"] > 1)
+    return most * (1 + (sizes["ep"] > 1) + 3 * sizes["etp"] + added)
 
 
 def layers_of(p: PassShape) -> int:
@@ -238,6 +249,7 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     stream = 3 if p.kernels == "te" else 5
     moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
+    moments.append(p.tokens * (stream * p.residual + _exchanged(p)))
     if pp == p.layout.pipeline - 1:
         head = logits_workspace(p, backward=False)
         moments.append(p.tokens * (p.residual + gathered) + head)

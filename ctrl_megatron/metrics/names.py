@@ -117,10 +117,27 @@ METRICS: dict[str, Metric] = {
     "sft/entropy": Metric("nats per response token"),
     "sft/grad_norm": Metric("global norm before clipping"),
     "sft/lr": Metric("learning rate"),
+    "update/skipped": Metric(
+        "updates of the step that were skipped, because the loss or the gradient was not finite; "
+        "missing where there were none"
+    ),
     "perf/tokens_per_second": Metric("all tokens over the whole step", "Throughput"),
     "perf/mfu": Metric("share of the devices' peak that the model's arithmetic used", "MFU"),
     "perf/overlap_seconds": Metric("time in which sandbox and trainer worked simultaneously"),
     "perf/engine_balance": Metric("fewest over most tokens that one of several engines drew"),
+    "engine/tokens_per_second": Metric(
+        "tokens that the engines drew per second with a request, summed over the actor's engines",
+        "Engine throughput",
+    ),
+    "engine/cache_hit_rate": Metric(
+        "share of the prompts' tokens whose keys an engine had already (vllm, sglang)"
+    ),
+    "engine/queue_length": Metric(
+        "completions that waited for room in an engine, the mean while it had requests (vllm)"
+    ),
+    "engine/preemptions": Metric(
+        "completions that an engine interrupted for want of cache memory (vllm, sglang)"
+    ),
     "sync/pushes": Metric("pushes of weights to the engines"),
     "sync/seconds": Metric("time of the pushes, including checksums if they are on"),
     "sync/gigabytes_per_second": Metric("speed of the pushes"),

@@ -7,6 +7,7 @@ Here the stage computes the loss itself, and the function (``report_loss``) only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +19,16 @@ from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 
 Scalars = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A micro-batch's share of the loss."""
+
+    rows: torch.Tensor
+    """(b,) int64: the indices of its rows."""
+    scalars: Scalars
+    """``loss`` and the scalars of the loss function; empty without rows."""
 
 
 class Head(Protocol):
@@ -65,7 +76,9 @@ def forward_with_loss(
         share, scalars = vectors[0].sum(), {}
     # Keeps every parameter in the graph, also for a micro-batch without rows and for a constant
     # loss: the sum of gradients over data-parallel ranks waits for each parameter.
-    return share + 0.0 * (output.sum() + vectors[0].sum()), partial(report_loss, scalars)
+    return share + 0.0 * (output.sum() + vectors[0].sum()), partial(
+        report_loss, Share(rows=micro.rows, scalars=scalars)
+    )
 
 
 def forward_only(
@@ -81,7 +94,7 @@ def forward_only(
         return output, None
     vectors = head(module, micro, output)
     _keep(vectors, micro, results)
-    return vectors[0].sum(), partial(report_loss, {})
+    return vectors[0].sum(), partial(report_loss, Share(rows=micro.rows, scalars={}))
 
 
 def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.Tensor) -> None:
@@ -89,10 +102,10 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
     results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
 
 
-def report_loss(scalars: Scalars, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Scalars]:
-    """Megatron's ``loss_func``: passes on the loss and the scalars that the schedule returns."""
+def report_loss(share: Share, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Share]:
+    """Megatron's ``loss_func``: passes on the loss and the share that the schedule returns."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
-    return loss, torch.tensor(1, dtype=torch.int), scalars
+    return loss, torch.tensor(1, dtype=torch.int), share
 
 
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES, Family
+from ctrl_megatron.models.fp8 import weight_block
 from ctrl_megatron.models.hf_keys import need, whole
 from ctrl_megatron.models.rope import parse_rope
 from ctrl_megatron.models.shape import ModelShape
@@ -31,7 +32,7 @@ _KNOWN = frozenset(
         *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
         *("tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act"),
         *("attention_dropout", "use_sliding_window", "sliding_window", "layer_types"),
-        *("partial_rotary_factor",),
+        *("partial_rotary_factor", "quantization_config"),
     ]
 )
 _LEFT_BY_TOOLS = frozenset(
@@ -71,6 +72,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         )
     family = FAMILIES[name]
     _refuse_unsupported(config, family, where)
+    weight_block(config, where)
     if left := _LEFT_BY_TOOLS & config.keys():
         _warn_of_keys(where, ", ".join(sorted(left)))
     config = {**_DEFAULTS, **family.defaults, **config}
@@ -79,6 +81,9 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         kind = type(rope.scaling).__name__.lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     value_head = _has_value_head(config, where)
+    further = config.get("num_nextn_predict_layers") or 0
+    if not isinstance(further, int) or further < 0:
+        raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
     return ModelShape(
         family=name,
         hidden_size=whole(config, "hidden_size", where),
@@ -90,6 +95,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         attention=family.attention(config, where),
         feed_forward=family.feed_forward(config, where),
         value_head=value_head,
+        layers_left_out=further,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn.utils import get_total_norm
@@ -104,28 +105,41 @@ class Optimization:
         )
         self.scheduler.step(increment=self._ahead)
 
-    def step(self) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule.
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """The global norm of the gradients, which ``step`` needs; it may be infinite or NaN."""
+        self.optimizer.prepare_grads()
+        norm = self.optimizer.get_grad_norm()
+        return math.nan if norm is None else float(norm)
 
-        UserError if the gradient or the updated weights are not finite: they could only be saved
-        and sent to the engines. Weights above 1e19 count as infinite, because their squares are.
+    @torch.no_grad()
+    def step(self, norm: float) -> dict[str, float]:
+        """Clip by ``norm``, the finite result of ``grad_norm``, update the weights, advance the
+        schedule. It is the rest of Megatron's ``ChainedOptimizer.step``.
+
+        UserError if the updated weights are not finite: they could only be saved and sent to the
+        engines. Weights above 1e19 count as infinite, because their squares are.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
-        _, grad_norm, _ = self.optimizer.step()
-        norm = math.nan if grad_norm is None else float(grad_norm)
-        self._require_finite(norm, "the norm of the gradient")
-        weights = [weight.detach() for weight in self._weights]
-        self._require_finite(float(get_total_norm(weights)), "the norm of the updated weights")
+        for inner in self._inner:
+            parameters = inner.get_parameters()
+            if parameters and self._options.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, self._options.clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+        weights = float(get_total_norm([weight.detach() for weight in self._weights]))
+        if not math.isfinite(weights):
+            raise UserError(
+                f"the norm of the updated weights is {weights} in update {self.updates + 1}",
+                key=self.learning_rate,
+                remedy="lower it, or look for rows whose rewards or log-probs are extreme",
+            )
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
-    def _require_finite(self, norm: float, what: str) -> None:
-        if not math.isfinite(norm):
-            raise UserError(
-                f"{what} is {norm} in update {self.updates + 1}",
-                key=f"{self._options.lr_key}={self._options.lr:g}",
-                remedy="lower it, or look for rows whose rewards or log-probs are extreme",
-            )
+    @property
+    def learning_rate(self) -> str:
+        """``KEY=VALUE`` of the configuration, for messages."""
+        return f"{self._options.lr_key}={self._options.lr:g}"
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Master weights and moments, without the step counts."""

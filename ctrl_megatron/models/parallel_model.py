@@ -6,6 +6,7 @@ output, their callers the loss; ``models.forward_step`` combines both for one mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.forward_step import Head, Scalars, forward_only, forward_with_loss
+from ctrl_megatron.models.forward_step import Head, Scalars, Share, forward_only, forward_with_loss
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
@@ -53,6 +54,18 @@ class ModelOptions:
     """Losses of the routers of a model with experts, in optimizer steps."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedUpdate:
+    """An optimizer step that was not made, because the loss or the gradient is not finite."""
+
+    reason: str
+    rows: tuple[int, ...]
+    """This data rank's rows (their ``place``, or else their indices) in micro-batches whose loss is
+    not finite; none where only the gradient is not."""
+    learning_rate: str
+    """``KEY=VALUE``."""
 
 
 class ParallelModel:
@@ -89,6 +102,7 @@ class ParallelModel:
                 weight.partition_stride = 1  # type: ignore[attr-defined]
         self.optimization: Optimization | None = None
         self._flops = (0, 0)
+        self._skipped: list[SkippedUpdate] = []
         self._parts: dict[Part, OffloadedTensors] = {
             "weights": OffloadedTensors(self._weights, keep=True),
             "gradients": OffloadedTensors(self._gradients, keep=False),
@@ -235,8 +249,10 @@ class ParallelModel:
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
-        ``lr``, and the loads of experts (``models.router.Routers.metrics``). Raises UserError on a
-        gradient, or updated weights, that are not finite.
+        ``lr``, and the loads of experts (``models.router.Routers.metrics``). If the loss or the
+        gradient is not finite, on any rank, the step is skipped on all: weights, optimizer and
+        schedule stay as they were, the result is empty, and ``take_skipped`` says why. Raises
+        UserError on updated weights that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
@@ -254,11 +270,40 @@ class ParallelModel:
             **self._micro_batches(rows, self.options.token_budget, backward=True),
         )
         loads = self._routers.metrics(self.groups)
+        scalars, norm = self._sum(shares), self.optimization.grad_norm()
+        fine = math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0))
+        if self.groups.on_any(not fine)[0]:
+            self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
+            return {}
         return {
-            **self._sum(shares),
-            **self.optimization.step(),
+            **scalars,
+            **self.optimization.step(norm),
             **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
         }
+
+    def take_skipped(self) -> list[SkippedUpdate]:
+        """The optimizer steps that were skipped since the last call, in their order."""
+        taken, self._skipped = self._skipped, []
+        return taken
+
+    def _skip(
+        self, shares: list[Share], loss: float, norm: float, place: torch.Tensor | None
+    ) -> None:
+        """Collective."""
+        assert self.optimization is not None
+        bad = [s.rows for s in shares if not all(v.isfinite().all() for v in _loss_of(s))]
+        mine = sorted(int(row if place is None else place[row]) for rows in bad for row in rows)
+        # Only the last stage has the losses.
+        parts = self.groups.from_all((self.groups.place.dp, mine))
+        rows = {row for dp, found in parts if dp == self.groups.place.dp for row in found}
+        self._skipped.append(
+            SkippedUpdate(
+                reason=f"the loss is {loss:g} and the norm of the gradient {norm:g} in update "
+                f"{self.updates + 1}",
+                rows=tuple(sorted(rows)),
+                learning_rate=self.optimization.learning_rate,
+            )
+        )
 
     def take_flops(self) -> tuple[int, int]:
         """Floating-point operations of this model copy since the last call: (in passes without
@@ -316,15 +361,15 @@ class ParallelModel:
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-most // multiple) * multiple
 
-    def _sum(self, shares: list[Scalars]) -> dict[str, float]:
+    def _sum(self, shares: list[Share]) -> dict[str, float]:
         """The sum over micro-batches and data-parallel ranks, on every stage."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
-            names = sorted({name for share in shares for name in share})
+            names = sorted({name for share in shares for name in share.scalars})
             # Ranks may have different numbers of micro-batches but the same names, because a loss
             # function returns the same scalars for every piece.
             local = torch.tensor(
-                [sum(float(share.get(name, 0.0)) for share in shares) for name in names],
+                [sum(float(share.scalars.get(name, 0.0)) for share in shares) for name in names],
                 dtype=torch.float64,
             )
             totals = dict(zip(names, self.groups.sum_over_data(local).tolist(), strict=True))
@@ -335,6 +380,10 @@ class ParallelModel:
         source = layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp)
         dist.broadcast_object_list(box, src=source, group=self.groups.host_model)
         return box[0] or {}
+
+
+def _loss_of(share: Share) -> list[torch.Tensor]:
+    return [share.scalars["loss"]] if share.scalars else []
 
 
 def _finalise_without_division(

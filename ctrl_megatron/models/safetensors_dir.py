@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json, users_input
+from ctrl_megatron.models.fp8 import SCALES, dequantised, weight_block
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import ModelShape
 
+_log = logging.getLogger(__name__)
+
 
 class SafetensorsDirectory:
-    """Opens each file once. Files are memory-mapped: only the requested bytes are read, but they
-    count as this process's memory as long as the file is open. Without ``mapped`` whole tensors are
-    read into separate memory, also if only a part of one is requested.
+    """Opens each file once. Weights in blocks of 8 bits are read as float32.
+
+    Files are memory-mapped: only the requested bytes are read, but they count as this process's
+    memory as long as the file is open. Without ``mapped`` whole tensors are read into separate
+    memory, also if only a part of one is requested.
     """
 
     def __init__(self, directory: str | Path, *, mapped: bool = True) -> None:
         self.directory, self._backend = Path(directory), "mmap" if mapped else "pread"
         self._open: dict[str, Any] = {}
         self._file_of = self._index()
+        config = self.directory / "config.json"
+        # A folder of weights alone has none.
+        self.block = weight_block(read_json(config), str(config)) if config.is_file() else None
+        """Rows and columns with one scale; None if the weights are not quantised."""
 
     def _index(self) -> dict[str, str]:
         index = self.directory / "model.safetensors.index.json"
@@ -91,10 +103,15 @@ class SafetensorsDirectory:
         missing = [name for name in wanted if name not in self._file_of]
         # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
         harmless = {"lm_head.weight"} if shape.tied_embeddings else set()
+        harmless |= {name + SCALES for name in wanted if self.block is not None}
+        further = self._further_layers(shape)
         unexpected = [
             name
             for name in self._file_of
-            if name not in wanted and name not in harmless and not name.endswith(".inv_freq")
+            if name not in wanted
+            and name not in harmless
+            and not name.endswith(".inv_freq")
+            and not name.startswith(further)
         ]
         if missing or unexpected:
             raise UserError(
@@ -102,6 +119,7 @@ class SafetensorsDirectory:
                 f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
             )
         for name, expected in wanted.items():
+            self._require_scales(name)
             if (actual := self._shape(name)) != expected:
                 raise UserError(
                     f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
@@ -117,6 +135,32 @@ class SafetensorsDirectory:
                 remedy="set tie_word_embeddings to false, or remove the tensor",
             )
 
+    def _further_layers(self, shape: ModelShape) -> tuple[str, ...]:
+        """How the names of layers that are left out begin; logs one warning if there are any."""
+        layers = range(shape.num_layers, shape.num_layers + shape.layers_left_out)
+        begins = tuple(f"model.layers.{layer}." for layer in layers)
+        if begins and any(name.startswith(begins) for name in self._file_of):
+            _warn_of_layers(str(self.directory), len(begins))
+        return begins
+
+    def _require_scales(self, name: str) -> None:
+        """UserError for a weight in 8 bits that cannot be converted."""
+        kind = self._handle(name).get_slice(name).get_dtype()
+        if not kind.startswith("F8"):
+            return
+        scales = name + SCALES
+        if kind != "F8_E4M3" or self.block is None or scales not in self._file_of:
+            raise UserError(
+                f"{self.directory}: {name} has type {kind}, which is read only as F8_E4M3 with "
+                f"{scales} and with a weight_block_size in config.json"
+            )
+        sizes = zip(self._shape(name), self.block, strict=True)
+        if self._shape(scales) != (want := tuple(-(-size // block) for size, block in sizes)):
+            raise UserError(
+                f"{self.directory}: {scales} has shape {self._shape(scales)}, not {want} as "
+                f"weight_block_size={list(self.block)} implies"
+            )
+
     def fingerprint(self) -> str:
         """16 hex digits from the tensors' names, shapes, dtypes and first rows. They change with
         the weights, do not depend on the files, and large models need not be read completely."""
@@ -130,8 +174,27 @@ class SafetensorsDirectory:
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor."""
+        if self.block is not None and name + SCALES in self._file_of:
+            return self.read_part(name, (slice(None),) * 2)
         return self._handle(name).get_tensor(name)
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The rectangle ``part`` of the tensor."""
-        return self._handle(name).get_slice(name)[part]
+        found = self._handle(name).get_slice(name)[part]
+        if self.block is None or (scales := name + SCALES) not in self._file_of:
+            return found
+        begins = [index.start or 0 for index in part] + [0] * (2 - len(part))
+        whole = self._handle(scales).get_tensor(scales)
+        return dequantised(found, whole, (begins[0], begins[1]), self.block)
+
+
+@cache
+def _warn_of_layers(directory: str, count: int) -> None:
+    """Log the warning once in a process, and in no other rank than the first."""
+    if read_launch().rank == 0:
+        _log.warning(
+            "%s: left out the last %d layer(s), which predict further tokens and are not trained; "
+            "exports lack them",
+            directory,
+            count,
+        )

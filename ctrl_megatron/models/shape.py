@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ctrl_megatron.models.rope import Rope
@@ -191,6 +191,9 @@ class ModelShape:
     """One for each layer."""
     value_head: bool = False
     """One number per token instead of a vocabulary (transformers' token classification models)."""
+    layers_left_out: int = field(default=0, compare=False)
+    """Layers that follow the last one in the files and predict further tokens (multi-token
+    prediction). They are not read."""
 
     @property
     def num_layers(self) -> int:

@@ -129,9 +129,13 @@ def exchange_unequal_parts() -> None:
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return scatter(rows, group, sizes, buffered)
-        summed = rows.clone()
-        dist.all_reduce(summed, group=group)
-        return summed.split(sizes)[group.rank()].clone()
+        parts = rows.split(sizes)
+        own = parts[group.rank()].clone()
+        for rank, part in enumerate(parts):
+            # Gloo also writes into what the others give.
+            given = own if rank == group.rank() else part.clone()
+            dist.reduce(given, dst=dist.get_global_rank(group, rank), group=group)
+        return own
 
     mappings._gather_along_first_dim = gathered
     mappings._reduce_scatter_along_first_dim = scattered

@@ -12,7 +12,7 @@ the leader's event loop beside the log-probs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -585,7 +585,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``actor/ppo_kl_first`` is the first step's ``ppo_kl``, which must be 0: its weights are those
     that computed ``old_log_probs``. Without ``old_log_probs`` in the batch there is one optimizer
     step, and the field gets the log-probs of that step. During ``trainer.critic_warmup`` the actor
-    is not trained.
+    is not trained. An optimizer step that is skipped (``ParallelModel.train_step``) has no metrics.
     """
     if not worker.actor_learns:
         return NodeOutput()
@@ -601,7 +601,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         step, log_probs, entropy = worker.policy.step_with_log_probs(
             tensors_of(batch), loss, worker.temperature
         )
-        metrics = means_over_steps([step], "actor") | {"actor/ppo_kl_first": step["actor/ppo_kl"]}
+        metrics = means_over_steps([step], "actor") | first_kl([step])
         metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
         if worker.reference is not None:
             metrics |= kl_to_reference(worker, batch, log_probs)
@@ -610,8 +610,12 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         rows |= select_tokens(worker, batch, rows, draw=len(steps))
         steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")
-    metrics["actor/ppo_kl_first"] = steps[0]["actor/ppo_kl"]
-    return NodeOutput(metrics=metrics)
+    return NodeOutput(metrics=metrics | first_kl(steps))
+
+
+def first_kl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``actor/ppo_kl_first`` of the optimizer steps; nothing where the first one was skipped."""
+    return {"actor/ppo_kl_first": steps[0]["actor/ppo_kl"]} if steps[0] else {}
 
 
 @writes()

@@ -68,6 +68,14 @@ class StepDump:
         with self._worker.timeline.phase("dump"):
             self._write(step, batch)
 
+    def keep(self, step: int, batch: TensorDict) -> Path:
+        """Write the batch of any step, as it was just before the update. Collective. Returns the
+        directory.
+        """
+        if not self._worker.config.trainer.dumps(step):
+            self._write(step, batch)
+        return self._folder / f"{_PREFIX}{step}"
+
     def _write(self, step: int, batch: TensorDict) -> None:
         worker, groups = self._worker, self._worker.groups
         kept = {n: t for n, t in tensors_of(batch).items() if n not in _DERIVED}

@@ -32,7 +32,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -103,10 +103,13 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
-                SafetensorsDirectory(path).check(shape)
+                tensors = SafetensorsDirectory(path)
+                tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
+                if purpose == "rl":
+                    _check_engine_takes(config, path, shape, tensors)
         except UserError as error:
             problems.append(error)
     all_of(problems)
@@ -180,6 +183,26 @@ def _check_role(
             "(actor_rollout_ref.proxy.kind=engine)"
             if key == _PROXY
             else "use a model of the actor's shape",
+        )
+
+
+def _check_engine_takes(
+    config: Config, path: str, shape: ModelShape, tensors: SafetensorsDirectory
+) -> None:
+    if tensors.block is not None:
+        raise UserError(
+            f"the weights of {path} have 8 bits, in which engines would load them and receive no "
+            "others",
+            remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
+        )
+    engine = config.actor_rollout_ref.rollout.name
+    if engine != "hf" and isinstance(shape.attention, MultiLatentAttention):
+        # They multiply parts of its weights with each other when they load a model.
+        raise UserError(
+            f"{path} has multi-latent attention, whose weights cannot be pushed to engine "
+            f"{engine!r}",
+            key="actor_rollout_ref.rollout.name",
+            remedy="use engine 'hf'",
         )
 
 

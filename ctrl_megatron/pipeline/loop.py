@@ -4,8 +4,9 @@ differ only in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -14,10 +15,12 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
-from ctrl_megatron.errors import ServiceFault
+from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
-from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.parallel_model import ParallelModel, SkippedUpdate
 from ctrl_megatron.parallel.stop import StopRequested
+from ctrl_megatron.pipeline.batch import texts
+from ctrl_megatron.pipeline.dump import ROW_ID
 from ctrl_megatron.pipeline.executor import Executor, Rank
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import DeviceMemory
@@ -71,6 +74,8 @@ class Schedule:
     test_freq: int = -1
     val_before_train: bool = False
     resume_mode: str = "auto"
+    max_bad_steps: int = 3
+    """Steps in a row with a skipped update after which the run ends."""
     stage: str = "RL"
     """Names the rows of the final table: ``before RL``, ``after RL``."""
 
@@ -99,6 +104,13 @@ class TrainingLoop:
     memory: DeviceMemory | None = None
     """Measures the worker's timeline where there is a GPU."""
     watchers: Sequence[StepWatcher] = ()
+    keep_batch: Callable[[int, TensorDict], Path] | None = None
+    """(step, batch just before the update) -> the directory into which it is written; for the step
+    that ends a run. Collective."""
+    _updating: TensorDict | None = None
+    """The batch just before the update of the step in hand, or of the last one."""
+    _bad: list[SkippedUpdate] = field(default_factory=list)
+    """The last skipped update of each of the last steps in a row that had one."""
     _state: dict[str, Any] | None = None
     _saved: int = 0
     """The step whose state is on disk; at step 0 the models equal their files."""
@@ -144,11 +156,13 @@ class TrainingLoop:
             last = self._is_over()
             while not last:
                 self._step(executor)
+                self._require_good(worker.step)
                 self._state = self._snapshot()
                 last = self._is_over()
-                if last or _due(worker.step, schedule.save_freq):
+                # Weights that give no finite loss are not saved in place of earlier ones.
+                if last or (_due(worker.step, schedule.save_freq) and not self._bad):
                     self._save()
-                if _due(worker.step, schedule.save_hf_freq):
+                if _due(worker.step, schedule.save_hf_freq) and not self._bad:
                     self._export()
                 if not last and _due(worker.step, schedule.test_freq):
                     self._validate(f"step {worker.step}")
@@ -182,6 +196,7 @@ class TrainingLoop:
         return drawn or self.worker.step >= schedule.total_steps
 
     def _before_update(self, batch: TensorDict) -> None:
+        self._updating = batch.copy()
         for watcher in self.watchers:
             watcher.before_update(self.worker.step + 1, batch)
 
@@ -198,6 +213,7 @@ class TrainingLoop:
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         for watcher in self.watchers:
             watcher.end(step, batch, metrics)
+        metrics |= self._skipped(step)
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
         held = psutil.Process().memory_info().rss / (1 << 30)
@@ -211,6 +227,49 @@ class TrainingLoop:
         examples = report.examples(worker, batch) if worker.groups.is_first else []
         record = worker.timeline.record(step, worker.groups.rank)
         self.recorder.end_step(step, metrics, record, examples)
+
+    def _skipped(self, step: int) -> dict[str, float]:
+        """``update/skipped``: updates of the step that were skipped; nothing where there were none.
+        Collective.
+        """
+        groups, models = self.worker.groups, self.worker.trained
+        skipped = [(name, one) for name, model in models.items() for one in model.take_skipped()]
+        self._bad = [*self._bad, skipped[-1][1]] if skipped else []
+        for name, one in skipped:
+            parts = groups.from_data_ranks(self._names(one.rows))
+            rows = dict.fromkeys(row for part in parts for row in part)
+            where = f"; rows: {', '.join(rows)}" if rows else ""
+            self.recorder.say(f"warning: step {step} does not update {name}: {one.reason}{where}")
+        return {"update/skipped": float(len(skipped))} if skipped else {}
+
+    def _require_good(self, step: int) -> None:
+        """UserError, with the batch kept, after ``max_bad_steps`` steps in a row with a skipped
+        update. Collective.
+        """
+        if len(self._bad) < self.schedule.max_bad_steps:
+            return
+        last, kept = self._bad[-1], ""
+        if self.keep_batch is not None and self._updating is not None:
+            folder = self.keep_batch(step, self._updating)
+            kept = f", or look at the batch in {folder} with ctrl-replay"
+        raise UserError(
+            f"{len(self._bad)} steps in a row, up to step {step}, skipped an update "
+            f"(trainer.max_bad_steps): {last.reason}; the last checkpoint is that of step "
+            f"{self._saved}",
+            key=last.learning_rate,
+            remedy=f"lower it, continue from an older checkpoint (trainer.resume_mode){kept}",
+        )
+
+    def _names(self, places: Sequence[int]) -> list[str]:
+        """The rows of samples of this data rank's batch, as far as the batch names them."""
+        batch = self._updating
+        if batch is None or not places:
+            return []
+        if ROW_ID in batch:
+            names = texts(batch[ROW_ID])
+        else:
+            names = [str(row) for row in batch["row"].tolist()] if "row" in batch else []
+        return [names[place] for place in places if place < len(names)]
 
     def _snapshot(self) -> dict[str, Any]:
         parts = {"sampler": self.sampler, **self.parts}

@@ -16,6 +16,7 @@ from ctrl_megatron.metrics import (
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
 
@@ -28,8 +29,8 @@ def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
 
 
 def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, and of
-    several engines ``perf/engine_balance``.
+    """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, the
+    metrics ``engine/...``, and of several engines ``perf/engine_balance``.
 
     MFU counts what the trainer's passes (log-probs, values, updates) computed over the time they
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
@@ -47,8 +48,22 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             devices=worker.groups.layout.world_size,
             peak=worker.peak_flops,
         ),
+        **engine_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
+
+
+def engine_metrics(worker: DAGWorker) -> dict[str, float]:
+    """What the actor's engines have counted since the last call (``step_metrics``), on rank 0.
+    Collective.
+    """
+    engine = worker.engine if worker.groups.is_first else None
+
+    async def ask() -> dict[str, Counters]:
+        return {} if engine is None else await engine.counters()
+
+    before, worker.counted = worker.counted, worker.ask(ask, "the engines' counters")
+    return step_metrics(before, worker.counted)
 
 
 def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:

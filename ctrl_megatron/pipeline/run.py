@@ -139,6 +139,7 @@ def train(config: Config) -> bool:
         proxy = worker.proxy
         answering = "" if proxy is None else worker.ask(proxy.greet, "the proxy to answer")
         worker.timeline = recorder.timeline(memory)
+        dump = StepDump(worker, steps)
         loop = TrainingLoop(
             worker=worker,
             graph=graph,
@@ -159,9 +160,11 @@ def train(config: Config) -> bool:
                 test_freq=trainer.test_freq,
                 val_before_train=trainer.val_before_train,
                 resume_mode=trainer.resume_mode,
+                max_bad_steps=trainer.max_bad_steps,
             ),
             memory=memory,
-            watchers=(StepDump(worker, steps), *profiles(config, worker)),
+            watchers=(dump, *profiles(config, worker)),
+            keep_batch=dump.keep,
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness else {},

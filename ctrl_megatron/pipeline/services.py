@@ -17,6 +17,7 @@ from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.metrics import Gauge
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
@@ -31,7 +32,9 @@ from ctrl_megatron.parallel.placement import (
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
+    CountedEngine,
     Engine,
     EngineAddress,
     EngineDied,
@@ -44,6 +47,7 @@ from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError, 
 from ctrl_megatron.sandbox.cores import usable_cores
 
 _ASK_SECONDS = 2.0
+_GAUGE_SECONDS = 2.0
 
 
 class Services:
@@ -175,7 +179,7 @@ class Services:
             silence = SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit)
             self._watch.guard(silence, hang=True)
 
-    def connect(self, role: EngineRole = "rollout") -> Engine:
+    def connect(self, role: EngineRole = "rollout") -> CountedEngine:
         """A client of all engines of a role."""
         return self._client(self.placement.of(role).engines)
 
@@ -184,8 +188,8 @@ class Services:
         here = self.placement.of("rollout").on(self._groups.here)
         return self._client(here) if here and self._engines else None
 
-    def _client(self, places: Sequence[EnginePlace]) -> Engine:
-        clients: dict[str, Engine] = {}
+    def _client(self, places: Sequence[EnginePlace]) -> CountedEngine:
+        clients: dict[str, CountedEngine] = {}
         for number in (place.number for place in places):
             own, address = self._engines.get(number), self._addresses[number]
             if number not in self._clients:
@@ -202,12 +206,56 @@ class Services:
             first=self._groups.place.dp * len(clients) // layout.data,
         )
 
+    def gauges(self) -> list[Gauge]:
+        """The present queues of all engines and sandboxes of the run, for any thread; those that
+        do not answer within seconds have no series, and before ``wait`` has returned none has.
+        """
+        if not self._addresses:
+            return []
+        return self._probes.run(self._queues())
+
+    async def _queues(self) -> list[Gauge]:
+        engines = dict(await asyncio.gather(*map(counters_now, self._addresses.values())))
+        boxes: dict[str, int] = {}
+        if self._judges and self.sandbox_endpoint:
+            async with SandboxClient(self.sandbox_endpoint, token=self.sandbox_token) as client:
+                boxes = await client.queue_lengths()
+        asked, waiting = (
+            [({"engine": e}, found[name]) for e, found in engines.items() if name in found]
+            for name in ("under_way", "waiting")
+        )
+        return [
+            gauge
+            for gauge in (
+                Gauge("ctrl_engine_completions", "Completions asked of an engine.", asked),
+                Gauge("ctrl_engine_waiting", "Those that it has no room for yet.", waiting),
+                Gauge(
+                    "ctrl_sandbox_waiting",
+                    "Programs that wait for a worker.",
+                    [({"sandbox": address}, length) for address, length in boxes.items()],
+                ),
+            )
+            if gauge.samples
+        ]
+
     def stop(self) -> None:
         """End this rank's child processes, also those that are still starting."""
         for service in (self._sandbox, *self._engines.values()):
             if service is not None:
                 service.stop()
         self._probes.close()
+
+
+async def counters_now(address: EngineAddress) -> tuple[str, Counters]:
+    """Name and counters of an engine; no counters if it does not answer within seconds."""
+    client = RemoteEngine(address)
+    try:
+        counted = await asyncio.wait_for(client.counters(), _GAUGE_SECONDS)
+        return address.name, counted[address.name]
+    except (EngineError, TimeoutError):
+        return address.name, {}
+    finally:
+        await client.close()
 
 
 def child_died(
@@ -382,9 +430,8 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
 ) -> EngineSpec:
-    """The configured engine at one of its places, with the actor's initial weights or the
-    proxy's.
-    """
+    """The configured engine at one of its places: with the proxy's weights, or waiting for the
+    actor's."""
     family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
     hosts, together = groups.hosts, len(placement.on(place.host))
     same = placement.of(place.role).engines
@@ -408,6 +455,8 @@ def engine_spec(
         kv_cache_gib=keys.kv_cache_gib,
         max_num_seqs=keys.max_num_seqs,
         enforce_eager=keys.enforce_eager,
+        # The proxy's own engines keep the weights of their directory.
+        awaits_weights=is_actor,
         may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
         seed=family.rollout.seed + number,

@@ -69,6 +69,8 @@ class Session:
         )
         self.at_end.append(services.stop)
         services.start()
+        if self.served is not None:
+            self.served.add(services.gauges)
         return services
 
 

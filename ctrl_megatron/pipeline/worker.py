@@ -28,7 +28,8 @@ from ctrl_megatron.pipeline.ahead import DrawsAhead
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
-from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.counters import Counters
+from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.types import FinishReason, Message
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class RolloutWorker:
     background: BackgroundLoop
     stop: StopFlag
     codec: TextCodec
-    engine: Engine | None
+    engine: CountedEngine | None
     """All engines of the run; None on ranks that are not leaders."""
     device: DeviceOwner
     """Who has the device, engine or trainer, and which weights the engines have."""
@@ -214,6 +215,8 @@ class DAGWorker(RolloutWorker):
     """Training steps of the whole run."""
     ahead: DrawsAhead = field(default_factory=DrawsAhead)
     """What is drawn for the next step while this one trains (``rollout.staleness``)."""
+    counted: dict[str, Counters] = field(default_factory=dict)
+    """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import product, zip_longest
 from math import prod
+from typing import assert_never
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
@@ -353,7 +354,7 @@ def _box(
             return whole
         case "row":
             return _part_of(tensor, 1, worker, cut.tensor)
-        case "gate_up":
+        case "column":
             return _part_of(tensor, 0, worker, cut.tensor)
         case "qkv":
             groups = _groups(shape)
@@ -369,6 +370,8 @@ def _box(
             first = min(rows, worker * share)
             count = min(rows, first + share) - first
             return ((first, 0), (count, *tensor.shape[1:])) if count else None
+        case other:
+            assert_never(other)
 
 
 def _groups(shape: ModelShape) -> int:

@@ -18,6 +18,7 @@ import aiohttp
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout import wire
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
     EngineAddress,
@@ -139,6 +140,9 @@ class RemoteEngine:
 
     async def health(self) -> None:
         await self._post("/health", {})
+
+    async def counters(self) -> dict[str, Counters]:
+        return {self.address.name: await self._post("/counters", {})}
 
     async def close(self) -> None:
         """Close the connections; the engine continues (``EngineProcess.stop`` ends it)."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ class EngineSpec:
     """Size of the KV cache on a CPU, in GiB; None means 2."""
     enforce_eager: bool = False
     """Capture no CUDA graphs; has no effect on a CPU."""
+    awaits_weights: bool = False
+    """An update comes before the first completion, and the server refuses to generate until then.
+    ``vllm`` and ``sglang`` then start with random weights instead of reading the directory's."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0
@@ -178,6 +182,14 @@ class Engine(Protocol):
         ...
 
 
+class CountedEngine(Engine, Protocol):
+    """An engine in a process of its own, or several, as the trainer sees them."""
+
+    async def counters(self) -> dict[str, Counters]:
+        """What each engine has counted, by its name. An engine answers in every state."""
+        ...
+
+
 class StreamingEngine(Engine, Protocol):
     """An engine that reports the tokens of its completions while it draws them."""
 
@@ -190,6 +202,18 @@ class StreamingEngine(Engine, Protocol):
         finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``; ``listener`` has been called with all tokens when it returns."""
+        ...
+
+
+class EmbeddedEngine(StreamingEngine, Protocol):
+    """An engine in the process that serves it."""
+
+    def await_weights(self) -> None:
+        """Refuse to generate until the next update; called once, after the start."""
+        ...
+
+    def own_counters(self) -> Counters:
+        """The counters that an engine of this kind has, beside those of its requests."""
         ...
 
 

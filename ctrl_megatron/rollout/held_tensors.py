@@ -20,6 +20,10 @@ _EXPERTS = {"RoutedExperts", "FusedMoE"}
 """The classes of vLLM's and SGLang's experts of a layer."""
 
 
+HF_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""The names of an expert's gate, up and down projection in most families."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
     """What one tensor rank holds of a layer's experts."""
@@ -33,7 +37,7 @@ class HeldExperts:
     the width of all of them."""
     width: int | None = None
     """An expert's width over all ranks without padding; None without padding."""
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = HF_NAMES
     """The projections' HF names."""
 
 
@@ -67,6 +71,9 @@ def held_tensors(
                 wholes = _hf_tensors(module, local, gather)
                 for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
                     yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
+            for name, state in module.named_parameters(recurse=False):
+                if name not in ("weight", "bias"):  # such as the bias of a router's choice
+                    yield f"{path}.{name}", state
         elif "VocabParallelEmbedding" in kinds:
             used = torch.as_tensor(module.weight)
             if leaf == "lm_head":
@@ -129,6 +136,8 @@ def _hf_tensors(module: Any, local: torch.Tensor, gather: Gather) -> list[torch.
     if not kinds & {"MergedColumnParallelLinear", "QKVParallelLinear"}:
         return [gather(local, 0)]
     ranks = sum(module.output_sizes) // len(local)
+    if ranks == 1:
+        return list(local.split(module.output_sizes))
     sizes = [size // ranks for size in module.output_sizes]
     parts = [gather(part.contiguous(), 0) for part in local.split(sizes)]
     copies = getattr(module, "num_kv_head_replicas", 1)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
@@ -195,6 +196,9 @@ class HfEngine:
             await asyncio.to_thread(self._sleeping.come_back)
             self._sleeping = None
 
+    def await_weights(self) -> None:
+        self._state.await_weights()
+
     async def checksums(self) -> dict[str, str]:
         self._state.require_held()
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
@@ -207,6 +211,10 @@ class HfEngine:
         if self._broken:
             raise EngineDied(self._broken)
         self._state.require_whole()
+
+    def own_counters(self) -> Counters:
+        """Nothing: it keeps no keys between calls and preempts no completion."""
+        return {}
 
     async def close(self) -> None:
         """End all completions and free the model."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
-    Engine,
+    CountedEngine,
     EngineMemory,
     PauseMode,
     SleepLevel,
@@ -28,7 +29,7 @@ class _Member:
     """An engine and this pool's requests to it."""
 
     name: str
-    engine: Engine
+    engine: CountedEngine
     sequences: int = 0
     """Number of completions that it is drawing."""
     tokens: int = 0
@@ -53,7 +54,12 @@ class EnginePool:
     """
 
     def __init__(
-        self, engines: Mapping[str, Engine], *, at_once: int, joins_calls: bool, first: int = 0
+        self,
+        engines: Mapping[str, CountedEngine],
+        *,
+        at_once: int,
+        joins_calls: bool,
+        first: int = 0,
     ) -> None:
         members = [_Member(name, engine) for name, engine in engines.items()]
         first %= len(members)
@@ -167,13 +173,17 @@ class EnginePool:
     async def health(self) -> None:
         await self._all(lambda engine: engine.health())
 
+    async def counters(self) -> dict[str, Counters]:
+        every = await self._all(lambda engine: engine.counters())
+        return {name: counters for one in every for name, counters in one.items()}
+
     async def close(self) -> None:
         await self._all(lambda engine: engine.close())
 
-    async def _all(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
+    async def _all(self, ask: Callable[[CountedEngine], Awaitable[T]]) -> list[T]:
         """Call every engine at the same time; the first failure cancels the other calls."""
 
-        async def one(engine: Engine) -> T:
+        async def one(engine: CountedEngine) -> T:
             return await ask(engine)
 
         try:

@@ -27,12 +27,13 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.callback_stream import stream_of
+from ctrl_megatron.rollout.counters import Counters, WorkMeter
 from ctrl_megatron.rollout.engine import (
+    EmbeddedEngine,
     Engine,
     EngineBroken,
     EngineDied,
     EngineSpec,
-    StreamingEngine,
 )
 from ctrl_megatron.rollout.imports import without_collections
 from ctrl_megatron.types import Completion, SamplingParams
@@ -50,7 +51,7 @@ _LONGEST_CAUSE = 400
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, log_probs=False)
 
 
-async def build_engine(spec: EngineSpec) -> StreamingEngine:
+async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
     """The embedded engine that ``spec`` names."""
     module, _, name = ENGINES[spec.name].adapter.partition(":")
     with without_collections():
@@ -64,9 +65,9 @@ def die(reason: str) -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def application(engine: StreamingEngine, token: str) -> web.Application:
+def application(engine: EmbeddedEngine, token: str) -> web.Application:
     """The HTTP application; every request needs ``Authorization: Bearer TOKEN``."""
-    expected = f"Bearer {token}".encode()
+    expected, meter = f"Bearer {token}".encode(), WorkMeter()
 
     @web.middleware
     async def authorise(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -76,26 +77,35 @@ def application(engine: StreamingEngine, token: str) -> web.Application:
         return await handler(request)
 
     calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
-        "/generate": partial(generate, engine),
+        "/generate": partial(generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["level"]),
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
         "/health": lambda body: engine.health(),
+        "/counters": lambda body: counters(engine, meter),
     }
     app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
     for path, call in calls.items():
         app.router.add_post(path, partial(answer, call))
-    app.router.add_post("/stream", partial(stream, engine))
+    app.router.add_post("/stream", partial(stream, engine, meter))
     app.router.add_get("/update", partial(update, engine))
     return app
 
 
-async def generate(engine: StreamingEngine, body: wire.Json) -> list[list[Any]]:
+async def generate(engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json) -> list[list[Any]]:
     """The completions of the request ``body``, as JSON."""
-    done = await engine.generate(body["prompts"], wire.params_from_json(body["params"]))
+    prompts, params = body["prompts"], wire.params_from_json(body["params"])
+    with meter.request(len(prompts) * params.n) as drawn:
+        done = await engine.generate(prompts, params)
+        drawn([completion for group in done for completion in group])
     return [[wire.completion_to_json(c) for c in group] for group in done]
+
+
+async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
+    """The counters of the engine's process."""
+    return {**meter.counters(), **engine.own_counters()}
 
 
 async def outcome(
@@ -118,7 +128,9 @@ async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Reque
     return web.json_response(data, status=500 if "error" in data else 200)
 
 
-async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamResponse:
+async def stream(
+    engine: EmbeddedEngine, meter: WorkMeter, request: web.Request
+) -> web.StreamResponse:
     """Lines of JSON: ``{"tokens": [number, its next tokens]}`` as they are drawn, where the request
     asks for ``tokens``; ``{"finished": [number, completion]}`` as each completion ends; and at the
     end ``{"result": null}`` or ``{"error": ...}``.
@@ -128,13 +140,16 @@ async def stream(engine: StreamingEngine, request: web.Request) -> web.StreamRes
         def show(place: int, new: Sequence[int]) -> None:
             send({"tokens": [place, list(new)]})
 
-        def finished(place: int, completion: Completion) -> None:
-            send({"finished": [place, wire.completion_to_json(completion)]})
-
         async def call(body: wire.Json) -> None:
-            params = wire.params_from_json(body["params"])
+            prompts, params = body["prompts"], wire.params_from_json(body["params"])
             listener = show if body["tokens"] else None
-            await engine.generate(body["prompts"], params, listener, finished=finished)
+            with meter.request(len(prompts) * params.n) as drawn:
+
+                def finished(place: int, completion: Completion) -> None:
+                    drawn([completion])
+                    send({"finished": [place, wire.completion_to_json(completion)]})
+
+                await engine.generate(prompts, params, listener, finished=finished)
 
         send(await outcome(call, request))
 
@@ -213,6 +228,8 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
         engine = await build_engine(spec)
         # Some engines refuse a model only in their first computation.
         await engine.generate([[0]], _PROBE)
+        if spec.awaits_weights:
+            engine.await_weights()
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()

@@ -31,6 +31,7 @@ from sglang.srt.server_args import ServerArgs
 
 from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.parallel.parent_watch import process_gone
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
@@ -50,6 +51,12 @@ from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 _CPU_KV_CACHE_GIB = 2.0
+_COUNTED = {
+    "prompt_tokens": "prompt_tokens",
+    "cached_tokens": "cached_tokens",
+    "preemptions": "num_retractions",
+}
+"""Counters by their names in SGLang's answers."""
 
 
 def server_args(spec: EngineSpec) -> dict[str, Any]:
@@ -66,6 +73,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
+        "load_format": "dummy" if spec.awaits_weights else "auto",
         "context_length": spec.max_model_len,
         "max_running_requests": spec.max_num_seqs,
         "tp_size": spec.tensor_parallel_size,
@@ -173,6 +181,7 @@ class SglangEngine:
         self._control._subprocess_watchdog.stop()
         self._control.auto_create_handle_loop()
         self._one_rpc = asyncio.Lock()
+        self._counted: Counters = dict.fromkeys(_COUNTED, 0.0)
         self._unseeded = random.Random(spec.seed)
         self._paused = self._resume_after = False
 
@@ -203,6 +212,12 @@ class SglangEngine:
         ]
         if not asked:
             return []
+        if params.n > 1 and not await self._fill_cache(prompts):
+            ended = Completion(token_ids=(), log_probs=(), finish_reason="abort", spans=())
+            if finished is not None:
+                for place in range(len(asked)):
+                    finished(place, ended)
+            return [[ended] * params.n for _ in prompts]
         listened = listener is not None or finished is not None
         # One request for all: SGLang then computes the same batches whenever it is asked the same.
         answers: Any = await self._engine.async_generate(
@@ -222,6 +237,7 @@ class SglangEngine:
                 show(answer["output_ids"])
             if answer["meta_info"]["finish_reason"] is not None:
                 done[place] = completion_of(answer, log_probs=params.log_probs)
+                self._count(answer["meta_info"])
                 if finished is not None:
                     finished(place, done[place])
 
@@ -234,6 +250,30 @@ class SglangEngine:
         self._state.require_whole()
         every = [done[place] for place in range(len(asked))]
         return [every[i : i + params.n] for i in range(0, len(every), params.n)]
+
+    async def _fill_cache(self, prompts: list[list[int]]) -> bool:
+        """Compute each prompt once, for all its completions: completions that begin together would
+        each compute their prompt. False if a pause has ended the requests.
+        """
+        nothing = {"max_new_tokens": 0, "sampling_seed": 0}
+        answers: Any = await self._engine.async_generate(
+            input_ids=prompts, sampling_params=[nothing] * len(prompts)
+        )
+        # The completions will report these tokens as cached, but here they were computed for them.
+        infos = [answer["meta_info"] for answer in answers]
+        self._counted["cached_tokens"] -= sum(
+            i["prompt_tokens"] - i["cached_tokens"] for i in infos
+        )
+        return all(info["finish_reason"]["type"] != "abort" for info in infos)
+
+    def _count(self, info: dict[str, Any]) -> None:
+        for name, own in _COUNTED.items():
+            self._counted[name] += info[own]
+
+    def own_counters(self) -> Counters:
+        """The queue's length is as old as the scheduler's last report."""
+        loads = self._control.load_snapshot_reader.read_all()
+        return {**self._counted, "waiting": sum(load.num_waiting_reqs for load in loads)}
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
@@ -304,6 +344,9 @@ class SglangEngine:
         )
         if all_awake:
             await self.resume()
+
+    def await_weights(self) -> None:
+        self._state.await_weights()
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from SGLang's layers, un-fused and gathered.

@@ -30,7 +30,7 @@ with without_collections():
     from sglang.srt.utils.weight_checker import WeightChecker
 
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
+from ctrl_megatron.rollout.held_tensors import HF_NAMES, HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
 from ctrl_megatron.rollout.transports import read_chunk
 
@@ -180,7 +180,8 @@ def held_experts(module: Any, config: Any) -> HeldExperts:
     has_own = hasattr(config, "moe_intermediate_size")
     key = "moe_intermediate_size" if has_own else "intermediate_size"
     width = getattr(config, f"original_{key}", getattr(config, key))
-    return HeldExperts(gate_up, module.w2_weight, numbers, width)
+    names = ("w1", "w3", "w2") if config.model_type == "mixtral" else HF_NAMES
+    return HeldExperts(gate_up, module.w2_weight, numbers, width, names)
 
 
 def leave(self: Any, forget_weights: bool) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from ctrl_megatron.background import gathered
 from ctrl_megatron.parallel import host_memory
+from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
     EngineDied,
@@ -31,6 +32,7 @@ from ctrl_megatron.rollout.engine import (
     next_tokens,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.vllm_counters import VllmCounters
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
@@ -46,6 +48,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     chosen: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,
+        "load_format": "dummy" if spec.awaits_weights else "auto",
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
@@ -114,8 +117,8 @@ def _died(error: EngineDeadError) -> EngineDied:
 class VllmEngine:
     """``Engine`` on ``AsyncLLM``; build it inside a running event loop."""
 
-    def __init__(self, spec: EngineSpec, llm: AsyncLLM) -> None:
-        self._spec, self._llm = spec, llm
+    def __init__(self, spec: EngineSpec, llm: AsyncLLM, counted: VllmCounters) -> None:
+        self._spec, self._llm, self._counted = spec, llm, counted
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
         self._resume_after = True
@@ -138,7 +141,11 @@ class VllmEngine:
             # again, for ten seconds of a core. This process has computed nothing yet, so forking is
             # safe, as vLLM does elsewhere.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        engine = cls(spec, AsyncLLM.from_vllm_config(config, disable_log_stats=True))
+        counted = VllmCounters()
+        llm = AsyncLLM.from_vllm_config(
+            config, stat_loggers=[counted.factory], disable_log_stats=True
+        )
+        engine = cls(spec, llm, counted)
         await engine._llm.collective_rpc("ctrl_prepare")
         await engine._llm.update_weight_version(engine._state.version)
         return engine
@@ -256,6 +263,9 @@ class VllmEngine:
         self._state.wake(tags)
         await self._llm.wake_up(list(tags))
 
+    def await_weights(self) -> None:
+        self._state.await_weights()
+
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
 
@@ -273,6 +283,9 @@ class VllmEngine:
         except EngineDeadError as error:
             raise _died(error) from error
         self._state.require_whole()
+
+    def own_counters(self) -> Counters:
+        return dict(self._counted.counters)
 
     async def close(self) -> None:
         """End vLLM's processes."""

@@ -114,8 +114,12 @@ class WeightState:
         self.manifest, self.version = tuple(manifest), INITIAL_VERSION
         self._broken = ""
         self._asleep = set[EngineMemory]()
-        self._forgotten = False
+        self._missing = ""
         self._one_update = asyncio.Lock()
+
+    def await_weights(self) -> None:
+        """Count the present weights as none, until an update."""
+        self._missing = "has no weights yet"
 
     def require_whole(self) -> None:
         """EngineBroken after an update that failed half-way."""
@@ -123,11 +127,12 @@ class WeightState:
             raise EngineBroken(self._broken)
 
     def require_held(self) -> None:
-        """EngineBroken; or EngineError if the weights sleep or were dropped for a sleep."""
+        """EngineBroken; or EngineError if the weights sleep, were dropped for a sleep, or have not
+        come yet."""
         self.require_whole()
         self._require_awake({"weights"})
-        if self._forgotten:
-            raise EngineError("the engine forgot its weights in its sleep; update them first")
+        if self._missing:
+            raise EngineError(f"the engine {self._missing}; update them first")
 
     def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
         """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are
@@ -153,7 +158,9 @@ class WeightState:
         """Mark everything as asleep; EngineError if anything sleeps already."""
         self.require_whole()
         self._require_awake(self._asleep)
-        self._asleep, self._forgotten = set(ENGINE_MEMORY), self._forgotten or level == 2
+        self._asleep = set(ENGINE_MEMORY)
+        if level == 2:
+            self._missing = self._missing or "forgot its weights in its sleep"
 
     def wake(self, tags: Sequence[EngineMemory]) -> bool:
         """Mark ``tags`` as awake; returns whether everything is. EngineError for a tag that is
@@ -207,7 +214,7 @@ class WeightState:
                     reason = self._broken or f"weight update {version!r} did not start: {error}"
                     raise (EngineBroken if touched else EngineError)(reason) from error
                 raise
-            self.version, self._forgotten = version, False
+            self.version, self._missing = version, ""
 
 
 def tensor_checksum(tensor: torch.Tensor) -> str:

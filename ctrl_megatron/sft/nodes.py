@@ -69,10 +69,14 @@ def sft_pipeline(*, validates: bool) -> TaskGraph:
 
 
 def collate(worker: SftWorker, batch: TensorDict) -> NodeOutput:
-    """Read ``row`` (the global batch) and return this data rank's padded rows."""
+    """Read ``row`` (the global batch) and return this data rank's padded rows, and ``row`` of
+    these.
+    """
     rows = batch["row"].tolist()[worker.groups.place.dp :: worker.groups.layout.data]
     prompts, responses = zip(*(worker.examples[row] for row in rows), strict=True)
-    return NodeOutput(batch=pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id))
+    padded = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
+    padded["row"] = torch.tensor(rows)
+    return NodeOutput(batch=padded)
 
 
 def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:

@@ -99,6 +99,7 @@ def train_sft(config: Config) -> bool:
                 total_steps=steps,
                 save_freq=config.trainer.save_freq,
                 resume_mode=config.trainer.resume_mode,
+                max_bad_steps=config.trainer.max_bad_steps,
                 stage="SFT",
             ),
         )

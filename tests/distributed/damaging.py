@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from saving import OPTIMIZER, assert_equal_states, state_of
 from workers import make_policy, policy_loss, start
 
@@ -120,3 +121,35 @@ def spoil_and_continue(
     except UserError as caught:
         found["all damaged"] = str(caught)
     return found
+
+
+def skip_an_update(
+    rank: int, layout: dict, directory: str, batch: dict, spoilt: int
+) -> tuple[int, list[Any], dict[str, float], dict[str, float]]:
+    """(data rank, the skipped updates, the metrics of a good step after a bad one, those of it
+    without a bad one), for a batch whose advantages of one row are not numbers. The bad step
+    changes nothing.
+    """
+    groups = start(layout)
+    bad = {**batch, "advantages": batch["advantages"].clone()}
+    bad["advantages"][spoilt] = float("nan")
+
+    def mine(rows: dict) -> dict:
+        place = {"place": 100 + torch.arange(len(batch["input_ids"]))}
+        return {k: v[groups.place.dp :: groups.layout.data] for k, v in (rows | place).items()}
+
+    def make() -> Any:
+        model = make_policy(groups, directory, optimizer=OPTIMIZER, token_budget=30)
+        model.step(mine(batch), policy_loss)
+        return model
+
+    model, other = make(), make()
+    before, steps = state_of(model), model.optimization.steps()
+    assert model.step(mine(bad), policy_loss) == {}
+    assert_equal_states(before, state_of(model))
+    assert model.optimization.steps() == steps and model.updates == 1
+    skipped = model.take_skipped()
+    assert model.take_skipped() == [] == other.take_skipped()
+    good = [one.step(mine(batch), policy_loss) for one in (model, other)]
+    assert_equal_states(state_of(model), state_of(other))
+    return groups.place.dp, [(one.reason, one.rows) for one in skipped], *good

@@ -1,13 +1,15 @@
-"""Multi-latent attention on tensor ranks without sequence parallelism, which layers with experts
-need: models of dense layers against transformers."""
+"""Models with multi-latent attention: dense ones against transformers on tensor ranks without
+sequence parallelism, which layers with experts need, and steps and checkpoints of whole ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from te_stand_ins import SPECS
+from test_saved_state import assert_same_contents
 from tiny_models import random_batch, reference_gradients, reference_log_probs, save_tiny
 from world import run_world
 
@@ -34,3 +36,20 @@ def test_tensor_ranks_compute_what_transformers_does(tmp_path: Path) -> None:
                 for name, want in gradients.items():
                     gap = (ours[name] - want).norm()
                     assert gap <= 1e-5 * want.norm(), (family, spec, way, name, float(gap))
+
+
+def test_steps_and_checkpoints_are_the_same_on_tensor_and_expert_ranks(tmp_path: Path) -> None:
+    """Also the biases of the choice, which no step changes."""
+    directory = save_tiny("deepseek_v3", tmp_path / "model", num_hidden_layers=2)
+    layout = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    given = {"directory": str(directory), "batch": random_batch(seed=5, rows=8)}
+    (alone,) = run_world(
+        "saving:go_on", 1, layout={}, out=str(tmp_path / "alone"), load=None, **given
+    )
+    first = tmp_path / "alone/first"
+    found, _ = run_world(
+        "saving:go_on", 2, layout=layout, out=str(tmp_path / "split"), load=str(first), **given
+    )
+    for ours, want in zip(found, alone[2:], strict=True):
+        assert ours == pytest.approx(want, rel=1e-5, abs=1e-9)
+    assert_same_contents(first, tmp_path / "split/first")

@@ -67,7 +67,7 @@ EXPERTS = {
         transformers.Qwen3MoeConfig,
         {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
-    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "deepseek_v2": (
         transformers.DeepseekV2Config,
         {**_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},

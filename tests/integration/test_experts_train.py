@@ -28,16 +28,21 @@ def experts_job(job: Job, smollm2_path: Path, tmp_path_factory: pytest.TempPathF
     )
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm", pytest.param("sglang", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("engine", "expert_ranks"),
+    [("hf", 1), ("vllm", 2), pytest.param("sglang", 2, marks=pytest.mark.long)],
+)
 def test_ctrl_trains_with_an_engine_that_holds_what_was_sent_and_agrees(
-    experts_job: Job, engine: str
+    experts_job: Job, engine: str, expert_ranks: int
 ) -> None:
     """Every push compares checksums, so that a run that ends held what was sent."""
     if engine not in available_engines():
         pytest.skip(f"{engine} is not installed; `make env` brings it")
-    run = run_forked(
-        experts_job, engine, steps=3, extra=(f"actor_rollout_ref.rollout.name={engine}",)
+    chosen = (
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"{MEGATRON}expert_model_parallel_size={expert_ranks}",
     )
+    run = run_forked(experts_job, engine, steps=3, extra=chosen)
     assert run.codes == (0, 0), run.output[-6000:]
     steps = [record["metrics"] for record in run.metrics()]
     print([{name: m[name] for name in m if "probs_diff" in name} for m in steps])

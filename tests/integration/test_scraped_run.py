@@ -48,7 +48,11 @@ def test_a_run_is_scraped_while_it_trains(job: Job) -> None:
             ("reward/judged_rate", ("ctrl_reward_judged_rate",)),
         ):
             assert samples[series] == logged[name]
+        assert logged["engine/tokens_per_second"] > 0 and "engine/cache_hit_rate" not in logged
         assert samples["ctrl_restarts",] == 0
+        assert samples["ctrl_engine_completions", "hf"] >= 0
+        (waiting,) = (value for names, value in samples.items() if "ctrl_sandbox_waiting" in names)
+        assert waiting >= 0
         os.kill(run.process.pid, signal.SIGTERM)
         answers = []
         run.wait_for(lambda: answers.append(get("/healthz")) or answers[-1][0] != 200, pause=0.02)

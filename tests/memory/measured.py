@@ -87,14 +87,25 @@ def _run(function: str, arguments: Sequence[Any], result: str, log: str) -> None
 def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
     """The groups of one rank of ``layout``, all others being absent."""
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import token_dispatcher
 
     from ctrl_megatron.parallel import cpu_platform
     from ctrl_megatron.parallel.groups import ProcessGroups
 
     cpu_platform.install()
     with pytest.MonkeyPatch.context() as patch:
-        make_group = dist.new_group
+        make_group, gather = dist.new_group, token_dispatcher.gather_from_sequence_parallel_region
         patch.setattr(dist, "new_group", lambda *a, **k: make_group(*a, **{**k, "backend": "fake"}))
+        # Every absent rank has as many tokens for each expert as this one.
+        patch.setattr(
+            token_dispatcher,
+            "gather_from_sequence_parallel_region",
+            lambda rows, group, **sizes: (
+                gather(rows, group=group, **sizes)
+                if rows.is_floating_point()
+                else rows.repeat(group.size())
+            ),
+        )
         if device == "meta":
             patch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
             for name, stands_for in list(cpu_platform._TYPE_NAMES.items()):

@@ -26,15 +26,22 @@ from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
-BIG = SHAPES / "qwen2.5-72b.json"
-LARGE: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "64 ranks": ({"tensor": 8, "pipeline": 8, "sequence_parallel": True}, list(range(64))),
+BIG, EXPERTS_30B = SHAPES / "qwen2.5-72b.json", SHAPES / "qwen3-30b-a3b.json"
+LARGE: dict[str, tuple[Path, dict[str, Any], list[int]]] = {
+    "64 ranks": (BIG, {"tensor": 8, "pipeline": 8, "sequence_parallel": True}, list(range(64))),
+    "experts on 8 ranks": (
+        EXPERTS_30B,
+        {"tensor": 4, "data": 2, "expert": 8, "expert_tensor": 1, "sequence_parallel": True},
+        [0, 7],
+    ),
     "512 ranks": (
+        BIG,
         {"tensor": 8, "pipeline": 8, "data": 8, "sequence_parallel": True},
         # Both ends and a middle of every dimension.
         [tp + 8 * (dp + 8 * pp) for pp in (0, 3, 7) for dp in (0, 7) for tp in (0, 7)],
     ),
     "512 ranks, virtual stages": (
+        BIG,
         {"tensor": 8, "pipeline": 4, "virtual_pipeline": 2, "data": 16, "sequence_parallel": True},
         [0, 127, 128, 511],
     ),
@@ -52,10 +59,10 @@ def elements(shape: ModelShape, layout: Layout, pp: int) -> int:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_every_rank_of_a_72b_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
-    layout_keys, ranks = LARGE[name]
-    layout, shape = Layout(**layout_keys), parse_model_shape(json.loads(BIG.read_text()))
-    found = measured.count("large_ranks", str(BIG), layout_keys, ranks, folder=tmp_path)
+def test_every_rank_of_a_large_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
+    file, layout_keys, ranks = LARGE[name]
+    layout, shape = Layout(**layout_keys), parse_model_shape(json.loads(file.read_text()))
+    found = measured.count("large_ranks", str(file), layout_keys, ranks, folder=tmp_path)
     for rank, held in zip(ranks, found, strict=True):
         pp = layout.coordinates(rank).pp
         assert held["count"] == elements(shape, layout, pp), rank
@@ -77,7 +84,26 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
 }
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 STATES = {
+    "latent attention": case({"data": 2}, LATENT),
+    "latent attention, expert and tensor ranks": case({**SEQUENCE, "data": 2, "expert": 2}, LATENT),
+    "latent attention, stages": case({"pipeline": 2}, LATENT),
     "one": case(),
     "float32": case(dtype="float32"),
     "plain optimizer": case(distributed=False),
@@ -149,6 +175,16 @@ PASSES = {
     "large vocabulary, float32": case(shape=LOGITS_BOUND, dtype="float32"),
     "experts": case(shape=EXPERTS),
     "experts, layers again": case(shape=EXPERTS, recompute_granularity="full"),
+    "experts over ranks": case({"data": 2, "expert": 2}, EXPERTS),
+    "experts over tensor ranks": case(SEQUENCE, EXPERTS),
+    "experts that bound": case(shape={**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}),
+    "experts over ranks that bound": case(
+        {"data": 2, "expert": 2}, {**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}
+    ),
+    "whole experts over tensor ranks": case(
+        {**SEQUENCE, "data": 2, "expert": 4, "expert_tensor": 1}, EXPERTS
+    ),
+    "latent attention": case(shape=LATENT),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
 }

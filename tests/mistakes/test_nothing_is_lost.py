@@ -161,6 +161,25 @@ def test_ruined_weights_are_not_saved(world: Path, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("global_step_*")) == []
 
 
+def test_a_run_whose_losses_are_no_numbers_ends_and_saves_nothing(
+    world: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(world / "model", tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, model / "model.safetensors")
+    place = (f"trainer.default_local_dir={tmp_path}", f"actor_rollout_ref.model.path={model}")
+    bad = ("trainer.save_freq=1", "trainer.max_bad_steps=2")
+    code, output = run(SFT, sft(*place, *bad, steps=5), world)
+    assert code == 2, output[-3000:]
+    said = (
+        "2 steps in a row, up to step 2, skipped an update (trainer.max_bad_steps): the loss is nan"
+    )
+    assert said in stops_with_one_line(output)
+    assert "step 1 does not update policy: the loss is nan" in output and "; rows: " in output
+    assert list(tmp_path.rglob("global_step_*")) == []
+
+
 def test_a_conversion_looks_for_room_first(world: Path, small_disk: Path) -> None:
     hf_to_megatron(world / "model", small_disk / "mine")
     (small_disk / "filler").write_bytes(bytes(29 * MIB))

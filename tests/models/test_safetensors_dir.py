@@ -1,16 +1,23 @@
-"""Fingerprints of weights on disk."""
+"""Weights on disk: fingerprints, and what the 8 bits of published models mean."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -80,3 +87,96 @@ def test_other_weights_have_another_fingerprint(
     tmp_path: Path, change: dict[str, torch.Tensor]
 ) -> None:
     assert write(tmp_path / "before", WEIGHTS) != write(tmp_path / "after", WEIGHTS | change)
+
+
+BLOCK = (16, 12)
+
+
+def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(8-bit weight, scales, the values that both mean), block by block."""
+    rows, columns = (-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
+    scales, small, values = torch.zeros(rows, columns), torch.zeros_like(weight), weight.clone()
+    for i in range(rows):
+        for j in range(columns):
+            at = (slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1]))
+            scales[i, j] = weight[at].abs().max() / 448
+            small[at] = (weight[at] / scales[i, j]).to(torch.float8_e4m3fn).float()
+            values[at] = small[at] * scales[i, j]
+    return small.to(torch.float8_e4m3fn), scales, values
+
+
+def write_quantised(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """A tiny DeepSeek-V3 as it is published: 8 bits and a layer that predicts further tokens.
+    Returns its config.json and the values of its other layers' tensors."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 24}
+    latent = {"q_lora_rank": 20, "kv_lora_rank": 18, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    config = DeepseekV3Config(
+        **{**sizes, **latent, **experts, **groups},
+        **{"v_head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2},
+    )
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    values, written = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values[name] = written[name] = tensor
+        if "_proj" in name and "embed" not in name:
+            weight, scales, values[name] = quantised(tensor)
+            written |= {name: weight, f"{name}_scale_inv": scales}
+        if name.startswith("model.layers.1."):
+            further = name.replace("model.layers.1.", "model.layers.2.")
+            written[further] = written[name].clone()
+    save_file(written, folder / "model.safetensors")
+    file = folder / "config.json"
+    own = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
+    published = json.loads(file.read_text()) | {
+        **{"quantization_config": own, "num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    }
+    file.write_text(json.dumps(published))
+    return published, values
+
+
+def test_a_quantised_model_is_converted_into_what_its_weights_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, values = write_quantised(tmp_path / "published")
+    hf_to_megatron(tmp_path / "published", tmp_path / "checkpoint")
+    (warning,) = [line for line in caplog.messages if "predict further tokens" in line]
+    assert "the last 1 layer" in warning
+    megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == values.keys()
+    for name, want in values.items():
+        bias = name.endswith("e_score_correction_bias")
+        assert torch.equal(found[name], want if bias else want.bfloat16()), name
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 0
+    plain = SafetensorsDirectory(tmp_path / "out")
+    plain.check(read_model_shape(tmp_path / "out"))
+    model = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.model.norm.weight, found["model.norm.weight"])
+
+
+def test_rectangles_of_a_quantised_weight_are_those_of_the_whole(tmp_path: Path) -> None:
+    _, values = write_quantised(tmp_path)
+    tensors = SafetensorsDirectory(tmp_path)
+    tensors.check(read_model_shape(tmp_path))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(tensors.read(name), values[name])
+    for rows, columns in ((slice(3, 17), slice(11, 25)), (slice(16, 32), slice(0, 40))):
+        assert torch.equal(tensors.read_part(name, (rows, columns)), values[name][rows, columns])
+    assert torch.equal(tensors.read_part(name, (slice(0, 1),)), values[name][:1])
+
+
+def test_a_quantised_weight_without_its_scales_is_refused(tmp_path: Path) -> None:
+    published, _ = write_quantised(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale_inv"
+    written = load_file(file)
+    for scales, named in ((None, "F8_E4M3"), (torch.ones(2, 3), "not \\(2, 4\\)")):
+        save_file({k: v for k, v in {**written, name: scales}.items() if v is not None}, file)
+        with pytest.raises(UserError, match=named):
+            SafetensorsDirectory(tmp_path).check(read_model_shape(tmp_path))
+    save_file(written, file)
+    (tmp_path / "config.json").write_text(json.dumps({**published, "quantization_config": None}))
+    with pytest.raises(UserError, match=r"unexpected .*weight_scale_inv"):
+        SafetensorsDirectory(tmp_path).check(read_model_shape(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         config=SimpleNamespace(trainer=SimpleNamespace(examples_in_report=2)),
         groups=SimpleNamespace(
             layout=SimpleNamespace(world_size=4),
+            is_first=True,
             # The other rank has no engine pool to speak of either.
             from_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
         ),
@@ -33,6 +35,8 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         reference=reference,
         value=None,
         engine=None,
+        counted={},
+        ask=lambda work, what: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
     )

@@ -228,6 +228,27 @@ def test_what_is_heard_while_it_is_drawn_is_what_comes_in_the_end(bench: Bench) 
         bench.run(bench.engine.generate([[1] * 1024], replace(params, rows=("long",)), hear))
 
 
+def test_samples_of_a_prompt_share_its_keys_and_the_work_is_counted(bench: Bench) -> None:
+    prompts = [[(i * j) % VOCAB for j in range(1, 201)] for i in range(3, 7)]
+    (before,) = bench.run(bench.engine.counters()).values()
+    answers = bench.generate(prompts, n=8, max_tokens=6, seed=3)
+    (after,) = bench.run(bench.engine.counters()).values()
+    grown = {name: value - before[name] for name, value in after.items()}
+    assert grown["drawn_tokens"] == sum(len(c.token_ids) for group in answers for c in group)
+    assert grown["busy_seconds"] > 0 and after["under_way"] == 0
+    if bench.name == "hf":
+        assert set(grown) == {"drawn_tokens", "busy_seconds", "under_way"}
+        return
+    assert grown["prompt_tokens"] == 4 * 8 * 200 and grown["preemptions"] == 0
+    shared = grown["cached_tokens"] / grown["prompt_tokens"]
+    print(f"{bench.name}: {shared:.3f} of the prompts' tokens were cached; {grown}")
+    # Seven of eight samples, all but the end of the prompt.
+    assert 0.8 < shared < 7 / 8
+    if bench.name == "vllm":
+        # 32 completions, of which it draws eight at the same time.
+        assert grown["queued_seconds"] > 0
+
+
 def test_draws_without_a_seed_differ(bench: Bench) -> None:
     first, second = (bench.generate([[1, 2]], max_tokens=16)[0][0] for _ in range(2))
     assert first.token_ids != second.token_ids

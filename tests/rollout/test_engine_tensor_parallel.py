@@ -13,7 +13,7 @@ from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, weigh
 from safetensors.torch import load_file
 
 from ctrl_megatron.parallel.parent_watch import group_members
-from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.engine import EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import SamplingParams
@@ -60,6 +60,7 @@ def test_two_tensor_ranks_hold_what_was_sent(
         kv_cache_gib=0.1,
         tensor_parallel_size=2,
         threads=1,
+        awaits_weights=True,
         may_sleep=True,
         log_path=str(tmp_path / "engine.log"),
         startup_timeout=600.0,
@@ -68,6 +69,8 @@ def test_two_tensor_ranks_hold_what_was_sent(
 
     async def update_and_ask() -> None:
         engine, sender = process.connect(), Sender(weights(sent))
+        with pytest.raises(EngineError, match="has no weights yet; update them first"):
+            await engine.generate(PROMPTS, SamplingParams(max_tokens=1))
         await engine.sleep(2)
         await engine.wake(["weights"])
         await engine.update(sender.specs(), sender.chunks(), "sent")

@@ -23,22 +23,30 @@ DIMS: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 QWEN3_MOE = {"num_experts": 5, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
+DEEPSEEK_V3 = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
+    **{"n_routed_experts": 4, "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, QWEN3_MOE),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 3}),
+    "deepseek_v3": (transformers.DeepseekV3Config, DEEPSEEK_V3),
 }
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_every_parameter_is_covered_once_by_the_files_tensors(family: str, tmp_path: Path) -> None:
-    config, own = MODELS[family]
-    transformers.AutoModelForCausalLM.from_config(config(**DIMS, **own)).save_pretrained(tmp_path)
+    kind, own = MODELS[family]
+    config = kind(**{**DIMS, **own})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     views = views_by_name(model, read_manifest(tmp_path, "float32"))
     files = load_file(tmp_path / "model.safetensors")
     assert views.keys() == files.keys()
     assert all(torch.equal(view, files[name]) for name, view in views.items())
+    assert all(view.dtype == files[name].dtype for name, view in views.items())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -67,6 +67,23 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
     state.require_whole()
 
 
+def test_an_engine_that_awaits_its_weights_generates_after_a_whole_update_only() -> None:
+    state = WeightState(MANIFEST)
+    state.await_weights()
+    for _ in range(2):
+        with pytest.raises(EngineError, match="has no weights yet; update them first"):
+            state.require_ready()
+        with pytest.raises(EngineError, match="did not start"):
+            run_update(state, Steps(), [ValueError("no weights")])
+    run_update(state, Steps(), [A, B])
+    state.require_ready()
+    state.await_weights()
+    with pytest.raises(EngineBroken, match=r"v1.*failed half-way"):
+        run_update(state, Steps("read b"), [A, B])
+    with pytest.raises(EngineBroken):
+        state.require_ready()
+
+
 @pytest.mark.parametrize("first", [ValueError("no weights"), shared_chunk("a", [(spec("q"), 0)])])
 def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
     first: WeightChunk | Exception,

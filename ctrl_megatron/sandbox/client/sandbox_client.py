@@ -39,6 +39,7 @@ _UNAVAILABLE = (502, 503, 504)
 _SILENCE_SECONDS = 640.0
 _CHECK_SECONDS = 30.0
 _CHECK_PAUSE_SECONDS = 1.0
+_STATS_SECONDS = 2.0
 _UNDER_WAY, _LOST = 202, 404
 _WAIT_SECONDS = 20.0
 _WAITS_OF_TIMEOUT = 4
@@ -172,6 +173,21 @@ class SandboxClient:
             if trouble:
                 raise SandboxError(f"sandbox {service.url} {trouble}")
         return levels
+
+    async def queue_lengths(self) -> dict[str, int]:
+        """The jobs that wait for a worker at each service, by its address. A service that does not
+        report it (SandboxFusion), or does not answer now, is left out.
+        """
+        found = {}
+        for service in self._services:
+            limit = aiohttp.ClientTimeout(total=_STATS_SECONDS)
+            asking = self._open_session().get(
+                service.url + "/stats", headers=service.headers, timeout=limit
+            )
+            with contextlib.suppress(*CONNECTION_FAILURES, ValueError, LookupError, TypeError):
+                async with asking as response:
+                    found[service.url] = int((await response.json())["queue_length"])
+        return found
 
     async def identity(self) -> list[Any]:
         """Everything about the services that may change a verdict, for caches of verdicts: limits,
