@@ -85,7 +85,8 @@ def chain_model(
         }
     )
     torch.manual_seed(len(texts))
-    model = AutoModelForCausalLM.from_config(config).float()
+    # The configuration names bfloat16, which would round the weights.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("o_proj.weight"):
