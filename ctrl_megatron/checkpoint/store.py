@@ -49,6 +49,8 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 STATE_FILE = "trainer_state.json"
 POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
 HF_FOLDER = "hf"
+DRAWN_AHEAD = "ahead"
+"""The part of the state with samples of the next step, which a run may lack or leave unread."""
 EXPORT_FOLDER = "hf_exports"
 LEFT_FOLDER = "abandoned"
 """Subdirectory for checkpoints ahead of the one from which the run was resumed."""
@@ -431,7 +433,7 @@ def read_state(
             "path",
         )
     missing = [name for name in parts if name not in state]
-    further = sorted(state.keys() - {"run", "step", *parts}) if parts else []
+    further = sorted(state.keys() - {"run", "step", DRAWN_AHEAD, *parts}) if parts else []
     for verb, names in (("lacks", missing), ("holds", further)):
         if names:
             raise UserError(

@@ -284,6 +284,9 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
+    staleness: int = key(0, Range("0 or 1", lambda v: v in (0, 1)))
+    """Updates by which samples may be behind the weights that train on them: with 1 dedicated
+    engines draw the next step while this one trains."""
     streaming: bool = True
     """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
     judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""

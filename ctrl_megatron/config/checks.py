@@ -48,7 +48,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _objective, _groups, _reward):
+    for relation in (_names, _parallelism, _proxy, _ahead, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -295,6 +295,27 @@ def _proxy(config: Config) -> Iterator[str]:
     ):
         if not value:
             yield f"{_P}kind=api needs {_P}api.{name}; give {what}"
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    family, algorithm = config.actor_rollout_ref, config.algorithm
+    if not family.rollout.staleness:
+        return
+    ahead = f"{_R}staleness=1 draws the next step while this one trains, "
+    if family.rollout.placement != "dedicated":
+        yield f"{ahead}so the engines need devices of their own; add {_R}placement=dedicated"
+    correction = algorithm.rollout_correction
+    if correction.rollout_is == "none" and correction.rollout_rs == "none":
+        yield (
+            f"{ahead}with weights that are one update behind; correct for it with "
+            "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
+        )
+    if algorithm.filter_groups.enable:
+        yield f"{ahead}and algorithm.filter_groups draws until enough is there; turn one off"
+    if algorithm.adv_estimator == "remax":
+        yield f"{ahead}and remax's greedy baseline would come from other weights; choose another"
+    if config.dag.custom_pipeline_fn not in _BUILT_IN:
+        yield f"{ahead}which only the built-in pipelines do; leave dag.custom_pipeline_fn unset"
 
 
 def _objective(config: Config) -> Iterator[str]:

@@ -41,6 +41,13 @@ class ResumableSampler:
         self.position += size
         return batch
 
+    def peek(self, size: int) -> list[int]:
+        """The batch that ``next_batch`` will return."""
+        now = self.epoch, self.position
+        batch = self.next_batch(size)
+        self.epoch, self.position = now
+        return batch
+
     def is_through(self, epochs: int, size: int) -> bool:
         """Whether a batch of ``size`` further rows would begin after the first ``epochs``
         epochs.

@@ -108,6 +108,10 @@ METRICS: dict[str, Metric] = {
     "rollout/ess": Metric("effective sample size of the weights, as a share of the tokens"),
     "rollout/is_mean": Metric(_WEIGHT + "their mean"),
     "rollout/is_truncated": Metric(_WEIGHT + "share at the threshold"),
+    "rollout/staleness": Metric(
+        "updates between the weights that drew a sample and those that train on it; with "
+        "actor_rollout_ref.rollout.staleness=1"
+    ),
     "rollout/rejected": Metric("share of tokens that rollout_correction took out of the loss"),
     "sft/loss": Metric("cross-entropy per response token, nats", headline=True),
     "sft/entropy": Metric("nats per response token"),

@@ -102,20 +102,23 @@ def _state(sample: Sample) -> dict[str, Any]:
 
 
 def _sample(state: dict[str, Any]) -> Sample:
-    drawn = state["completion"]
-    completion = Completion(
-        token_ids=tuple(drawn["token_ids"]),
-        log_probs=tuple(drawn["log_probs"]),
-        finish_reason=drawn["finish_reason"],
-        spans=tuple(VersionSpan(**span) for span in drawn["spans"]),
-    )
     return Sample(
         uid=state["uid"],
         row_id=state["problem_id"],
         mini_batch=state["mini_batch"],
         prompt=tuple(state["prompt"]),
-        completion=completion,
+        completion=completion_of(state["completion"]),
         fields=state["fields"],
+    )
+
+
+def completion_of(state: Mapping[str, Any]) -> Completion:
+    """The completion that ``dataclasses.asdict`` made ``state`` of."""
+    return Completion(
+        token_ids=tuple(state["token_ids"]),
+        log_probs=tuple(state["log_probs"]),
+        finish_reason=state["finish_reason"],
+        spans=tuple(VersionSpan(**span) for span in state["spans"]),
     )
 
 

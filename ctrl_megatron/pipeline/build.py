@@ -78,6 +78,8 @@ def build_worker(
         train=train,
         validation=validation,
         draw=sampler.next_batch,
+        peek=sampler.peek,
+        total_steps=steps,
         engine=engine,
         device=device,
         max_model_len=services.max_model_len,

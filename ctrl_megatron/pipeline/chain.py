@@ -217,6 +217,11 @@ def criticise(
     ]
 
 
+def begin_chain(worker: RolloutWorker, row: Row, completion: Completion) -> None:
+    """Start what follows a critique of ``row`` that is trained on, on the leader's event loop."""
+    TRAINED.begin_revising(worker, read_critique(worker, row, completion))
+
+
 def criticise_samples(
     worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
 ) -> tuple[list[Sample], list[Critique]]:
@@ -228,9 +233,7 @@ def criticise_samples(
         rows,
         mini_batch_size=mini_batch_size,
         attempt=attempt,
-        heard=lambda row, completion: TRAINED.begin_revising(
-            worker, read_critique(worker, row, completion)
-        ),
+        heard=partial(begin_chain, worker),
     )
     critiques = [read_critique(worker, worker.train.row(s.row_id), s.completion) for s in drawn]
     return with_fields(drawn, [critique.drawn for critique in critiques]), critiques

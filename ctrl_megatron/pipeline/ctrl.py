@@ -12,7 +12,8 @@ the leader's event loop beside the log-probs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ from ctrl_megatron.config.options import own_options
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
+from ctrl_megatron.pipeline.ahead import report_staleness
 from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
 from ctrl_megatron.pipeline.chain import (
     REVISION_FIELDS,
+    begin_chain,
     criticise_samples,
     critiques_of,
     judge,
@@ -138,8 +141,20 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
         drawn = "greedy_revisions"
         pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
+    return add_sharing(pipeline, config, drawn, generate_ahead), judged
+
+
+def add_sharing(
+    pipeline: Pipeline, config: Config, drawn: str, begin_next: Callable[..., NodeOutput]
+) -> str:
+    """Add the nodes after the last one that draws: ``begin_next``, where the next step's samples
+    are drawn while this one trains, and the balance of the data ranks. Returns the last node.
+    """
+    if config.actor_rollout_ref.rollout.staleness:
+        pipeline.add_node("generate_ahead", begin_next, [drawn], **DRAWS)
+        drawn = "generate_ahead"
     pipeline.add_node("balance", balance, [drawn], **DRAWS)
-    return "balance", judged
+    return "balance"
 
 
 def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
@@ -262,6 +277,12 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples, _ = criticise_samples(worker, batch["row"].tolist(), mini_batch_size=size)
     return sampled(worker, samples, measure_critiques)
+
+
+def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Begins the next step's critiques, with the actor's weights before this step's update."""
+    worker.ahead.begin(worker, partial(begin_chain, worker))
+    return report_staleness(worker, batch)
 
 
 @reads(*node_keys.REVISIONS)

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.pipeline.ahead import report_staleness
 from ctrl_megatron.pipeline.batch import (
     Sample,
     columns,
@@ -27,7 +28,7 @@ from ctrl_megatron.pipeline.batch import (
     texts,
     with_fields,
 )
-from ctrl_megatron.pipeline.ctrl import DRAWS, JUDGES, add_update_nodes
+from ctrl_megatron.pipeline.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline, StepReport, TaskGraph
 from ctrl_megatron.pipeline.node_fields import DRAWN, writes
@@ -35,7 +36,6 @@ from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
-    balance,
     draw_samples,
     generate,
     greedy_params,
@@ -71,10 +71,10 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     if config.algorithm.filter_groups.enable:
         drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
     else:
-        drawn, judged = "balance", ["function_reward"]
+        judged = ["function_reward"]
         pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
-        pipeline.add_node("balance", balance, ["rollout_actor"], **DRAWS)
+        drawn = add_sharing(pipeline, config, "rollout_actor", generate_ahead)
     add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
     return pipeline.build()
 
@@ -87,6 +87,12 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
     samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
     return sampled(worker, samples, measure_completions)
+
+
+def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Begins the next step's completions, with the actor's weights before this step's update."""
+    worker.ahead.begin(worker, partial(_begin_reward, worker))
+    return report_staleness(worker, batch)
 
 
 @reads(*REWARDS)

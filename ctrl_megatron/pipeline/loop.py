@@ -96,6 +96,9 @@ class TrainingLoop:
     schedule: Schedule
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state to save, by name; the sampler is always saved."""
+    late: Mapping[str, Resumable] = field(default_factory=dict)
+    """State that is read when it is saved, and not at the end of the step, and which
+    a checkpoint may lack. Collective."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
@@ -126,6 +129,8 @@ class TrainingLoop:
             self.sampler.load_state_dict(state["sampler"])
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
+            for name, part in self.late.items():
+                part.load_state_dict(state.get(name, {}))
             self.worker.step = self._saved = state["step"]
         self.recorder.begin()
         for remark in loaded.remarks if loaded else ():
@@ -274,6 +279,7 @@ class TrainingLoop:
         with self.worker.timeline.phase("save"):
             # A run that was stopped within a step continues with that step's batch.
             state = self._state or self._snapshot()
+            state = {**state, **{name: part.state_dict() for name, part in self.late.items()}}
             self._report_save(self.store.wait())
             self.store.save(self.worker.trained, self.worker.step, state)
         self._saved = self.worker.step

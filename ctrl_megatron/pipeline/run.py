@@ -15,6 +15,7 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
 )
 from ctrl_megatron.checkpoint.store import (
+    DRAWN_AHEAD,
     POLICY_FOLDER,
     VALUE_FOLDER,
     CheckpointStore,
@@ -28,6 +29,7 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.placement import EngineRole
+from ctrl_megatron.pipeline.ahead import SavedDraws
 from ctrl_megatron.pipeline.build import (
     build_worker,
     total_steps,
@@ -111,6 +113,7 @@ def train(config: Config) -> bool:
     Raises UserError, before anything starts, for input that cannot be used.
     """
     (graph, rewards), trainer, finished = check_run(config), config.trainer, False
+    rollout = config.actor_rollout_ref.rollout
     inputs = read_inputs(
         config,
         rewards,
@@ -164,6 +167,7 @@ def train(config: Config) -> bool:
             keep_batch=dump.keep,
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
+            late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness else {},
             constants=isolation,
         )
         bound = "" if counted_epochs(config) is None else " at most"

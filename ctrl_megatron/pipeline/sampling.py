@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +38,79 @@ EXAMPLES_PER_STEP = 6
 """Most samples of a step that the report shows."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The samples of a training step that the engines are drawing or have drawn."""
+
+    step: int
+    """Training steps before the one that trains on them."""
+    rows: tuple[int, ...]
+    """Positions of the step's rows in ``worker.train``."""
+    attempt: int
+    """Number of the draw within the step."""
+    version: str
+    """The weights that draw."""
+    groups: Future[list[list[Completion]]] | None
+    """``rollout.n`` completions of each row of this data rank; None on ranks that are not
+    leaders."""
+
+
+def begin_draw(
+    worker: DAGWorker,
+    rows: Sequence[int],
+    *,
+    mini_batch_size: int,
+    attempt: int = 0,
+    step: int | None = None,
+    heard: Callable[[Row, Completion], None] = lambda row, completion: None,
+) -> Draw:
+    """Start to draw the actor's ``rollout.n`` samples of this data rank's share of ``rows``
+    (positions in ``worker.train``), from its weights as they are now, and return. Collective.
+
+    The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
+    numbers the draws of training step ``step``, by default the next one. ``heard`` is called with
+    every completion as soon as it is drawn, on the leader's event loop.
+    """
+    number = worker.step if step is None else step
+    version = worker.device.to_engine("actor", worker.step)
+    mine = share_prompts(len(rows), mini_batch_size, worker.groups)
+    table = [worker.train.rows[rows[prompt]] for prompt, _ in mine]
+    prompts = [list(worker.train.prompts[rows[prompt]]) for prompt, _ in mine]
+    params = sampling_params(worker, [row.id for row in table], step=number, attempt=attempt)
+
+    async def ask_engine() -> list[list[Completion]]:
+        assert worker.engine is not None
+        return await worker.engine.generate(
+            prompts, params, finished=lambda place, drawn: heard(table[place // params.n], drawn)
+        )
+
+    groups = worker.begin(ask_engine)
+    return Draw(step=number, rows=tuple(rows), attempt=attempt, version=version, groups=groups)
+
+
+def finish_draw(worker: DAGWorker, draw: Draw, *, mini_batch_size: int) -> list[Sample]:
+    """The samples of the draw, on all ranks of the model copy. Collective. Raises RuntimeError if
+    other weights drew any token.
+    """
+    mine = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
+    what = f"{len(mine) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
+    answers = worker.wait(draw.groups, f"{what} from the engines")
+    require_version(answers, draw.version)
+    name = f"{worker.config.trainer.experiment_name}/{draw.step}"
+    name += f"/{draw.attempt}" if draw.attempt else ""
+    return [
+        Sample(
+            uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{prompt}")),
+            row_id=worker.train.rows[draw.rows[prompt]].id,
+            mini_batch=mini_batch,
+            prompt=worker.train.prompts[draw.rows[prompt]],
+            completion=completion,
+        )
+        for (prompt, mini_batch), group in zip(mine, answers, strict=True)
+        for completion in group
+    ]
+
+
 def draw_samples(
     worker: DAGWorker,
     rows: Sequence[int],
@@ -44,37 +119,11 @@ def draw_samples(
     attempt: int = 0,
     heard: Callable[[Row, Completion], None] = lambda row, completion: None,
 ) -> list[Sample]:
-    """The actor's ``rollout.n`` samples of this data rank's share of ``rows`` (positions in
-    ``worker.train``).
-
-    The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
-    numbers the draws of one training step. ``heard`` is called with every completion as soon as it
-    is drawn, on the leader's event loop. Collective.
-    """
-    mine = share_prompts(len(rows), mini_batch_size, worker.groups)
-    positions = [rows[prompt] for prompt, _ in mine]
-    prompts = [worker.train.prompts[position] for position in positions]
-    names = [worker.train.rows[position].id for position in positions]
-    params = sampling_params(worker, names, attempt=attempt)
-    table = [worker.train.rows[position] for position in positions]
-    answers = generate(
-        worker, "actor", prompts, params, finished=lambda i, c: heard(table[i // params.n], c)
+    """The samples of ``begin_draw``, once they are all there. Collective."""
+    draw = worker.ahead.take(worker.step, rows) or begin_draw(
+        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
     )
-    draw = f"{worker.config.trainer.experiment_name}/{worker.step}"
-    draw += f"/{attempt}" if attempt else ""
-    return [
-        Sample(
-            uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{draw}/{prompt}")),
-            row_id=name,
-            mini_batch=mini_batch,
-            prompt=worker.train.prompts[position],
-            completion=completion,
-        )
-        for (prompt, mini_batch), position, name, group in zip(
-            mine, positions, names, answers, strict=True
-        )
-        for completion in group
-    ]
+    return finish_draw(worker, draw, mini_batch_size=mini_batch_size)
 
 
 def generate(
@@ -91,6 +140,7 @@ def generate(
     Collective: the ranks of a model copy pass the same arguments and get the same completions.
     Raises RuntimeError if other weights drew any token.
     """
+    worker.settle()
     version = worker.device.to_engine(role, worker.step)
 
     async def ask_engine() -> list[list[Completion]]:
@@ -122,7 +172,9 @@ def draw_seed(seed: int, purpose: str, *numbers: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
-def sampling_params(worker: DAGWorker, rows: Sequence[str], *, attempt: int = 0) -> SamplingParams:
+def sampling_params(
+    worker: DAGWorker, rows: Sequence[str], *, step: int, attempt: int = 0
+) -> SamplingParams:
     """The parameters of training's draws for prompts of the ``rows`` with these ids."""
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
     return SamplingParams(
@@ -131,7 +183,7 @@ def sampling_params(worker: DAGWorker, rows: Sequence[str], *, attempt: int = 0)
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         n=rollout.n,
-        seed=draw_seed(rollout.seed, "train", worker.step, attempt),
+        seed=draw_seed(rollout.seed, "train", step, attempt),
         rows=tuple(rows),
         stop_token_ids=tuple(worker.codec.eos_token_ids),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.ahead import DrawsAhead
 from ctrl_megatron.pipeline.batch import LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
@@ -135,8 +137,20 @@ class RolloutWorker:
         ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
         is requested while any leader waits, and WaitedTooLong after ``trainer.wait_timeout``.
         """
-        future = self.background.submit(work()) if self.groups.is_leader else None
-        return self.groups.from_leader(self.waiting.together(future, what))
+        return self.wait(self.begin(work), what)
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
+        """Start ``work`` on the leader; ``wait`` returns its result."""
+        return self.background.submit(work()) if self.groups.is_leader else None
+
+    def wait(self, begun: Future[T] | None, what: str) -> T:
+        """The result of what ``begin`` started; as ``ask`` otherwise."""
+        return self.groups.from_leader(self.waiting.together(begun, what))
+
+    def settle(self) -> None:
+        """Wait until the engines draw nothing for a later step, so that their weights may change.
+        Collective.
+        """
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
         """The rewards of the items from every reward function (leaders only)."""
@@ -195,6 +209,12 @@ class DAGWorker(RolloutWorker):
     train: PromptTable
     draw: Callable[[int], list[int]]
     """n -> positions of the next n rows of the data, the same on every rank."""
+    peek: Callable[[int], list[int]] | None = None
+    """n -> what ``draw`` will return next; None where nothing draws."""
+    total_steps: int = 0
+    """Training steps of the whole run."""
+    ahead: DrawsAhead = field(default_factory=DrawsAhead)
+    """What is drawn for the next step while this one trains (``rollout.staleness``)."""
     counted: dict[str, Counters] = field(default_factory=dict)
     """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
@@ -207,6 +227,9 @@ class DAGWorker(RolloutWorker):
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
     """Peak of one device, in flop/s."""
+
+    def settle(self) -> None:
+        self.ahead.settle(self)
 
     @property
     def temperature(self) -> float:

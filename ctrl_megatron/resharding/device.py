@@ -133,7 +133,7 @@ class DeviceOwner:
         The version is ``proxy``, or ``actor@N`` for the actor's weights after N training steps.
         ``step`` is the number of training steps that are finished.
         """
-        version, self._step = self._version(role, step), step
+        version, self._step = self.version(role, step), step
         if self._loaded != version:
             sent = self._sources[role].model
             if sent is not None and "weights" in sent.away:
@@ -173,8 +173,10 @@ class DeviceOwner:
         if self._engine:
             self._loop.run_last(self._engine.close())
 
-    def _version(self, role: Role, step: int) -> str:
-        """The name of the role's weights as they are now: a new one whenever they have changed."""
+    def version(self, role: Role, step: int) -> str:
+        """The name of the role's weights as they are now: a new one whenever they have changed.
+        ``step`` as in ``to_engine``.
+        """
         if role == "proxy":
             return role
         model = self._sources[role].model

@@ -38,7 +38,7 @@ def record_phases(stop_at: int) -> list[str]:
         static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(noted) if static else noted)
 
-    def generation(*_: Any) -> str:
+    def generation(*_: Any, **__: Any) -> str:
         if events.count("generate") + 1 == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         return "generate"

@@ -21,6 +21,7 @@ from ctrl_megatron.eval.pairwise import ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import chain, conversation
+from ctrl_megatron.pipeline.ahead import DrawsAhead
 from ctrl_megatron.pipeline.batch import Sample
 from ctrl_megatron.pipeline.proxy import SharedProxy
 from ctrl_megatron.pipeline.sampling import draw_samples, draw_seed
@@ -77,7 +78,9 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         device=SimpleNamespace(to_engine=lambda weights, role: "initial"),
         weights=None,
         step=step,
-        ask=lambda work, what="": runner.run(work()),
+        begin=lambda work: runner.run(work()),
+        wait=lambda groups, what="": groups,
+        ahead=DrawsAhead(),
     )
 
 

@@ -21,6 +21,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import ctrl, grpo
+from ctrl_megatron.pipeline.ahead import DrawsAhead
 from ctrl_megatron.pipeline.batch import Sample
 from ctrl_megatron.pipeline.conversation import converse
 from ctrl_megatron.pipeline.worker import Answer, Failure
@@ -168,6 +169,10 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         score=rewards.score,
         take_judging=rewards.take_judging,
         ask=lambda work, what="": loop.run_until_complete(work()),
+        begin=lambda work: loop.create_task(work()),
+        wait=lambda task, what="": loop.run_until_complete(task),
+        settle=lambda: None,
+        ahead=DrawsAhead(),
     )
 
 
