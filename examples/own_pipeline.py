@@ -23,6 +23,7 @@ from ctrl_megatron.pipeline import (
     StepReport,
     TaskGraph,
     add_update_nodes,
+    balance,
     draw_samples,
     make_batch,
     step_performance,
@@ -31,11 +32,13 @@ from ctrl_megatron.pipeline import (
 
 
 def build(config: Config) -> TaskGraph:
-    """The graph: draw, reward, and the second half of every built-in pipeline."""
+    """The graph: draw, reward, equal shares of the ranks, and the half of every built-in pipeline
+    that follows."""
     pipeline = Pipeline("own_pipeline", report=StepReport(metrics=metrics, examples=examples))
     pipeline.add_node("draw", draw, node_type=NodeType.MODEL_INFERENCE)
     pipeline.add_node("reward", reward, ["draw"], node_type=NodeType.ENV_INTERACT)
-    add_update_nodes(pipeline, config, drawn="draw", judged=["reward"])
+    pipeline.add_node("balance", balance, ["draw"], node_type=NodeType.MODEL_INFERENCE)
+    add_update_nodes(pipeline, config, drawn="balance", judged=["reward"])
     return pipeline.build()
 
 

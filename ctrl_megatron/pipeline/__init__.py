@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.pipeline.grpo import grpo_pipeline
     from ctrl_megatron.pipeline.performance import step_performance
-    from ctrl_megatron.pipeline.sampling import draw_samples
+    from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
     "Node",
@@ -34,6 +34,7 @@ __all__ = [
     "StepReport",
     "TaskGraph",
     "add_update_nodes",
+    "balance",
     "ctrl_pipeline",
     "draw_samples",
     "grpo_pipeline",
@@ -48,7 +49,7 @@ __all__ = [
 _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
     **dict.fromkeys(("make_batch", "texts"), "batch"),
-    "draw_samples": "sampling",
+    **dict.fromkeys(("balance", "draw_samples"), "sampling"),
     "grpo_pipeline": "grpo",
     "step_performance": "performance",
 }
