@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.models.fp8 import SCALES, dequantised, weight_block
 from ctrl_megatron.models.rules import hf_shapes
@@ -191,6 +190,9 @@ class SafetensorsDirectory:
 @cache
 def _warn_of_layers(directory: str, count: int) -> None:
     """Log the warning once in a process, and in no other rank than the first."""
+    # An engine's process imports this file, and its environment may lack what config imports.
+    from ctrl_megatron.config.environment import read_launch
+
     if read_launch().rank == 0:
         _log.warning(
             "%s: left out the last %d layer(s), which predict further tokens and are not trained; "

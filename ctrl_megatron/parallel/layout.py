@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from ctrl_megatron.config.actor_rollout_ref import Megatron
 from ctrl_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    # An engine's process imports this file, and its environment may lack what config imports.
+    from ctrl_megatron.config.actor_rollout_ref import Megatron
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 """Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks."""

@@ -8,15 +8,15 @@ The weights that draw them are one update behind those that train on them, which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ctrl_megatron.pipeline.batch import completion_of, texts
+from ctrl_megatron.pipeline.batch import Draw, completion_of, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
-from ctrl_megatron.pipeline.sampling import Draw, begin_draw, share_prompts
+from ctrl_megatron.pipeline.sampling import begin_draw, share_prompts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -29,47 +29,21 @@ _STOP_ROUNDS = 10
 """Seconds that a stop waits for texts which are being drawn; then the save is made without them."""
 
 
-class DrawsAhead:
-    """The draws that were begun before their step, by the number of steps before it."""
-
-    def __init__(self) -> None:
-        self._draws: dict[int, Draw] = {}
-
-    def begin(self, worker: DAGWorker, heard: Callable[[Row, Completion], None]) -> None:
-        """Start to draw the samples of the next step from the actor's weights as they are now,
-        unless this step is the last one. ``heard`` as in ``begin_draw``. Collective.
-        """
-        # This step's draw is kept: a run that is stopped within the step repeats it from a save.
-        self._draws = {step: draw for step, draw in self._draws.items() if step >= worker.step}
-        if worker.step + 1 < worker.total_steps:
-            assert worker.peek is not None
-            self.keep(
-                begin_draw(
-                    worker,
-                    worker.peek(worker.config.data.train_batch_size),
-                    mini_batch_size=worker.config.actor_rollout_ref.actor.ppo_mini_batch_size,
-                    step=worker.step + 1,
-                    heard=heard,
-                )
-            )
-
-    def keep(self, draw: Draw) -> None:
-        """Have ``draw`` taken at its step."""
-        self._draws[draw.step] = draw
-
-    def of(self, step: int) -> Draw | None:
-        """The draw for the step after ``step`` steps; None where none was begun."""
-        return self._draws.get(step)
-
-    def take(self, step: int, rows: Sequence[int]) -> Draw | None:
-        """The same, if it is of ``rows``."""
-        draw = self.of(step)
-        return draw if draw is not None and draw.rows == tuple(rows) else None
-
-    def settle(self, worker: DAGWorker) -> None:
-        """Wait until the engines draw nothing ahead any more. Collective."""
-        for draw in self._draws.values():
-            worker.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+def begin_ahead(worker: DAGWorker, heard: Callable[[Row, Completion], None]) -> None:
+    """Start to draw the samples of the next step from the actor's weights as they are now, unless
+    this step is the last one. ``heard`` as in ``begin_draw``. Collective.
+    """
+    worker.ahead.forget_before(worker.step)
+    if worker.step + 1 < worker.total_steps:
+        assert worker.peek is not None
+        draw = begin_draw(
+            worker,
+            worker.peek(worker.config.data.train_batch_size),
+            mini_batch_size=worker.config.actor_rollout_ref.actor.ppo_mini_batch_size,
+            step=worker.step + 1,
+            heard=heard,
+        )
+        worker.ahead.keep(draw)
 
 
 def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -68,6 +69,53 @@ def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sam
         dataclasses.replace(sample, fields={**sample.fields, **more})
         for sample, more in zip(samples, fields, strict=True)
     ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The samples of a training step that the engines are drawing or have drawn."""
+
+    step: int
+    """Training steps before the one that trains on them."""
+    rows: tuple[int, ...]
+    """Positions of the step's rows in ``worker.train``."""
+    attempt: int
+    """Number of the draw within the step."""
+    version: str
+    """The weights that draw."""
+    groups: Future[list[list[Completion]]] | None
+    """``rollout.n`` completions of each row of this data rank; None on ranks that are not
+    leaders."""
+
+
+class DrawsAhead:
+    """Draws that were begun before their step, by the number of steps before it."""
+
+    def __init__(self) -> None:
+        self._draws: dict[int, Draw] = {}
+
+    def keep(self, draw: Draw) -> None:
+        """Have ``draw`` taken at its step."""
+        self._draws[draw.step] = draw
+
+    def forget_before(self, step: int) -> None:
+        """Drop the draws of steps that are finished."""
+        self._draws = {number: draw for number, draw in self._draws.items() if number >= step}
+
+    def of(self, step: int) -> Draw | None:
+        """The draw for the step after ``step`` steps; None where none was begun."""
+        return self._draws.get(step)
+
+    def take(self, step: int, rows: Sequence[int]) -> Draw | None:
+        """The same, if it is of ``rows``. It is kept: a run that is stopped within the step repeats
+        it from a save.
+        """
+        draw = self.of(step)
+        return draw if draw is not None and draw.rows == tuple(rows) else None
+
+    def every(self) -> list[Draw]:
+        """All draws, the oldest first."""
+        return list(self._draws.values())
 
 
 class LeftoverGroups:

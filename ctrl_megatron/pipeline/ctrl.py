@@ -40,7 +40,7 @@ from ctrl_megatron.config.options import own_options
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.pipeline import node_keys
-from ctrl_megatron.pipeline.ahead import report_staleness
+from ctrl_megatron.pipeline.ahead import begin_ahead, report_staleness
 from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
 from ctrl_megatron.pipeline.chain import (
     REVISION_FIELDS,
@@ -281,7 +281,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's critiques, with the actor's weights before this step's update."""
-    worker.ahead.begin(worker, partial(begin_chain, worker))
+    begin_ahead(worker, partial(begin_chain, worker))
     return report_staleness(worker, batch)
 
 

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.pipeline.ahead import report_staleness
+from ctrl_megatron.pipeline.ahead import begin_ahead, report_staleness
 from ctrl_megatron.pipeline.batch import (
     Sample,
     columns,
@@ -91,7 +91,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's completions, with the actor's weights before this step's update."""
-    worker.ahead.begin(worker, partial(_begin_reward, worker))
+    begin_ahead(worker, partial(_begin_reward, worker))
     return report_staleness(worker, batch)
 
 

@@ -32,7 +32,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
+from ctrl_megatron.models.shape import Experts, ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -195,7 +195,16 @@ def _check_engine_takes(
             "others",
             remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
-    engine = config.actor_rollout_ref.rollout.name
+    rollout = config.actor_rollout_ref.rollout
+    engine, by_shards = rollout.name, rollout.weight_transport == "shards"
+    experts = any(isinstance(kind, Experts) for kind in shape.layers_by_kind)
+    if engine == "sglang" and by_shards and experts:
+        # With two tensor ranks it holds other bytes than were sent.
+        raise UserError(
+            f"{path} has experts, which engine 'sglang' cannot take shard by shard",
+            key="actor_rollout_ref.rollout.weight_transport",
+            remedy="leave it at shared_memory, or use engine 'vllm'",
+        )
     if engine != "hf" and isinstance(shape.attention, MultiLatentAttention):
         # They multiply parts of its weights with each other when they load a model.
         raise UserError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +15,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import (
+    Draw,
     Sample,
     SampleSize,
     joined_samples,
@@ -36,23 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 EXAMPLES_PER_STEP = 6
 """Most samples of a step that the report shows."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """The samples of a training step that the engines are drawing or have drawn."""
-
-    step: int
-    """Training steps before the one that trains on them."""
-    rows: tuple[int, ...]
-    """Positions of the step's rows in ``worker.train``."""
-    attempt: int
-    """Number of the draw within the step."""
-    version: str
-    """The weights that draw."""
-    groups: Future[list[list[Completion]]] | None
-    """``rollout.n`` completions of each row of this data rank; None on ranks that are not
-    leaders."""
 
 
 def begin_draw(

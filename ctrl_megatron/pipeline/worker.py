@@ -24,8 +24,7 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.pipeline.ahead import DrawsAhead
-from ctrl_megatron.pipeline.batch import LeftoverGroups
+from ctrl_megatron.pipeline.batch import DrawsAhead, LeftoverGroups
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
@@ -229,7 +228,8 @@ class DAGWorker(RolloutWorker):
     """Peak of one device, in flop/s."""
 
     def settle(self) -> None:
-        self.ahead.settle(self)
+        for draw in self.ahead.every():
+            self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
 
     @property
     def temperature(self) -> float:

@@ -156,7 +156,8 @@ def _graph(config: Any) -> Any:
     whole, part = ctrl_pipeline(config), TaskGraph("judging")
     for name in ("sandbox", "old_log_prob", "ref_log_prob", "scores"):
         node = whole.get_node(name)
-        node.dependencies = [name for name in node.dependencies if name != "generate_revisions"]
+        before = ("generate_revisions", "balance")
+        node.dependencies = [name for name in node.dependencies if name not in before]
         part.add_node(node)
     return part
 

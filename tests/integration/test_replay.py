@@ -14,6 +14,8 @@ from forked_run import ForkedRun, run_forked
 from launched_run import Job
 from replayed import replay
 
+from ctrl_megatron.checkpoint.manifest import MARKER
+from ctrl_megatron.checkpoint.store import STATE_FILE
 from ctrl_megatron.pipeline.dump import read_dump
 
 pytestmark = pytest.mark.timeout(600)
@@ -162,6 +164,11 @@ def test_other_weights_are_found(dumped: ForkedRun, tmp_path: Path) -> None:
     dump = Path(shutil.copytree(dump_of(dumped, 2), tmp_path / "dump"))
     start = tmp_path / "checkpoints/global_step_1"
     shutil.copytree(dumped.folder / "checkpoints/global_step_2", start)
+    # As an older version would have saved them: nothing in them names their step.
+    (start / MARKER).unlink()
+    state = json.loads((start / STATE_FILE).read_text())
+    del state["run"]
+    (start / STATE_FILE).write_text(json.dumps(state))
     arguments = [str(dump), "--update", f"--weights={start}"]
     codes, said = replay(arguments, tmp_path / "log")
     assert codes == (1,), said[-8000:]

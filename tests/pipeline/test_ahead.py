@@ -16,8 +16,8 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline.ahead import DrawsAhead, SavedDraws, report_staleness
-from ctrl_megatron.pipeline.batch import Sample, make_batch
+from ctrl_megatron.pipeline.ahead import SavedDraws, begin_ahead, report_staleness
+from ctrl_megatron.pipeline.batch import DrawsAhead, Sample, make_batch
 from ctrl_megatron.pipeline.sampling import draw_samples
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -105,7 +105,7 @@ class Rank:
         rows = self.sampler.next_batch(4)
         samples = draw_samples(worker, rows, mini_batch_size=4)
         if ahead:
-            self.ahead.begin(worker, lambda row, completion: None)
+            begin_ahead(worker, lambda row, completion: None)
         batch = make_batch(samples, pad_token_id=0)
         return samples, report_staleness(worker, batch).metrics["rollout/staleness"]
 
@@ -171,7 +171,7 @@ def test_a_stop_saves_without_texts_that_do_not_come(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ctrl_megatron.pipeline.ahead._STOP_ROUNDS", 1)
     rank: Any = Rank(Slow(0.0))
     rank.rollout()
-    rank.ahead.settle(rank)
+    rank.ahead.of(1).groups.result(20)
     rank.step, rank.engine.seconds = 1, 60.0
     rank.rollout()
     rank.step = 2

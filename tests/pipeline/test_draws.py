@@ -21,8 +21,7 @@ from ctrl_megatron.eval.pairwise import ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import chain, conversation
-from ctrl_megatron.pipeline.ahead import DrawsAhead
-from ctrl_megatron.pipeline.batch import Sample
+from ctrl_megatron.pipeline.batch import DrawsAhead, Sample
 from ctrl_megatron.pipeline.proxy import SharedProxy
 from ctrl_megatron.pipeline.sampling import draw_samples, draw_seed
 from ctrl_megatron.rollout.engine import EngineSpec

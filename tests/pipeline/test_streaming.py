@@ -21,8 +21,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import ctrl, grpo
-from ctrl_megatron.pipeline.ahead import DrawsAhead
-from ctrl_megatron.pipeline.batch import Sample
+from ctrl_megatron.pipeline.batch import DrawsAhead, Sample
 from ctrl_megatron.pipeline.conversation import converse
 from ctrl_megatron.pipeline.worker import Answer, Failure
 from ctrl_megatron.rewards import RewardSum

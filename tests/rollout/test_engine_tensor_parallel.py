@@ -98,5 +98,7 @@ def test_two_tensor_ranks_hold_what_was_sent(
 
     with launch_engine(spec) as process:
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
-        check_shards(process, save(sent, tmp_path / "sent"))
+        # A run refuses experts in SGLang by shards (``inputs._check_engine_takes``).
+        if name != "sglang" or make is tiny_llama:
+            check_shards(process, save(sent, tmp_path / "sent"))
     assert group_members(process.pid) == []
