@@ -288,13 +288,27 @@ def joined_samples(
         pad_token_id=pad_token_id,
     )
     others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
-    for name, value in joined_tensors(others, widths).items():
-        chosen = value[torch.tensor(taken)]
-        batch[name] = chosen[:, : batch["responses"].shape[1]] if value.dim() == 2 else chosen
-    for name in (n for n, v in parts[0].items() if not isinstance(v, torch.Tensor)):
-        every = [text for part in parts for text in texts(part[name])]
-        batch[name] = NonTensorStack(*[every[row] for row in taken])
+    for name, value in taken_rows([joined_tensors(others, widths)], taken).items():
+        batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() == 2 else value
+    said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
+    for name, value in taken_rows(said, taken).items():
+        batch[name] = value
     return batch
+
+
+def taken_rows(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
+    """The fields of ``parts`` at ``rows``, whose numbers go through all parts. The tensors of a
+    field have the same shape but for their first dimension.
+    """
+    taken: dict[str, Any] = {}
+    for name, first in parts[0].items() if parts else ():
+        if isinstance(first, torch.Tensor):
+            whole = torch.cat([part[name] for part in parts])
+            taken[name] = whole[torch.tensor(rows, dtype=torch.int64)]
+        else:
+            every = [text for part in parts for text in texts(part[name])]
+            taken[name] = NonTensorStack(*[every[row] for row in rows])
+    return taken
 
 
 def joined_tensors(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError, place_of, users_code
@@ -16,7 +16,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.pipeline.batch import texts
+from ctrl_megatron.pipeline.batch import taken_rows
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
 
 
@@ -152,20 +152,14 @@ class Executor:
                 f"the node {node_id!r} returns a batch, but its rows went to other ranks while it "
                 "ran; return fields"
             )
-        parts = self._worker.groups.from_data_ranks(dict(output.fields))
-        fields: dict[str, Any] = {}
         for name, value in output.fields.items():
-            if not isinstance(value, torch.Tensor):
-                every = [text for part in parts for text in texts(part[name])]
-                fields[name] = NonTensorStack(*[every[row] for row in moved])
-            elif value.dim() == 1:
-                fields[name] = torch.cat([part[name] for part in parts])[torch.tensor(moved)]
-            else:
+            if isinstance(value, torch.Tensor) and value.dim() != 1:
                 raise ValueError(
                     f"the node {node_id!r} returns {name} of shape {tuple(value.shape)}, but its "
                     "rows went to other ranks while it ran; return one value per row"
                 )
-        return dataclasses.replace(output, fields=fields)
+        parts = self._worker.groups.from_data_ranks(dict(output.fields))
+        return dataclasses.replace(output, fields=taken_rows(parts, moved))
 
 
 def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.files import write_whole
@@ -26,7 +26,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.pipeline.batch import sizes_of, tensors_of, texts
+from ctrl_megatron.pipeline.batch import sizes_of, taken_rows, tensors_of, texts
 from ctrl_megatron.pipeline.build import (
     build_kl_controller,
     build_policies,
@@ -122,7 +122,7 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
     with session(config) as run:
         worker = _worker(run, graph, dump, start)
         mine = share_of(dump.batch, run.groups, config)
-        given = _chosen(dump.batch, mine)
+        given = TensorDict(taken_rows([dict(dump.batch.items())], mine), batch_size=[len(mine)])
         recorded = tensors_of(given)
         executor = Executor(graph, worker, runs=follows_rewards)
         after, metrics = executor.run_step(given.copy())
@@ -218,17 +218,6 @@ def share_of(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[i
     ]
     shared = config.actor_rollout_ref.model.shared_prefix
     return share_rows(sizes, groups, shared_prefix=shared)
-
-
-def _chosen(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
-    chosen: dict[str, Any] = {}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            chosen[name] = value[rows]
-        else:
-            every = texts(value)
-            chosen[name] = NonTensorStack(*[every[row] for row in rows])
-    return TensorDict(chosen, batch_size=[len(rows)])
 
 
 def _gaps(
