@@ -8,7 +8,6 @@ The weights that draw them are one update behind those that train on them, which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,11 @@ import torch
 
 from ctrl_megatron.pipeline.batch import Draw, completion_of, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
-from ctrl_megatron.pipeline.sampling import begin_draw, share_prompts
+from ctrl_megatron.pipeline.sampling import RowListener, begin_draw, share_prompts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from ctrl_megatron.data.rows import Row
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.types import Completion
 
@@ -29,7 +27,7 @@ _STOP_ROUNDS = 10
 """Seconds that a stop waits for texts which are being drawn; then the save is made without them."""
 
 
-def begin_ahead(worker: DAGWorker, heard: Callable[[Row, Completion], None]) -> None:
+def begin_ahead(worker: DAGWorker, heard: RowListener | None) -> None:
     """Start to draw the samples of the next step from the actor's weights as they are now, unless
     this step is the last one. ``heard`` as in ``begin_draw``. Collective.
     """

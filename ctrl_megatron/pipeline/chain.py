@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 
@@ -20,7 +19,13 @@ from tensordict import TensorDict
 from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
-from ctrl_megatron.pipeline.sampling import draw_samples, generate
+from ctrl_megatron.pipeline.sampling import (
+    RowListener,
+    begin_judging,
+    by_row,
+    draw_samples,
+    generate,
+)
 from ctrl_megatron.pipeline.worker import Answer, DAGWorker, Failure, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, RewardSum, Scores
@@ -153,17 +158,20 @@ class Next:
 
     def begin_judging(self, worker: RolloutWorker, critique: Critique) -> None:
         """Start to judge the revised critique, on the leader's event loop."""
-        if _streams(worker) and worker.rewards is not None and critique.rewardable:
-            # Judging the batch raises what is wrong with a row.
-            with suppress(ValueError):
-                self.judge(worker.rewards, critique)
+        if critique.rewardable:
+            begin_judging(worker, lambda rewards: self.judge(rewards, critique))
 
-    def begin_revising(self, worker: RolloutWorker, critique: Critique) -> None:
-        """Ask for the critique's revision, on the leader's event loop, if the proxy can answer
-        while the actor's engines draw.
+    def listener(self, worker: RolloutWorker) -> RowListener | None:
+        """Asks for the revision of every critique that it hears of; None where that must wait for
+        the batch, because the proxy cannot answer while the actor's engines draw.
         """
-        request = self.request(critique)
-        if not _streams(worker) or worker.proxy is None or not worker.proxy.beside or not request:
+        streams, proxy = worker.config.actor_rollout_ref.rollout.streaming, worker.proxy
+        if not streams or proxy is None or not proxy.beside:
+            return None
+        return lambda row, drawn: self._begin_revising(worker, read_critique(worker, row, drawn))
+
+    def _begin_revising(self, worker: RolloutWorker, critique: Critique) -> None:
+        if (request := self.request(critique)) is None:
             return
         name, messages = request
         if name not in worker.begun:
@@ -175,10 +183,6 @@ class Next:
                 self.begin_judging(worker, _with_revision(critique, task.result()))
 
         worker.begun[name].add_done_callback(revised)
-
-
-def _streams(worker: RolloutWorker) -> bool:
-    return worker.config.actor_rollout_ref.rollout.streaming
 
 
 async def _answer(
@@ -204,22 +208,13 @@ def criticise(
     """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective.
     ``then`` follows each of them; None where nothing does.
     """
-
-    def heard(place: int, completion: Completion) -> None:
-        if then is not None:
-            critique = read_critique(worker, rows[place // params.n], completion)
-            then.begin_revising(worker, critique)
-
-    answers = generate(worker, "actor", prompts, params, finished=heard)
+    heard = None if then is None else then.listener(worker)
+    finished = by_row(rows, params.n, heard)
+    answers = generate(worker, "actor", prompts, params, finished=finished)
     return [
         [read_critique(worker, row, completion) for completion in group]
         for row, group in zip(rows, answers, strict=True)
     ]
-
-
-def begin_chain(worker: RolloutWorker, row: Row, completion: Completion) -> None:
-    """Start what follows a critique of ``row`` that is trained on, on the leader's event loop."""
-    TRAINED.begin_revising(worker, read_critique(worker, row, completion))
 
 
 def criticise_samples(
@@ -233,7 +228,7 @@ def criticise_samples(
         rows,
         mini_batch_size=mini_batch_size,
         attempt=attempt,
-        heard=partial(begin_chain, worker),
+        heard=TRAINED.listener(worker),
     )
     critiques = [read_critique(worker, worker.train.row(s.row_id), s.completion) for s in drawn]
     return with_fields(drawn, [critique.drawn for critique in critiques]), critiques

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row, row_of
@@ -21,6 +20,7 @@ from ctrl_megatron.pipeline.chain import (
 )
 from ctrl_megatron.pipeline.node_keys import REVISIONS, REWARDS, reads
 from ctrl_megatron.pipeline.sampling import (
+    begin_judging,
     draw_seed,
     generate,
     greedy_params,
@@ -34,7 +34,6 @@ from ctrl_megatron.prompts import (
     parse_choice,
     parse_judgment,
 )
-from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
 
 VALIDATED = Next(
@@ -103,8 +102,7 @@ def converse(
         for batch in validation_batches(worker)
     ]
     chains = [chain for batch in batches for chain in batch]
-    if worker.rewards is not None and worker.config.actor_rollout_ref.rollout.streaming:
-        worker.background.submit(_begin_solutions(worker.rewards, chains))
+    worker.background.submit(_begin_solutions(worker, chains))
     for turn in range(1, plan.turns + 1):
         # The chains of a row share their prompt in the first turn only.
         samples = plan.samples if turn == 1 else 1
@@ -123,12 +121,10 @@ def converse(
     return [turn for _, turns in sorted(every, key=lambda part: part[0]) for turn in turns]
 
 
-async def _begin_solutions(rewards: RewardSum, chains: Sequence[_Chain]) -> None:
+async def _begin_solutions(worker: RolloutWorker, chains: Sequence[_Chain]) -> None:
     """Start to judge the first solutions, which nothing needs to wait for."""
-    # Judging them all raises what is wrong with a row.
-    with suppress(ValueError):
-        for chain in chains:
-            rewards.begin_solution(chain.row.solution, chain.row)
+    for row in [chain.row for chain in chains]:
+        begin_judging(worker, lambda rewards, row=row: rewards.begin_solution(row.solution, row))
 
 
 def _criticise(

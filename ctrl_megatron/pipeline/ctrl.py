@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from ctrl_megatron.pipeline.ahead import begin_ahead, report_staleness
 from ctrl_megatron.pipeline.batch import Sample, columns, tensors_of, texts, with_fields
 from ctrl_megatron.pipeline.chain import (
     REVISION_FIELDS,
-    begin_chain,
+    TRAINED,
     criticise_samples,
     critiques_of,
     judge,
@@ -281,7 +280,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's critiques, with the actor's weights before this step's update."""
-    begin_ahead(worker, partial(begin_chain, worker))
+    begin_ahead(worker, TRAINED.listener(worker))
     return report_staleness(worker, batch)
 
 

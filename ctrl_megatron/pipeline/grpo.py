@@ -9,7 +9,6 @@ those of CTRL's step (``add_update_nodes``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,8 @@ from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
+    begin_judging,
+    by_row,
     draw_samples,
     generate,
     greedy_params,
@@ -45,7 +46,7 @@ from ctrl_megatron.pipeline.sampling import (
     validation_batches,
 )
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
-from ctrl_megatron.rewards import RewardItem
+from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.types import Completion
 
 
@@ -123,26 +124,25 @@ def draw_completions(
     worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
 ) -> list[Sample]:
     """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
-    heard, decode = partial(_begin_reward, worker), worker.codec.decode
     drawn = draw_samples(
-        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
+        worker,
+        rows,
+        mini_batch_size=mini_batch_size,
+        attempt=attempt,
+        heard=partial(_begin_reward, worker),
     )
+    decode = worker.codec.decode
     return with_fields(drawn, [{"completion": decode(s.completion.token_ids)} for s in drawn])
 
 
 def _begin_reward(worker: RolloutWorker, row: Row, completion: Completion) -> None:
     """Start to judge the completion, on the leader's event loop."""
-    if worker.config.actor_rollout_ref.rollout.streaming and worker.rewards is not None:
-        text, length = worker.codec.decode(completion.token_ids), len(completion.token_ids)
-        # Judging the batch raises what is wrong with a row.
-        with suppress(ValueError):
-            worker.rewards.begin(RewardItem(text=text, row=row, length=length))
 
+    def start(rewards: RewardSum) -> None:
+        tokens = completion.token_ids
+        rewards.begin(RewardItem(text=worker.codec.decode(tokens), row=row, length=len(tokens)))
 
-def _begin_reward_of(
-    worker: RolloutWorker, rows: Sequence[Row], place: int, completion: Completion
-) -> None:
-    _begin_reward(worker, rows[place], completion)
+    begin_judging(worker, start)
 
 
 def completion_items(
@@ -199,7 +199,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
                 "actor",
                 [table.prompts[row] for row in batch],
                 params,
-                finished=partial(_begin_reward_of, worker, rows),
+                finished=by_row(rows, params.n, partial(_begin_reward, worker)),
             )
             answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
             sizes = [len(group[0].token_ids) for group in drawn]

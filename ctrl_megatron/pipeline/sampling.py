@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from ctrl_megatron.data.rows import Row
     from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
     from ctrl_megatron.resharding.device import Role
+    from ctrl_megatron.rewards import RewardSum
     from ctrl_megatron.rollout.engine import CompletionListener
 
 T = TypeVar("T")
+RowListener = Callable[["Row", Completion], None]
+"""Called with every completion as soon as it is drawn, and the row that it belongs to."""
 EXAMPLES_PER_STEP = 6
 """Most samples of a step that the report shows."""
 
@@ -44,7 +48,7 @@ def begin_draw(
     mini_batch_size: int,
     attempt: int = 0,
     step: int | None = None,
-    heard: Callable[[Row, Completion], None] = lambda row, completion: None,
+    heard: RowListener | None = None,
 ) -> Draw:
     """Start to draw the actor's ``rollout.n`` samples of this data rank's share of ``rows``
     (positions in ``worker.train``), from its weights as they are now, and return. Collective.
@@ -63,7 +67,7 @@ def begin_draw(
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
         return await worker.engine.generate(
-            prompts, params, finished=lambda place, drawn: heard(table[place // params.n], drawn)
+            prompts, params, finished=by_row(table, params.n, heard)
         )
 
     groups = worker.begin(ask_engine)
@@ -99,13 +103,27 @@ def draw_samples(
     *,
     mini_batch_size: int,
     attempt: int = 0,
-    heard: Callable[[Row, Completion], None] = lambda row, completion: None,
+    heard: RowListener | None = None,
 ) -> list[Sample]:
     """The samples of ``begin_draw``, once they are all there. Collective."""
     draw = worker.ahead.take(worker.step, rows) or begin_draw(
         worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
     )
     return finish_draw(worker, draw, mini_batch_size=mini_batch_size)
+
+
+def by_row(rows: Sequence[Row], n: int, heard: RowListener | None) -> CompletionListener | None:
+    """A listener for ``n`` completions of each of the rows, which calls ``heard``."""
+    return None if heard is None else lambda place, drawn: heard(rows[place // n], drawn)
+
+
+def begin_judging(worker: RolloutWorker, start: Callable[[RewardSum], None]) -> None:
+    """Let ``start`` begin to judge what a batch will be asked for later, on the leader's event
+    loop, unless ``rollout.streaming`` is off. What is wrong with a row is raised by that batch.
+    """
+    if worker.config.actor_rollout_ref.rollout.streaming and worker.rewards is not None:
+        with suppress(ValueError):
+            start(worker.rewards)
 
 
 def generate(

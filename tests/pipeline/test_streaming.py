@@ -79,7 +79,8 @@ class Script:
                 finish_reason="stop",
                 spans=(VersionSpan("actor@0", 0, 2),),
             )
-            finished(place, completion)
+            if finished is not None:
+                finished(place, completion)
             return completion
 
         done = await asyncio.gather(*(draw(i) for i in range(len(prompts) * params.n)))

@@ -48,6 +48,7 @@ class Rank:
             judge_solutions=self._judge, begin_solution=lambda text, row: None
         )
         self.background = SimpleNamespace(submit=asyncio.run)
+        self.proxy = None
         self._lost = lost
 
     async def _judge(self, texts: list[str], rows: list[Any]) -> list[Any]:
