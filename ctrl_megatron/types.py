@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,10 @@ class SamplingParams:
     def names(self, prompts: int) -> tuple[str | int, ...]:
         """The name of each of the request's ``prompts``."""
         return self.rows or tuple(range(prompts))
+
+    def grouped(self, completions: Sequence[Completion]) -> list[list[Completion]]:
+        """The completions of all prompts, in order, as ``n`` for each prompt."""
+        return [list(completions[i : i + self.n]) for i in range(0, len(completions), self.n)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
         case Dense():
             return products
         case Experts():
-            copies = dict(p.layout.mesh("expert").sizes)["etp"] * p.shape.hidden_size
+            copies = p.layout.expert_tensor_ranks * p.shape.hidden_size
             routed = e * (kind.top_k * copies + kind.width) + 12 * kind.count
             return products + routed / p.sequence_ranks
 
@@ -144,11 +144,10 @@ def _exchanged(p: PassShape) -> float:
     """Bytes per token of the copies that exist while a layer's experts compute: what is sent and
     what arrives, in the order of the experts, their output, and this in the order of arrival. Where
     tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
-    kinds = [kind for kind in p.shape.layers_by_kind if isinstance(kind, Experts)]
-    sizes = dict(p.layout.mesh("expert").sizes)
-    most = max((kind.top_k for kind in kinds), default=0) * p.residual
-    added = (2 if p.kernels == "torch" else 1) * (sizes["etp"] > 1)
-    return most * (1 + (sizes["ep"] > 1) + 3 * sizes["etp"] + added)
+    spread, tensor = p.layout.expert, p.layout.expert_tensor_ranks
+    most = max((kind.top_k for kind in p.shape.expert_kinds), default=0) * p.residual
+    added = (2 if p.kernels == "torch" else 1) * (tensor > 1)
+    return most * (1 + (spread > 1) + 3 * tensor + added)
 
 
 def layers_of(p: PassShape) -> int:

@@ -26,7 +26,6 @@ from ctrl_megatron.memory.model_state import (
     trained_state,
 )
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.shape import Experts
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, layout_for
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
@@ -215,7 +214,7 @@ class _Stage:
         layout = self.layout
         groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
         groups += layout.model_size > 1
-        if any(isinstance(kind, Experts) for kind in self.shapes["actor"].feed_forward):
+        if self.shapes["actor"].expert_kinds:
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
             groups += layout.expert_ranks > 1

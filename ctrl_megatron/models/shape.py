@@ -213,6 +213,11 @@ class ModelShape:
             found[kind] = (*found.get(kind, ()), layer)
         return found
 
+    @property
+    def expert_kinds(self) -> list[Experts]:
+        """The kinds of layers with experts; none in a dense model."""
+        return [kind for kind in self.layers_by_kind if isinstance(kind, Experts)]
+
 
 def value_shape(shape: ModelShape) -> ModelShape:
     """The value model with the same decoder."""

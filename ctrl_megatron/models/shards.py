@@ -68,7 +68,7 @@ class ShardParam:
 
 def check_split(shape: ModelShape, layout: Layout) -> None:
     """UserError unless the model divides over the ranks of ``layout`` that split its layers."""
-    experts = [kind for kind in shape.layers_by_kind if isinstance(kind, Experts)]
+    experts = shape.expert_kinds
     if layout.expert_ranks != layout.tensor and not experts:
         raise UserError(
             "the model has no experts for expert_model_parallel_size and "
@@ -82,7 +82,7 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
             remedy="set sequence_parallel to true",
         )
     tensor = ("tensor_model_parallel_size", layout.tensor)
-    expert_tensor = ("expert_tensor_parallel_size", dict(layout.mesh("expert").sizes)["etp"])
+    expert_tensor = ("expert_tensor_parallel_size", layout.expert_tensor_ranks)
     sizes = [(size, tensor) for size in shape.attention.split_sizes.items()]
     for kind in shape.layers_by_kind:
         ranks = expert_tensor if isinstance(kind, Experts) else tensor

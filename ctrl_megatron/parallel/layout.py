@@ -102,19 +102,20 @@ class Layout:
         if stage % self.expert_ranks:
             raise UserError(
                 f"the {stage} ranks of a pipeline stage do not divide over "
-                f"expert_tensor_parallel_size={self._expert_tensor} x "
+                f"expert_tensor_parallel_size={self.expert_tensor_ranks} x "
                 f"expert_model_parallel_size={self.expert}; choose sizes whose product divides "
                 f"{stage}"
             )
 
     @property
-    def _expert_tensor(self) -> int:
+    def expert_tensor_ranks(self) -> int:
+        """Number of ranks that share one expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def expert_ranks(self) -> int:
         """Number of ranks that hold the experts of a layer once, and that compute them together."""
-        return self._expert_tensor * self.expert
+        return self.expert_tensor_ranks * self.expert
 
     @property
     def experts_join_data_ranks(self) -> bool:
@@ -143,10 +144,10 @@ class Layout:
                     ("pp", self.pipeline),
                 )
             )
-        rest = self.tensor * self.context * self.data // (self._expert_tensor * self.expert)
+        rest = self.tensor * self.context * self.data // self.expert_ranks
         return Mesh(
             sizes=(
-                ("etp", self._expert_tensor),
+                ("etp", self.expert_tensor_ranks),
                 ("ep", self.expert),
                 ("edp", rest),
                 ("pp", self.pipeline),

@@ -32,7 +32,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import Experts, ModelShape, MultiLatentAttention
+from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -197,8 +197,7 @@ def _check_engine_takes(
         )
     rollout = config.actor_rollout_ref.rollout
     engine, by_shards = rollout.name, rollout.weight_transport == "shards"
-    experts = any(isinstance(kind, Experts) for kind in shape.layers_by_kind)
-    if engine == "sglang" and by_shards and experts:
+    if engine == "sglang" and by_shards and shape.expert_kinds:
         # With two tensor ranks it holds other bytes than were sent.
         raise UserError(
             f"{path} has experts, which engine 'sglang' cannot take shard by shard",

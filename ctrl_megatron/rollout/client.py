@@ -96,7 +96,7 @@ class RemoteEngine:
             shows["tokens"] = listener
         await self._stream({**body, "tokens": listener is not None}, shows)
         every = [done[place] for place in range(len(prompts) * params.n)]
-        return [every[i : i + params.n] for i in range(0, len(every), params.n)]
+        return params.grouped(every)
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str

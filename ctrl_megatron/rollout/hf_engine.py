@@ -93,7 +93,7 @@ class HfEngine:
             await self._decode(rows, params, token)
         self._state.require_whole()
         done = [row.completion() for row in rows]
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        return params.grouped(done)
 
     async def _decode(
         self, rows: list[DecodingRow], params: SamplingParams, token: CancelToken

@@ -249,7 +249,7 @@ class SglangEngine:
                 take(place, answer)
         self._state.require_whole()
         every = [done[place] for place in range(len(asked))]
-        return [every[i : i + params.n] for i in range(0, len(every), params.n)]
+        return params.grouped(every)
 
     async def _fill_cache(self, prompts: list[list[int]]) -> bool:
         """Compute each prompt once, for all its completions: completions that begin together would

@@ -182,7 +182,7 @@ class VllmEngine:
         except EngineDeadError as error:
             raise _died(error) from error
         self._state.require_whole()
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        return params.grouped(done)
 
     async def _one(
         self,
