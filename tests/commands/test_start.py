@@ -26,6 +26,7 @@ MISSPELT = ("--config", CONFIG, "data.train_bach_size=4")
 
 PROGRAM = f"""
 import os, signal, sys, time
+from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from ctrl_megatron.commands.start import STOPPED, command, training_config
 from ctrl_megatron.errors import note_users_code, users_code
@@ -42,9 +43,13 @@ def meet(how):
     from ctrl_megatron.parallel.stop import StopFlag
 
     stop = StopFlag().install()
+    met = Path(__file__).with_name("meets")
     if os.environ["RANK"] == "1":
+        while not met.exists():
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGSTOP if how == "meeting_frozen" else signal.SIGKILL)
     print("meets", flush=True)
+    met.touch()
     with stop.ends_meeting(lambda: os._exit(STOPPED)):
         torch.distributed.init_process_group("gloo")
 
