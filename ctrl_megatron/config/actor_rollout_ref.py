@@ -100,7 +100,7 @@ class Megatron:
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
     pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Ranks that share the stack of layers."""
+    """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
     expert_model_parallel_size: int = key(1, AT_LEAST_1)
