@@ -28,6 +28,7 @@ PROGRAM = f"""
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
+from ctrl_megatron.commands import start
 from ctrl_megatron.commands.start import STOPPED, command, training_config
 from ctrl_megatron.errors import note_users_code, users_code
 
@@ -40,8 +41,10 @@ def on_signal(number, frame):
 def meet(how):
     # Rank 1 never arrives.
     import torch.distributed
+    from ctrl_megatron.parallel import stop as stops
     from ctrl_megatron.parallel.stop import StopFlag
 
+    stops._MEETING_SECONDS = 1.0
     stop = StopFlag().install()
     met = Path(__file__).with_name("meets")
     if os.environ["RANK"] == "1":
@@ -76,6 +79,8 @@ def train(config):
         while not asked:
             time.sleep(0.02)
     return how == "finished"
+
+start._FROZEN_SECONDS = 2.0
 
 @command("program")
 def main(arguments):
