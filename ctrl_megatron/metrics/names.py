@@ -22,6 +22,7 @@ class Metric:
     """Whether the report shows its last value at the top."""
 
 
+_RESTARTS = "how often {} of the run have been started again, where any has been"
 _WEIGHT = "importance weights (or plain ratios) of trainer over engine: "
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("the first reward function over judged samples", "Reward"),
@@ -135,6 +136,8 @@ METRICS: dict[str, Metric] = {
     "engine/queue_length": Metric(
         "completions that waited for room in an engine, the mean while it had requests (vllm)"
     ),
+    "engine/restarts": Metric(_RESTARTS.format("engines")),
+    "sandbox/restarts": Metric(_RESTARTS.format("sandboxes")),
     "engine/preemptions": Metric(
         "completions that an engine interrupted for want of cache memory (vllm, sglang)"
     ),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.pipeline.batch import Draw, completion_of, texts
 from ctrl_megatron.pipeline.graph import NodeOutput
 from ctrl_megatron.pipeline.sampling import RowListener, begin_draw, share_prompts
@@ -75,7 +76,8 @@ class SavedDraws:
         nothing was begun for it. Collective.
 
         Waits for completions that are being drawn, after a stop for ten seconds at most: without
-        them a resumed run draws the step anew, from weights that are one update younger.
+        them, or if their engines are lost, a resumed run draws the step anew, from weights that are
+        one update younger.
         """
         worker = self._worker
         draw = worker.ahead.of(worker.step)
@@ -119,7 +121,10 @@ class SavedDraws:
         """Whether all ranks have the draw's completions, for which they wait."""
         worker = self._worker
         if not worker.stop.agreed(worker.groups):
-            worker.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+            try:
+                worker.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+            except ServiceLost:
+                return False
             return True
         for _ in range(_STOP_ROUNDS):
             if draw.groups is not None:

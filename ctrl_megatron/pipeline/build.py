@@ -90,6 +90,7 @@ def build_worker(
         reference=reference,
         value=value,
         kl_controller=build_kl_controller(config),
+        restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
     return worker, sampler, steps
@@ -161,6 +162,7 @@ def build_proxy(
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
+            patient=config.trainer.service_restarts > 0,
         )
     return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
 
@@ -366,6 +368,7 @@ def device_owner(
         leaves=leaves,
         rests_until=rests_until,
         verify=run.config.trainer.verify_weight_sync,
+        restarts=services if run.config.trainer.service_restarts else None,
     )
 
 
