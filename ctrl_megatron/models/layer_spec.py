@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention, transformer_block
@@ -51,6 +53,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 if importlib.util.find_spec("transformer_engine") is None:
     # Megatron's stand-ins for the library's classes are no types, for which it looks here.
     multi_latent_attention.HAVE_TE = False
+    # Megatron 0.19 compares with this class of its own, but imports it only with the library.
+    multi_latent_attention.Linear = Linear
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -173,7 +177,7 @@ def _self_attention(attention: Attention) -> ModuleSpec:
                 k_layernorm=head_norm,
             )
         case MultiLatentAttention():
-            module, whole = LatentSelfAttention, multi_latent_attention.Linear
+            module, whole = LatentSelfAttention, Linear
             parts = MLASelfAttentionSubmodules(
                 linear_q_proj=ColumnParallelLinear,
                 linear_q_down_proj=whole,
@@ -202,5 +206,8 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
     if latent:
         own.module = LatentSelfAttention
     if isinstance(kind, Experts):
-        spec.submodules.mlp.submodules.router = Router
+        mlp = spec.submodules.mlp
+        # Megatron 0.19 has a function with arguments where 0.16 has a specification.
+        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        parts.router = Router
     return spec
