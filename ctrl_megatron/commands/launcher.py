@@ -125,8 +125,11 @@ def _start_again(name: str, ranks: int, arguments: Sequence[str], restarts: Rest
         step = restarts.saved()
         in_a_row, newest = (1, step) if step > newest else (in_a_row + 1, newest)
         if in_a_row > restarts.most:
-            where = f"since the checkpoint of step {step}" if step else "and no checkpoint"
-            print(f"{name}: given up after {restarts.most} restarts {where}", file=sys.stderr)
+            print(
+                f"{name}: given up: the last restart ({restarts.most} of {restarts.most} in a row) "
+                "has brought no new checkpoint",
+                file=sys.stderr,
+            )
             break
         total += 1
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (in_a_row - 1))

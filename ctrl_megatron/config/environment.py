@@ -54,6 +54,8 @@ class Launch:
     master_addr: str
     master_port: int
     """The port on which rank 0 listens; 0 (single process only) lets the system choose."""
+    has_store: bool = False
+    """Whether the launcher serves a store at that address, so that rank 0 must not."""
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:
@@ -82,7 +84,10 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         launcher, rank, world_size, local_rank, local_world_size = "single", 0, 1, 0, 1
         address, port = "127.0.0.1", 0
-    return Launch(launcher, rank, world_size, local_rank, local_world_size, address, port)
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(
+        launcher, rank, world_size, local_rank, local_world_size, address, port, has_store
+    )
 
 
 def read_restarts(environ: Mapping[str, str] = os.environ) -> int:
