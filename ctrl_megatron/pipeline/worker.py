@@ -212,12 +212,13 @@ class DAGWorker(RolloutWorker):
     train: PromptTable
     draw: Callable[[int], list[int]]
     """n -> positions of the next n rows of the data, the same on every rank."""
-    peek: Callable[[int], list[int]] | None = None
-    """n -> what ``draw`` will return next; None where nothing draws."""
+    peek: Callable[[int, int], list[list[int]]] | None = None
+    """(n, count) -> what the next ``count`` calls of ``draw(n)`` will return; None where nothing
+    draws."""
     total_steps: int = 0
     """Training steps of the whole run."""
     ahead: DrawsAhead = field(default_factory=DrawsAhead)
-    """What is drawn for the next step while this one trains (``rollout.staleness``)."""
+    """What is drawn for later steps while one trains (``rollout.staleness``)."""
     counted: dict[str, Counters] = field(default_factory=dict)
     """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)

@@ -50,6 +50,46 @@ class Restarts(Protocol):
         ...
 
 
+class ActorVersions:
+    """Names of the actor's weights: ``actor@N`` after N training steps, a new one only where the
+    weights have changed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        """N of every name so far."""
+        self._updates = 0
+        """Updates of the actor's model that led to the last one."""
+
+    def name(self, updates: int, step: int) -> str:
+        """The name of the weights after so many ``updates`` of the model, in training step number
+        ``step``.
+        """
+        if not self._numbers:
+            self._numbers.append(step)
+        elif self._updates != updates:
+            self._numbers.append(max(step, self._numbers[-1] + 1))
+        self._updates = updates
+        return f"actor@{self._numbers[-1]}"
+
+    def behind(self, version: str) -> int:
+        """Names that are newer than ``version``: the updates since. ValueError if it is newer than
+        the last name.
+        """
+        number = int(version.removeprefix("actor@"))
+        if not self._numbers or number > self._numbers[-1]:
+            raise ValueError(f"no weights were called {version} until now")
+        return sum(number < newer for newer in self._numbers)
+
+    def last(self, count: int) -> list[int]:
+        """N of the last ``count`` names, for ``go_on``."""
+        return self._numbers[-count:]
+
+    def go_on(self, numbers: Sequence[int], updates: int) -> None:
+        """Take over the names of an earlier run; ``updates`` are the model's now."""
+        self._numbers, self._updates = list(numbers), updates
+
+
 class DeviceOwner:
     """Hands the devices of all ranks over between trainer and engines, and pushes to the engines
     the weights that they lack. All ranks call the same methods in the same order.
@@ -99,8 +139,7 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self._named: tuple[int, int] | None = None
-        """Updates of the actor's model, and N of the version ``actor@N`` that they led to."""
+        self.versions = ActorVersions()
         self._reports: list[PushReport] = []
         self.to_trainer()
 
@@ -245,15 +284,13 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        if role == "proxy":
-            return role
-        model = self._sources[role].model
-        updates = 0 if model is None else model.updates
-        if self._named is None:
-            self._named = updates, step
-        elif self._named[0] != updates:
-            self._named = updates, max(step, self._named[1] + 1)
-        return f"{role}@{self._named[1]}"
+        return role if role == "proxy" else self.versions.name(self.updates, step)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the actor's model in this process."""
+        model = self._sources["actor"].model
+        return 0 if model is None else model.updates
 
     def _let_go(self, but: ParallelModel | None = None) -> None:
         for model in self._models:
