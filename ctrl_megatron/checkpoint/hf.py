@@ -15,8 +15,8 @@ from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_of, write_peft
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.adapters import initial_value
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
 from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.adapters import Base
+from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rules import ADAPTED
 from ctrl_megatron.models.shape import Lora, ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -87,13 +87,13 @@ def require_same(folder: Path, shape: ModelShape, base: Base | None) -> None:
         require_base(saved.base, base, folder)
 
 
-def require_base(saved: Base, found: Base, folder: Path) -> None:
+def require_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) -> None:
     """UserError unless the directory ``found`` has the weights of ``saved``."""
     if saved.hashes != found.hashes:
         raise UserError(
             f"the adapters in {folder} were trained beside the weights of {saved.path}; those of "
             f"{found.path} differ",
-            key=_PATH,
+            key=key,
             remedy="name the directory with the same safetensors files",
         )
 

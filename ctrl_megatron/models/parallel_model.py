@@ -22,7 +22,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from ctrl_megatron.models.adapters import Base, adapters_off
+from ctrl_megatron.models.adapters import adapters_off
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.forward_step import (
@@ -33,6 +33,7 @@ from ctrl_megatron.models.forward_step import (
     forward_with_loss,
 )
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
+from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of

@@ -18,8 +18,8 @@ def lora_policy(
 ) -> Any:
     """A policy with the adapters of a PEFT file, or with new ones."""
     from ctrl_megatron.checkpoint.hf import load_hf
-    from ctrl_megatron.models.adapters import adapted
     from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.models.shape import Lora
 
@@ -100,12 +100,61 @@ def _adapted_run(
     return found
 
 
+def save_or_resume(
+    rank: int, layout: dict, directory: str, checkpoints: str, resume: bool, batch: dict, out: str
+) -> dict[str, Any]:
+    """Two steps of a bfloat16 policy and of a value model with adapters and a checkpoint, or a
+    resume from it; then exports and a third step below ``out``."""
+    from ctrl_megatron.checkpoint.hf import load_hf, save_adapters, save_hf
+    from ctrl_megatron.checkpoint.store import CheckpointStore
+    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.lora import adapted
+    from ctrl_megatron.models.shape import Lora, value_shape
+    from ctrl_megatron.models.value import ValueModel
+
+    groups = workers.start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    policy = lora_policy(groups, directory, None, targets=TARGETS, token_budget=64)
+    shape = value_shape(read_model_shape(directory))
+    optimizer = {"lr": 1e-2, "total_steps": 10, "eps": 1e-3}
+    value = ValueModel(
+        adapted(shape, Lora(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))),
+        groups,
+        workers._model_options(optimizer, {"token_budget": 64}),
+    )
+    load_hf(value, directory)
+    value.start_optimizer()
+    models = {"policy": policy, "value": value}
+    loss = workers.weighted_loss, value_loss
+    store = CheckpointStore(Path(checkpoints), keep=1, side_files=Path(directory))
+    if resume:
+        assert store.load_newest(models, "auto", parts=()) is not None
+    else:
+        for _ in range(2):
+            for model, own in zip(models.values(), loss, strict=True):
+                model.step(mine, own)
+        store.save(models, 2, {"step": 2})
+    steps = {}
+    for (name, model), own in zip(models.items(), loss, strict=True):
+        save_hf(model, f"{out}/{name}/merged", side_files=directory)
+        save_adapters(model, f"{out}/{name}/saved")
+        steps[name] = model.step(mine, own)
+        save_adapters(model, f"{out}/{name}/stepped")
+    return steps
+
+
+def value_loss(values: torch.Tensor, rows: dict, counts: Any) -> tuple[torch.Tensor, dict]:
+    """The squared distance to the advantages."""
+    gaps = (values - rows["advantages"]) * rows["response_mask"]
+    return (gaps**2).sum() / counts.tokens, {}
+
+
 def random_adapters(directory: Path, out: Path, targets: tuple[str, ...] = TARGETS) -> Path:
     """Adapters of which no matrix is zero, as one file."""
     from safetensors.torch import save_file
 
-    from ctrl_megatron.models.adapters import adapted
     from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.rules import ADAPTED, hf_shapes
     from ctrl_megatron.models.shape import Lora
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 import transformers
 from adapting import random_adapters
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import random_batch, reference_log_probs, save_tiny
 from torch.func import functional_call
 from world import run_world
+
+from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
+from ctrl_megatron.checkpoint.sharded import saved_tensors
+from ctrl_megatron.errors import UserError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -113,6 +118,53 @@ def check(
 
 def test_adapters_are_merged_weights(tmp_path: Path) -> None:
     check(tmp_path, {"tp2_sp": LAYOUTS["tp2_sp"]}, ("qwen2",))
+
+
+def test_adapters_are_saved_resumed_on_another_layout_and_exported(tmp_path: Path) -> None:
+    path, other = (
+        save_tiny("qwen2", tmp_path / name, num_hidden_layers=2) for name in ("base", "other")
+    )
+    for name, layout, resume in (("first", LAYOUTS["tp2_sp"], False), ("again", {}, True)):
+        (steps, *_) = run_world(
+            "adapting:save_or_resume",
+            ranks(layout),
+            layout=layout,
+            directory=str(path),
+            checkpoints=str(tmp_path / "checkpoints"),
+            resume=resume,
+            batch=random_batch(seed=3),
+            out=str(tmp_path / name),
+        )
+        assert all(step["grad_norm"] > 0 for step in steps.values())
+    (checkpoint,) = (tmp_path / "checkpoints").glob("global_step_*")
+    for model in ("policy", "value"):
+        first, again = tmp_path / "first" / model, tmp_path / "again" / model
+        assert_same(first / "saved", again / "saved", 0.0)
+        assert_same(first / "stepped", again / "stepped", 1e-4)
+        held = {n.split(".lora_")[0].split(".")[-1] for n in saved_tensors(checkpoint / model)}
+        assert held.isdisjoint({"embed_tokens", "norm"}) and "down_proj" in held
+        megatron_to_hf(checkpoint, tmp_path / f"{model}_hf", folder=model)
+        assert_same(first / "merged", tmp_path / f"{model}_hf", 1e-6)
+        megatron_to_peft(checkpoint, tmp_path / f"{model}_peft", folder=model)
+        assert_same(first / "saved", tmp_path / f"{model}_peft", 0.0)
+        config = json.loads((tmp_path / f"{model}_peft" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(path)
+    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "down_proj"])
+    with torch.no_grad():
+        weights = load_file(other / "model.safetensors")
+        weights["model.norm.weight"] += 1
+        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"were trained beside the weights of .* differ"):
+        megatron_to_hf(checkpoint, tmp_path / "wrong", base=other)
+
+
+def assert_same(left: Path, right: Path, rel: float) -> None:
+    """Equal tensors in the only safetensors file of two directories."""
+    (one,), (two,) = (list(folder.glob("*.safetensors")) for folder in (left, right))
+    before, after = load_file(one), load_file(two)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert (after[name] - tensor).norm() <= rel * tensor.norm(), name
 
 
 @pytest.mark.long
