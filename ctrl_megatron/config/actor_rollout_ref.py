@@ -54,6 +54,12 @@ REFERENCE = Condition(
     "{0}=true or {1}=true",
 )
 """The condition of keys of the frozen reference."""
+ADAPTERS = Condition(
+    ("actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"),
+    lambda actor, value: bool(actor or value),
+    "{0} of 1 or more",
+)
+"""The condition of keys of adapters."""
 POLICY_LOSSES = ("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean")
 
 
@@ -192,6 +198,15 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticModel(ModelFiles):
+    """The model that the value model starts from."""
+
+    lora_rank: int | None = key(None, AT_LEAST_0)
+    """Rank of the value model's adapters, beside which its head is trained; None for the actor's, 0
+    trains all weights. Alpha and layers are the actor's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The frozen reference of the KL."""
 
@@ -324,6 +339,13 @@ class Model:
     """Type of the parameters in computation; the master copy is float32."""
     shared_prefix: bool = True
     """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
+    lora_rank: int = key(0, AT_LEAST_0)
+    """Rank of adapters (LoRA) that are trained in place of the weights; 0 trains all weights."""
+    lora_alpha: float = key(16.0, ABOVE_0, read=ADAPTERS)
+    """An adapter's output is multiplied by this number over lora_rank."""
+    target_modules: tuple[str, ...] = key(("all-linear",), read=ADAPTERS)
+    """Linear layers with adapters, by the last part of their Hugging Face names (q_proj, ...);
+    all-linear for every one of a decoder layer."""
 
     @property
     def tokenizer(self) -> str:

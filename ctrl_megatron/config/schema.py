@@ -274,6 +274,13 @@ class Config:
         return REFERENCE.is_met(self)
 
     @property
+    def reference_is_base(self) -> bool:
+        """True if the reference is the actor with its adapters off."""
+        family = self.actor_rollout_ref
+        same = family.ref.model.path in (None, family.model.path)
+        return self.needs_reference and same and family.model.lora_rank > 0
+
+    @property
     def value_epochs(self) -> int:
         """Passes of the value model over the batch of one training step."""
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs

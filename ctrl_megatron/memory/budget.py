@@ -271,7 +271,8 @@ class _Stage:
         before = self._process() | self._engine_at_rest()
         moments = []
         for name, state in self.trained.items():
-            copied = state.parameters if self.megatron.use_distributed_optimizer else 0
+            moved = state.parameters - state.untrained
+            copied = moved if self.megatron.use_distributed_optimizer else 0
             moments.append(
                 before
                 | {

@@ -170,6 +170,24 @@ class Experts:
         return {"moe_intermediate_size": self.expert_width}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Adapters beside linear layers (LoRA, arXiv 2106.09685): a layer computes W x + scale B A x,
+    and only A (rank, in) and B (out, rank) are trained."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The last parts of the layers' names in Hugging Face's models, such as ``q_proj``."""
+    seed: int = 0
+    """Seed of the initial A; B is zero at first."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / self.rank
+
+
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -191,9 +209,16 @@ class ModelShape:
     """One for each layer."""
     value_head: bool = False
     """One number per token instead of a vocabulary (transformers' token classification models)."""
+    lora: Lora | None = None
+    """Adapters, if they are trained in place of the decoder's weights."""
     layers_left_out: int = field(default=0, compare=False)
     """Layers that follow the last one in the files and predict further tokens (multi-token
     prediction). They are not read."""
+
+    @property
+    def base(self) -> ModelShape:
+        """The model without adapters, or with merged ones."""
+        return replace(self, lora=None)
 
     @property
     def num_layers(self) -> int:

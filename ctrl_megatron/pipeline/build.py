@@ -20,9 +20,10 @@ from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterLosses
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
@@ -205,7 +206,7 @@ def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLControl
 
 def build_policies(
     config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
-) -> tuple[Policy, Policy | None]:
+) -> tuple[Policy, Policy | BasePolicy | None]:
     """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
@@ -219,6 +220,8 @@ def build_policies(
     device.adopt(policy, "actor")
     if not config.needs_reference:
         return policy, None
+    if config.reference_is_base:
+        return policy, BasePolicy(policy)
     path = family.ref.model.path or family.model.path
     reference = build_policy(
         config,
@@ -245,7 +248,8 @@ def build_policy(
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    policy = Policy(read_model_shape(path), groups, options, take_device)
+    lora = configured(config) if optimizer else None
+    policy = Policy(adapted(read_model_shape(path), lora), groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
         policy.start_optimizer()
@@ -264,7 +268,8 @@ def build_value_model(
         budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    model = ValueModel(value_shape(read_model_shape(path)), groups, options, device.to_trainer)
+    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    model = ValueModel(shape, groups, options, device.to_trainer)
     load_hf(model, path)
     model.start_optimizer()
     device.adopt(model)

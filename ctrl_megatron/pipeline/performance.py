@@ -16,6 +16,7 @@ from ctrl_megatron.metrics import (
     mfu,
     seconds_by_name,
 )
+from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rollout.counters import Counters, step_metrics
@@ -39,8 +40,8 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     the whole step. Collective.
     """
     seconds = seconds_by_name(worker.timeline.phases())
-    models = [m for m in (worker.policy, worker.reference, worker.value) if m is not None]
-    mine = sum(sum(model.take_flops()) for model in models)
+    models = (worker.policy, worker.reference, worker.value)
+    mine = sum(sum(m.take_flops()) for m in models if isinstance(m, ParallelModel))
     phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),

@@ -20,7 +20,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceFault, ServiceLost, UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
@@ -224,7 +224,7 @@ class DAGWorker(RolloutWorker):
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
-    reference: Policy | None
+    reference: Policy | BasePolicy | None
     """The frozen reference of the KL; None if the objective has no KL."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
+from typing import Literal
 
-from ctrl_megatron.models.rules import hf_buffers, hf_shapes
+from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -16,6 +17,9 @@ from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 ALIGNMENT = 64
+Sent = Literal["merged", "trained"]
+"""The tensors of a model that are sent: its weights, with adapters merged into them; or those that
+training changes, adapters by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class EngineLayout:
     """The hosts with engines: their buckets must contain every tensor."""
     workers: int = 1
     """Tensor-parallel size of every engine, for media that bring a worker only its part."""
+    sends: Sent = "merged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +64,14 @@ class TensorPlace:
     """The rectangles that it consists of, if the host for which the plan was made writes it."""
 
 
-def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
-    """Every HF tensor of the model in checkpoint order, in ``dtype`` but for buffers."""
+def hf_specs(shape: ModelShape, dtype: str, sends: Sent = "merged") -> list[TensorSpec]:
+    """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers."""
     own = hf_buffers(shape)
+    names = hf_shapes(shape.base).keys() if sends == "merged" else trained_names(shape)
     return [
         TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
         for name, size in hf_shapes(shape).items()
+        if name in names
     ]
 
 
@@ -134,7 +141,8 @@ def plan(
 
     load_of_host, load_of_rank = [0] * (1 + max(host_of_rank)), [0] * train.world_size
     readers, places = frozenset(engine.hosts), []
-    for place in place_in_buckets(hf_specs(shape, engine.dtype), engine.bucket_bytes):
+    specs = hf_specs(shape, engine.dtype, engine.sends)
+    for place in place_in_buckets(specs, engine.bucket_bytes):
         name, size = place.spec.name, spec_bytes(place.spec)
         parts = held[name]
         givers, takers = givers_and_takers(frozenset((part.mesh, part.at) for part in parts))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import ALIGNMENT, EngineLayout, TensorPlace, place_in_buckets
@@ -120,7 +120,7 @@ class _Push:
 
     def __init__(self, source: MegatronSource, groups: ProcessGroups) -> None:
         self._source, self._groups = source, groups
-        layout, shape, of_rank = source.layout, source.model.shape, groups.hosts.of_rank
+        layout, shape, of_rank = source.layout, source.model.shape.base, groups.hosts.of_rank
         self._workers = layout.workers
         self._plan = plan = ShardPlan(
             shape,
@@ -129,7 +129,7 @@ class _Push:
             _takers(layout, of_rank),
             of_rank,
             dtype=layout.dtype,
-            te_names=has_transformer_engine(),
+            te_names=fuses_norms(source.model.shape),
         )
         shapes, dtypes = hf_shapes(shape), {p.spec.name: p.spec.dtype for p in source.places}
         self._parts = plan.buckets(layout.bucket_bytes)
@@ -201,7 +201,7 @@ class _Push:
         return started
 
     def _weight(self, item: _Item) -> torch.Tensor:
-        weight = self._source.weights[item.chunk][item.rectangle.param]
+        weight = self._source.weight(item.chunk, item.rectangle.param)
         return weight.detach()[item.rectangle.piece.slices]
 
     def _finish(self, pending: Pending, number: int, segments: Sequence[SharedSegment]) -> None:
