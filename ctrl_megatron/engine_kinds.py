@@ -28,6 +28,9 @@ class EngineKind:
     cache."""
     tensor_parallel: bool = True
     """Can use several devices."""
+    cpu_width_unit: int | None = None
+    """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
+    the number of workers must divide the width."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
@@ -52,6 +55,7 @@ ENGINES: Mapping[str, EngineKind] = {
         # Scheduler processes of one host connect over loopback.
         environment={"GLOO_SOCKET_IFNAME": "lo"},
         counts_workspace=False,
+        cpu_width_unit=32,
     ),
     "hf": EngineKind(
         library="transformers",

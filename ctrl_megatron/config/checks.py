@@ -25,8 +25,9 @@ Purpose = Literal["rl", "sft", "none"]
 """The kind of run, which determines the required keys; ``none`` requires no key."""
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OTHER_CUTS = (
-    *("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
-    *("pp_size", "dp_size", "ep_size", "enable_dp_attention", "moe_dense_tp_size"),
+    *("pipeline_parallel_size", "data_parallel_size", "expert_placement_strategy", "enable_eplb"),
+    *("pp_size", "dp_size", "enable_dp_attention", "moe_dense_tp_size"),
+    *("ep_num_redundant_experts", "init_expert_location"),
 )
 """Arguments of vLLM and SGLang that give a worker other parts of a model."""
 _M = _A + "megatron."
@@ -263,6 +264,8 @@ def _parallelism(config: Config) -> Iterator[str]:
     if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
+    if rollout.engine_kwargs.get("ep_size", 1) not in (1, rollout.tensor_model_parallel_size):
+        others.append("ep_size")
     if rollout.weight_transport == "shards" and others:
         yield (
             f"{_R}weight_transport=shards sends each worker the part that "

@@ -37,6 +37,7 @@ from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.shard_plan import engine_cut
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
@@ -359,8 +360,13 @@ def device_owner(
     layout = EngineLayout(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
-        hosts=services.placement.hosts,
-        workers=family.rollout.tensor_model_parallel_size,
+        placement=services.placement,
+        cut=engine_cut(
+            family.rollout.name,
+            family.rollout.tensor_model_parallel_size,
+            family.rollout.engine_kwargs,
+            on_cpu=run.groups.device.type == "cpu",
+        ),
     )
     return DeviceOwner(
         services.connect_here(),
