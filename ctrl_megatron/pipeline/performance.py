@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import (
+    Gauge,
     device_peak,
     measure_peak_flops,
     mfu,
@@ -19,6 +20,7 @@ from ctrl_megatron.metrics import (
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
@@ -83,6 +85,13 @@ def restart_metrics(worker: DAGWorker) -> dict[str, float]:
     for mine in worker.groups.from_all(worker.restarts()):
         found.update(mine)
     return {name: count for name, count in found.items() if count}
+
+
+def weights_gauges(device: DeviceOwner) -> list[Gauge]:
+    """Which weights of the actor the engines got last, for any thread; nothing before a push."""
+    samples = [({}, device.pushed)] if device.pushed is not None else []
+    text = "Finished steps of the weights that the engines got last for the actor."
+    return [Gauge("ctrl_weights_version", text, samples)] if samples else []
 
 
 def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:

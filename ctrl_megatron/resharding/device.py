@@ -141,6 +141,8 @@ class DeviceOwner:
         """The training step of the last ``to_engine``."""
         self.versions = ActorVersions()
         self._reports: list[PushReport] = []
+        self.pushed: int | None = None
+        """N of the actor's weights that were pushed last; None before the first push."""
         self.to_trainer()
 
     def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
@@ -260,6 +262,8 @@ class DeviceOwner:
             )
             self._reports.append(report)
             self._loaded = version
+            if role == "actor":
+                self.pushed = int(version.removeprefix("actor@"))
         self._handing_over = True
         self._let_go()
         self._wake_all()
