@@ -28,6 +28,8 @@ class EngineKind:
     cache."""
     tensor_parallel: bool = True
     """Can use several devices."""
+    adapters: bool = True
+    """Can compute adapters beside its weights (``rollout.adapter_push``)."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
@@ -52,6 +54,7 @@ ENGINES: Mapping[str, EngineKind] = {
         # Scheduler processes of one host connect over loopback.
         environment={"GLOO_SOCKET_IFNAME": "lo"},
         counts_workspace=False,
+        adapters=False,
     ),
     "hf": EngineKind(
         library="transformers",

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from ctrl_megatron.models.rules import adapted_module, adapter_name
-from ctrl_megatron.models.shape import Lora
 from ctrl_megatron.models.shards import ShardParam
+from ctrl_megatron.types import Lora
 
 
 @dataclass(frozen=True, slots=True)
