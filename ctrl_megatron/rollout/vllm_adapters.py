@@ -68,10 +68,16 @@ class PushedAdapters:
         (folder / "adapter_config.json").write_text(json.dumps(config))
         save_file(self._arriving, folder / "adapter_model.safetensors")
         self._held, self._arriving = self._arriving, {}
+        # One of its warm-up may have the same number; vLLM would keep it.
+        for number in await self._llm.list_loras():
+            await self._llm.remove_lora(number)
         request = LoRARequest(f"{version} ({self._number})", self._number, str(folder))
-        added = await self._llm.add_lora(request)
-        if not added or await self._llm.list_loras() != {self._number}:
-            raise RuntimeError(f"vLLM has not loaded the adapters of {version}")
+        await self._llm.add_lora(request)
+        held = set(await self._llm.list_loras())
+        if held != {self._number}:
+            raise RuntimeError(
+                f"vLLM has adapters {held} and not those of {version}, {self._number}"
+            )
         self.request = request
         if before is not None:
             shutil.rmtree(before.lora_path)

@@ -253,10 +253,11 @@ class VllmWorkerExtension:
             parent, _, leaf = module.rpartition(".")
             packed = leaf in fused
             names = fused[leaf] if packed else [leaf]
-            for letter, part in (("A", held.lora_a), ("B", held.lora_b)):
-                for name, tensor in zip(names, part if packed else [part], strict=True):
-                    if tensor is not None:
-                        found[adapter_name(f"{parent}.{name}.weight", letter)] = tensor
+            downs, ups = (part if packed else [part] for part in (held.lora_a, held.lora_b))
+            for name, down, up in zip(names, downs, ups, strict=True):
+                if down is not None:
+                    weight = f"{parent}.{name}.weight"
+                    found |= {adapter_name(weight, "A"): down, adapter_name(weight, "B"): up}
         return checksums(found.items())
 
     def ctrl_checksums(self: Any) -> dict[str, str]:

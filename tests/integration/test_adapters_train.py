@@ -8,6 +8,8 @@ import pytest
 from forked_run import run_forked
 from launched_run import Job
 
+from ctrl_megatron.rollout.engine import available_engines
+
 PUSH = "actor_rollout_ref.rollout.adapter_push=true"
 LORA = (
     "actor_rollout_ref.model.lora_rank=4",
@@ -48,3 +50,13 @@ def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job
 
 def test_a_shared_proxy_is_the_actor_without_its_adapters(job: Job) -> None:
     metrics_of(job, "shared", 2, f"actor_rollout_ref.proxy.model.path={job.actor}", PUSH)
+
+
+@pytest.mark.long
+def test_vllm_computes_with_the_newest_adapters(job: Job) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    proxy = f"actor_rollout_ref.proxy.model.path={job.actor}"
+    found = metrics_of(job, "vllm", 3, proxy, PUSH, "actor_rollout_ref.rollout.name=vllm")
+    assert found[0]["actor/kl_loss"] < 1e-6 < found[2]["actor/kl_loss"]
+    assert any(metrics["actor/grad_norm"] > 0 for metrics in found)
