@@ -15,11 +15,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import STOPPED, CommandParser, checked_config, command
+from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import STOPPED, UserError
 
 _CRITIC = "a name and an HF model, or a .jsonl file of critiques with the rows' ids"
 

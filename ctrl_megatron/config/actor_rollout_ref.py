@@ -73,6 +73,7 @@ _ONE_SIDE = Condition(
     lambda low, high: low is None or high is None,
     "{0}=null or {1}=null",
 )
+_AHEAD = Condition((".staleness",), lambda steps: steps > 0, "{0} above 0")
 _SAMPLES = Range(
     "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
@@ -106,7 +107,7 @@ class Megatron:
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
     pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Ranks that share the stack of layers."""
+    """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
     expert_model_parallel_size: int = key(1, AT_LEAST_1)
@@ -299,9 +300,12 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
-    staleness: int = key(0, Range("0 or 1", lambda v: v in (0, 1)))
-    """Updates by which samples may be behind the weights that train on them: with 1 dedicated
-    engines draw the next step while this one trains."""
+    staleness: int = key(0, AT_LEAST_0)
+    """Updates by which samples may be behind the weights that train on them: above 0 dedicated
+    engines draw the next steps, so many of them, while one trains."""
+    update_in_flight: bool = key(False, read=_AHEAD)
+    """Push weights after every update, also while completions are drawn, which go on with the new
+    weights; false pushes only when nothing is drawn."""
     streaming: bool = True
     """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
     judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""

@@ -319,15 +319,16 @@ def _adapters(config: Config) -> Iterator[str]:
 
 def _ahead(config: Config) -> Iterator[str]:
     family, algorithm = config.actor_rollout_ref, config.algorithm
-    if not family.rollout.staleness:
+    steps = family.rollout.staleness
+    if not steps:
         return
-    ahead = f"{_R}staleness=1 draws the next step while this one trains, "
+    ahead = f"{_R}staleness={steps} draws later steps while one trains, "
     if family.rollout.placement != "dedicated":
         yield f"{ahead}so the engines need devices of their own; add {_R}placement=dedicated"
     correction = algorithm.rollout_correction
     if correction.rollout_is == "none" and correction.rollout_rs == "none":
         yield (
-            f"{ahead}with weights that are one update behind; correct for it with "
+            f"{ahead}with weights that are up to {steps} updates behind; correct for it with "
             "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
         )
     if algorithm.filter_groups.enable:

@@ -35,6 +35,7 @@ from ctrl_megatron.models.shape import (
 )
 from ctrl_megatron.models.shards import check_split, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,6 +89,7 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
+        "pipeline_model_parallel_layout": uneven_stages(shape.num_layers, layout),
         # With two interleaved stages the next and the previous rank are the same one; Megatron
         # separates the two directions only if their messages are not batched.
         "overlap_p2p_comm": layout.virtual_pipeline > 1,
@@ -167,6 +169,20 @@ def _attention_settings(
                 "rope_type": "rope",
                 "apply_rope_fusion": False,
             }
+
+
+def uneven_stages(num_layers: int, layout: Layout) -> list[list[str]] | None:
+    """What each virtual stage computes, in the order of the layers, in Megatron's words; None if
+    all have as many layers, which Megatron assumes."""
+    stages = [
+        ["decoder"] * len(layout.layers(num_layers, pp=pp, chunk=chunk))
+        for pp, chunk in layout.stages()
+    ]
+    if len({len(stage) for stage in stages}) == 1:
+        return None
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def build_worker(
         reference=reference,
         value=value,
         kl_controller=build_kl_controller(config),
+        restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
     return worker, sampler, steps
@@ -162,6 +163,7 @@ def build_proxy(
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
+            patient=config.trainer.service_restarts > 0,
         )
     return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
 
@@ -373,6 +375,7 @@ def device_owner(
         rests_until=rests_until,
         lends=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
+        restarts=services if run.config.trainer.service_restarts else None,
     )
 
 

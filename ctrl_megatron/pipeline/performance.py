@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import (
     device_peak,
     measure_peak_flops,
@@ -31,7 +33,7 @@ def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
 
 def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, the
-    metrics ``engine/...``, and of several engines ``perf/engine_balance``.
+    metrics ``engine/...``, ``sandbox/restarts``, and of several engines ``perf/engine_balance``.
 
     MFU counts what the trainer's passes (log-probs, values, updates) computed over the time they
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
@@ -50,6 +52,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             peak=worker.peak_flops,
         ),
         **engine_metrics(worker),
+        **restart_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
 
@@ -63,8 +66,23 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
     async def ask() -> dict[str, Counters]:
         return {} if engine is None else await engine.counters()
 
-    before, worker.counted = worker.counted, worker.ask(ask, "the engines' counters")
-    return step_metrics(before, worker.counted)
+    try:
+        counted = worker.ask(ask, "the engines' counters")
+    except ServiceLost as lost:
+        worker.device.lose(lost)
+        return {}
+    before, worker.counted = worker.counted, counted
+    return step_metrics(before, counted)
+
+
+def restart_metrics(worker: DAGWorker) -> dict[str, float]:
+    """``engine/restarts`` and ``sandbox/restarts``: the restarts of the run since its start, on all
+    hosts; nothing for services that have not been started again. Collective.
+    """
+    found = Counter[str]()
+    for mine in worker.groups.from_all(worker.restarts()):
+        found.update(mine)
+    return {name: count for name, count in found.items() if count}
 
 
 def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:

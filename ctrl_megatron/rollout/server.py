@@ -246,7 +246,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     # A client that disconnects cancels its request, so that the engine stops drawing.
     runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, spec.host, 0).start()
+    await web.TCPSite(runner, spec.host, spec.port).start()
     os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
     os.close(ready_fd)
     await end_with_engine(engine)

@@ -26,6 +26,7 @@ from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
     EngineBroken,
+    EngineEmpty,
     EngineError,
     EngineMemory,
     EngineSpec,
@@ -143,12 +144,12 @@ class WeightState:
             raise EngineBroken(self._broken)
 
     def require_held(self) -> None:
-        """EngineBroken; or EngineError if the weights sleep, were dropped for a sleep, or have not
-        come yet."""
+        """EngineBroken; EngineError if the weights sleep; EngineEmpty if they were dropped for a
+        sleep or have not come yet."""
         self.require_whole()
         self._require_awake({"weights"})
         if self._missing:
-            raise EngineError(f"the engine {self._missing}; update them first")
+            raise EngineEmpty(f"the engine {self._missing}; update them first")
 
     def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
         """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are

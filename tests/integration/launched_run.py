@@ -76,8 +76,11 @@ class Job:
         hosts: int = 1,
         ranks: int = 2,
         preloaded: bool = False,
+        restarts: int = 0,
+        own: bool = False,
     ) -> Iterator[Run]:
-        """``ranks`` on each host; nothing of them outlives the block.
+        """``ranks`` on each host; nothing of them outlives the block. torchrun starts them or, with
+        ``own``, the command itself, again after ``restarts`` failures.
 
         ``preloaded`` is for tests that look at a run and not at how it comes up: torchrun and all
         processes below it are then forks of one that has imported everything (``preloaded.py``).
@@ -85,24 +88,28 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"{name}.{time.monotonic_ns()}.log"
         several = (str(Path(__file__).with_name("several_hosts.sh")), str(hosts))
-        torchrun = [
-            *("-m", "torch.distributed.run", "--nnodes", str(hosts)),
-            *("--nproc-per-node", str(ranks)),
+        count = ("--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
+        torchrun = (
+            *("-m", "torch.distributed.run", "--nnodes", str(hosts), *count),
             *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
             *("--master-port", str(free_port())),
+        )
+        command = [
+            *(() if own else torchrun),
             *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
+            *(count if own else ()),
             *self.overrides(name, steps),
             *extra,
         ]
         process: subprocess.Popen[bytes] | ForkedProgram
         if preloaded and hosts == 1:
-            process = ForkedProgram(torchrun, log, below=(ranks, 1))
+            process = ForkedProgram(command, log, below=(ranks * (1 + restarts), 1))
         else:
             # On each host an engine per rank, of which it may need fewer.
             fork = (str(PRELOADED), str(ranks), str(ranks)) if preloaded else ()
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [*(several if hosts > 1 else ()), sys.executable, *fork, *torchrun],
+                    [*(several if hosts > 1 else ()), sys.executable, *fork, *command],
                     cwd=REPOSITORY,
                     env=os.environ | ({"OMP_NUM_THREADS": "1"} if preloaded else {}),
                     stdin=subprocess.DEVNULL,

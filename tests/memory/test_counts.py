@@ -27,12 +27,25 @@ from ctrl_megatron.parallel.layout import Layout
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
 BIG, EXPERTS_30B = SHAPES / "qwen2.5-72b.json", SHAPES / "qwen3-30b-a3b.json"
+EXPERTS_235B = SHAPES / "qwen3-235b-a22b.json"
 LARGE: dict[str, tuple[Path, dict[str, Any], list[int]]] = {
-    "64 ranks": (BIG, {"tensor": 8, "pipeline": 8, "sequence_parallel": True}, list(range(64))),
+    "64 ranks": (
+        BIG,
+        {"tensor": 8, "pipeline": 8, "sequence_parallel": True},
+        [tp + 8 * pp for pp in range(8) for tp in (0, 7)],
+    ),
     "experts on 8 ranks": (
         EXPERTS_30B,
         {"tensor": 4, "data": 2, "expert": 8, "expert_tensor": 1, "sequence_parallel": True},
-        [0, 7],
+        [7],
+    ),
+    "experts in uneven stages": (
+        EXPERTS_235B,
+        {
+            **{"tensor": 4, "pipeline": 8, "data": 2, "expert": 8, "expert_tensor": 1},
+            "sequence_parallel": True,
+        },
+        [0, 15, 63],
     ),
     "512 ranks": (
         BIG,

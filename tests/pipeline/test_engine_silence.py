@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.pipeline.services import LoopHeld, ProbedEngine, ProbedSandbox, SilentService
+from ctrl_megatron.pipeline.keeping import ProbedEngine, ProbedSandbox, SilentService
+from ctrl_megatron.pipeline.services import LoopHeld
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 LIMIT = 0.6
@@ -97,7 +98,7 @@ def test_a_frozen_sandbox_is_named_and_a_busy_process_is_not_blamed_for_its_own_
     probes: BackgroundLoop,
 ) -> None:
     with EmbeddedSandbox.start(workers=1) as box:
-        silence = SilentService(ProbedSandbox(box, None), probes, LIMIT + 2.5)
+        silence = SilentService(ProbedSandbox(lambda: box, None), probes, LIMIT + 2.5)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert silence() is None

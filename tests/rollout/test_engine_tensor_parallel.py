@@ -47,7 +47,8 @@ def check_shards(process: EngineProcess, directory: Path) -> None:
     ("name", "make"),
     [
         ("vllm", tiny_llama),
-        ("sglang", tiny_llama),
+        # Below, the same attention with experts.
+        pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
         ("vllm", tiny_mixtral),
         ("sglang", tiny_experts),
         pytest.param("vllm", tiny_experts, marks=pytest.mark.long),
