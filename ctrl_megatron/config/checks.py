@@ -257,6 +257,9 @@ def _parallelism(config: Config) -> Iterator[str]:
     yield from override_problems(
         megatron.override_transformer_config, megatron.recompute_granularity
     )
+    nodes, fewest = config.trainer.nnodes, config.trainer.min_nnodes
+    if fewest is not None and fewest > nodes:
+        yield f"trainer.min_nnodes={fewest} is larger than trainer.nnodes={nodes}; lower it"
     if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
