@@ -49,7 +49,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _ahead, _objective, _groups, _reward):
+    for relation in (_names, _parallelism, _proxy, _adapters, _ahead, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -301,6 +301,26 @@ def _proxy(config: Config) -> Iterator[str]:
     ):
         if not value:
             yield f"{_P}kind=api needs {_P}api.{name}; give {what}"
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    key = f"{_R}adapter_push=true"
+    if not rollout.adapter_push:
+        return
+    if family.model.lora_rank == 0:
+        yield f"{key} needs adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
+    if not ENGINES[rollout.name].adapters:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.adapters)
+        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
+    if rollout.weight_transport == "shards":
+        yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
+    own, proxy = family.model.path, family.proxy.model.path
+    if config.shares_engines and proxy not in (None, own):
+        yield (
+            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
+            f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
+        )
 
 
 def _ahead(config: Config) -> Iterator[str]:
