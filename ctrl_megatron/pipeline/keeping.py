@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ctrl_megatron.background import BackgroundLoop, Standstill
@@ -43,6 +44,18 @@ class Service(Protocol):
 
     def wait_ready(self) -> None:
         """Return when it answers; raises what keeps it from that."""
+        ...
+
+
+class Silence(Protocol):
+    """Notices that a service is silent."""
+
+    def __call__(self) -> str | None:
+        """What is wrong; None while the service answers."""
+        ...
+
+    def begin_again(self) -> None:
+        """Another process of the service runs from now on."""
         ...
 
 
@@ -101,7 +114,6 @@ class Keeper:
         self.failure, self._hangs = "", False
         self._doubt, self._down = "", False
         self._times: list[float] = []
-        self._silent: Callable[[], str | None] = lambda: None
         self._allowed, self._ended, self._one = (
             threading.Event(),
             threading.Event(),
@@ -109,10 +121,10 @@ class Keeper:
         )
         self._thread: threading.Thread | None = None
 
-    def begin(self, silent: Callable[[], str | None]) -> None:
-        """Watch the service, which is ready, from now on; ``silent`` says that it is silent."""
-        self._silent = silent
-        self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
+    def begin(self, silence: Silence) -> None:
+        """Watch the service, which is ready, from now on."""
+        keep = partial(self._keep, silence)
+        self._thread = threading.Thread(target=keep, name="keeper", daemon=True)
         self._thread.start()
 
     def died(self) -> str | None:
@@ -147,14 +159,15 @@ class Keeper:
         with self._one:
             self.service.stop()
 
-    def _keep(self) -> None:
+    def _keep(self, silence: Silence) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             cause = self.service.died() or self._doubt
-            silent = None if cause else self._silent()
+            silent = None if cause else silence()
             if cause or silent:
                 self._down = True
                 if not self._again(cause or silent or "", hangs=silent is not None):
                     return
+                silence.begin_again()
                 self._down, self._doubt = False, ""
 
     def _again(self, cause: str, *, hangs: bool) -> bool:
@@ -299,8 +312,12 @@ class SilentService:
         finally:
             await self._service.close()
 
+    def begin_again(self) -> None:
+        """Count from now on: another process runs."""
+        self._standstill = Standstill()
+
     def __call__(self) -> str | None:
-        """What is wrong, for ``FailureWatch.guard``."""
+        """What is wrong; call it every second or more often."""
         if self._asking.done() and not self._asking.cancelled():
             return f"a service is no longer watched: {self._asking.exception()!r}"
         silent = self._standstill.seconds(self._answers)

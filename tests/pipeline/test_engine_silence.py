@@ -63,6 +63,16 @@ def test_an_engine_that_does_not_answer_is_named(probes: BackgroundLoop) -> None
     )
 
 
+def test_another_process_is_not_blamed_for_the_silence_of_the_one_before(
+    probes: BackgroundLoop,
+) -> None:
+    silence = watched(probes, never)
+    wait_for_words(silence)
+    silence.begin_again()
+    assert silence() is None
+    wait_for_words(silence)
+
+
 def test_a_coroutine_that_holds_the_loop_of_requests_is_named_and_no_engine(
     probes: BackgroundLoop,
 ) -> None:

@@ -50,8 +50,14 @@ def keep() -> Iterator[Callable[..., Keeper]]:
     kept: list[Keeper] = []
 
     def begin(service: Scripted, *, silent: Callable[[], str | None] = lambda: None, **options):
+        class Answers:
+            def __call__(self) -> str | None:
+                return silent()
+
+            def begin_again(self) -> None: ...
+
         kept.append(Keeper(service, **{"most": 3, **options}))
-        kept[-1].begin(silent)
+        kept[-1].begin(Answers())
         return kept[-1]
 
     yield begin
