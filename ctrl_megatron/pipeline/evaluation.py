@@ -203,7 +203,10 @@ def _weights(directory: str) -> dict[str, str]:
 def _proxy(config: Config) -> dict[str, str]:
     keys = config.actor_rollout_ref.proxy
     if keys.kind == "api":
-        return {"path": f"{keys.api.model} on {', '.join(keys.api.base_url)}"}
+        return {
+            "model": keys.api.model,
+            "path": f"{keys.api.model} on {', '.join(keys.api.base_url)}",
+        }
     return _weights(proxy_path(config))
 
 

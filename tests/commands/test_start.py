@@ -163,6 +163,16 @@ def test_a_tool_refuses_from_a_checkout(
     [
         ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
         ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "big=/nowhere"),
+            "--proxy big: '/nowhere' is no directory",
+        ),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "--rows", "x=y"),
+            "--rows: 'x=y' must be NAME=FILE",
+        ),
         ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
         ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
     ],
