@@ -182,7 +182,7 @@ def megatron_to_peft(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _SavedModel:
     """A model in an undamaged checkpoint."""
 
     folder: Path
@@ -191,7 +191,7 @@ class _Source:
     adapters: SavedAdapters | None
 
 
-def _source(checkpoint: Path, model: str) -> _Source:
+def _source(checkpoint: Path, model: str) -> _SavedModel:
     """The model in the folder ``model`` of a checkpoint; UserError as ``megatron_to_hf``."""
     side, folder = checkpoint / HF_FOLDER, checkpoint / model
     if not folder.is_dir() or not side.is_dir():
@@ -210,13 +210,13 @@ def _source(checkpoint: Path, model: str) -> _Source:
     if first not in held:
         raise UserError(f"{folder} does not fit {side}/config.json: no {first}")
     dtype = str(held[first].properties.dtype).removeprefix("torch.")
-    return _Source(folder=folder, shape=shape, dtype=dtype, adapters=adapters)
+    return _SavedModel(folder=folder, shape=shape, dtype=dtype, adapters=adapters)
 
 
 class _Merging:
     """Reads weights with adapters merged into them."""
 
-    def __init__(self, source: _Source, base: Path | None) -> None:
+    def __init__(self, source: _SavedModel, base: Path | None) -> None:
         """UserError if the directory ``base`` has other weights than the adapters' own."""
         assert source.adapters is not None
         saved = source.adapters.base

@@ -90,8 +90,7 @@ def save_hf(
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups = model.groups
     model.onload("weights")
-    first = (groups.hosts.of_rank[0],)
-    layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes, hosts=first)
+    layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
     with (
         whole_directory(directory, active=groups.is_first) as folder,
         SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,

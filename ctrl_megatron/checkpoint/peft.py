@@ -21,8 +21,9 @@ from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rules import ADAPTED
-from ctrl_megatron.models.shape import Lora, ModelShape
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.types import Lora
 
 ADAPTERS_FILE = "adapters.json"
 """The file in a model's folder of a checkpoint that says to which weights its adapters belong."""
@@ -50,10 +51,7 @@ def read_adapters(folder: Path) -> SavedAdapters | None:
         return None
     try:
         found = json.loads(file.read_text())
-        targets = tuple(found["lora"].pop("targets"))
-        return SavedAdapters(
-            lora=Lora(targets=targets, **found["lora"]), base=Base(**found["base"])
-        )
+        return SavedAdapters(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 

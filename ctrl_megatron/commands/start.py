@@ -25,6 +25,7 @@ from types import FrameType
 
 from ctrl_megatron.commands.launcher import Restarts, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
+from ctrl_megatron.config.elastic import on_started
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.config.flags import CommandParser, count
 from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, user_fault
@@ -265,8 +266,9 @@ def training_config(
     )
     options = parser.parse_intermixed_args(arguments)
     launch, ranks = read_launch(), ranks_to_start(options)
-    config = checked_config(options.config, options.overrides, purpose)
-    check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
+    world_size = launch.world_size if ranks is None else ranks
+    config = on_started(checked_config(options.config, options.overrides, purpose), world_size)
+    check_world_size(config, world_size, purpose)
     if ranks is None:
         keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config

@@ -318,6 +318,9 @@ class Rollout(EngineKeys):
     weight_transport: str = "shared_memory"
     """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
     gets only its part), or module:Class of your own."""
+    adapter_push: bool = key(False, read=ADAPTERS)
+    """Send the engines only adapters, which they compute beside the weights of model.path; false
+    sends whole weights with the adapters merged into them."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

@@ -137,6 +137,8 @@ class Trainer:
     """Add the GPU memory's history of each rank to the profiled steps (needs a GPU)."""
     nnodes: int = key(1, AT_LEAST_1)
     """Hosts of the run; compared with the number that was started."""
+    min_nnodes: int | None = key(None, AT_LEAST_1)
+    """Fewest hosts on which the run goes on after others are lost; None: only on nnodes."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
     """Processes per host; nnodes times this must be the number of started processes."""
     peak_tflops_per_device: float | None = key(None, ABOVE_0)

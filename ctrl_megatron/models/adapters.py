@@ -24,12 +24,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from ctrl_megatron.models.rules import adapted_module, adapter_name
-from ctrl_megatron.models.shape import Lora
 from ctrl_megatron.models.shards import ShardParam
+from ctrl_megatron.types import Lora
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Rows:
     """Consecutive rows of a linear layer's output that belong to one projection."""
 
     rows: int
@@ -70,7 +70,7 @@ class Adapter(torch.nn.Module):
         names = dict.fromkeys(piece.hf for piece in weight.pieces)
         self._blocks = len(weight.pieces) // len(names)
         self._parts = tuple(
-            _Part(piece.extent[0], numbers.get(adapter_name(piece.hf, "A")))
+            _Rows(piece.extent[0], numbers.get(adapter_name(piece.hf, "A")))
             for piece in weight.pieces[: len(names)]
         )
 

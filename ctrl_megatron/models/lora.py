@@ -13,7 +13,8 @@ import torch
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import LORA_A, projections
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, Lora, ModelShape
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.types import Lora
 
 ALL_LINEAR = "all-linear"
 """The target that names every linear layer of a decoder layer."""

@@ -21,11 +21,11 @@ from ctrl_megatron.models.shape import (
     Experts,
     FeedForward,
     GroupedQueryAttention,
-    Lora,
     ModelShape,
     MultiLatentAttention,
 )
 from ctrl_megatron.parallel.layout import MeshName
+from ctrl_megatron.types import Lora
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "column"]
 """How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
@@ -81,7 +81,8 @@ VALUE_HEAD = "score"
 ADAPTED = "base_model.model."
 """The beginning of the names of PEFT's tensors."""
 LORA_A = ".lora_A.weight"
-"""The end of the names of the matrices A."""
+LORA_B = ".lora_B.weight"
+"""The ends of the names of adapters' matrices."""
 _ADAPTER = ".adapter."
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.types import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,24 +169,6 @@ class Experts:
     def split_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the expert tensor ranks."""
         return {"moe_intermediate_size": self.expert_width}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
-    """Adapters beside linear layers (LoRA, arXiv 2106.09685): a layer computes W x + scale B A x,
-    and only A (rank, in) and B (out, rank) are trained."""
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    """The last parts of the layers' names in Hugging Face's models, such as ``q_proj``."""
-    seed: int = 0
-    """Seed of the initial A; B is zero at first."""
-
-    @property
-    def scale(self) -> float:
-        """The factor of an adapter's output."""
-        return self.alpha / self.rank
 
 
 Attention = GroupedQueryAttention | MultiLatentAttention

@@ -32,11 +32,12 @@ from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
-from ctrl_megatron.pipeline.services import Services, proxy_path
+from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.shard_plan import engine_cut
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
@@ -248,8 +249,8 @@ def build_policy(
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    lora = configured(config) if optimizer else None
-    policy = Policy(adapted(read_model_shape(path), lora), groups, options, take_device)
+    shape = adapted(read_model_shape(path), configured(config) if optimizer else None)
+    policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
         policy.start_optimizer()
@@ -359,8 +360,14 @@ def device_owner(
     layout = EngineLayout(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
-        hosts=services.placement.hosts,
-        workers=family.rollout.tensor_model_parallel_size,
+        placement=services.placement,
+        cut=engine_cut(
+            family.rollout.name,
+            family.rollout.tensor_model_parallel_size,
+            family.rollout.engine_kwargs,
+            on_cpu=run.groups.device.type == "cpu",
+        ),
+        sends="trained" if family.rollout.adapter_push else "merged",
     )
     return DeviceOwner(
         services.connect_here(),
@@ -372,6 +379,7 @@ def device_owner(
         shared=shared,
         leaves=leaves,
         rests_until=rests_until,
+        lends=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
         restarts=services if run.config.trainer.service_restarts else None,
     )

@@ -198,15 +198,7 @@ def _check_engine_takes(
             "others",
             remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
-    rollout = config.actor_rollout_ref.rollout
-    engine, by_shards = rollout.name, rollout.weight_transport == "shards"
-    if engine == "sglang" and by_shards and shape.expert_kinds:
-        # With two tensor ranks it holds other bytes than were sent.
-        raise UserError(
-            f"{path} has experts, which engine 'sglang' cannot take shard by shard",
-            key="actor_rollout_ref.rollout.weight_transport",
-            remedy="leave it at shared_memory, or use engine 'vllm'",
-        )
+    engine = config.actor_rollout_ref.rollout.name
     if engine != "hf" and isinstance(shape.attention, MultiLatentAttention):
         # They multiply parts of its weights with each other when they load a model.
         raise UserError(

@@ -25,10 +25,16 @@ import torch
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import (
+    DirectorySource,
+    MegatronSource,
+    NoAdapters,
+    WeightSource,
+)
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 
@@ -112,6 +118,7 @@ class DeviceOwner:
         shared: bool = False,
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
+        lends: ModelShape | None = None,
         verify: bool = False,
         restarts: Restarts | None = None,
     ) -> None:
@@ -121,12 +128,15 @@ class DeviceOwner:
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``leaves`` are the parts of a model that go to host memory
         while the engines generate. Before training step ``rests_until`` the actor does not learn.
+        ``lends`` is the shape of the actor if the engines get only its adapters: the directories'
+        roles are then played by the engines' own weights, which they keep while they sleep.
         ``verify`` compares checksums after every push. Without ``restarts`` a lost engine is an
         error.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
+        self._lends = lends
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
@@ -161,14 +171,19 @@ class DeviceOwner:
 
     def read_from(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
-        self._sources[role] = DirectorySource(directory, self._layout, self._groups)
+        self._sources[role] = (
+            DirectorySource(directory, self._layout, self._groups)
+            if self._lends is None
+            else NoAdapters(self._lends, self._layout, self._groups)
+        )
         self._loaded = None
 
     def to_trainer(self) -> None:
         """Let the engine sleep, if it is awake and shares the device. Collective.
 
         Its weights are copied to host memory only if the next completion needs the same ones; else
-        they are dropped, since a push comes before the next completion.
+        they are dropped, since a push comes before the next completion. Engines with adapters keep
+        what they have.
         """
         if self._handing_over:
             raise RuntimeError(
@@ -179,7 +194,8 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        keeps = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        same = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        keeps = same or self._lends is not None
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
         sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None

@@ -13,13 +13,18 @@ from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
-from ctrl_megatron.rollout.weight_chunks import spec_bytes
+from ctrl_megatron.parallel.placement import EnginePlace, Placement
+from ctrl_megatron.resharding.shard_plan import EngineCut
+from ctrl_megatron.rollout.weight_chunks import aligned, spec_bytes
 from ctrl_megatron.types import TensorSpec
 
-ALIGNMENT = 64
 Sent = Literal["merged", "trained"]
 """The tensors of a model that are sent: its weights, with adapters merged into them; or those that
 training changes, adapters by themselves."""
+ONE_ENGINE = Placement(engines=(EnginePlace(number=0, host=0, devices=(0,)),))
+"""An engine of one worker on the first host."""
+WHOLE = EngineCut()
+"""A worker that has the whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +34,16 @@ class EngineLayout:
     dtype: str
     bucket_bytes: int
     """Most bytes of a bucket, unless it is one tensor that is larger."""
-    hosts: tuple[int, ...] = (0,)
-    """The hosts with engines: their buckets must contain every tensor."""
-    workers: int = 1
-    """Tensor-parallel size of every engine, for media that bring a worker only its part."""
+    placement: Placement = ONE_ENGINE
+    """The engines that take the weights."""
+    cut: EngineCut = WHOLE
+    """How every engine's workers cut the model, for media that bring a worker only its part."""
     sends: Sent = "merged"
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts with engines: their buckets must contain every tensor."""
+        return self.placement.hosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +89,7 @@ def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Te
     """Tensors in order, each at an aligned offset; a full bucket begins a new one."""
     places, bucket, used = [], 0, 0
     for spec in specs:
-        size = -(-spec_bytes(spec) // ALIGNMENT) * ALIGNMENT
+        size = aligned(spec_bytes(spec))
         if used and used + size > bucket_bytes:
             bucket, used = bucket + 1, 0
         places.append(TensorPlace(spec=spec, bucket=bucket, offset=used))

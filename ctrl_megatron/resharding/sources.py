@@ -14,6 +14,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
@@ -78,6 +79,20 @@ class MegatronSource:
             for place, piece in pieces:
                 whole = tensor_at(memory, place.spec, place.offset)
                 whole[piece.hf_slices].copy_(weight[piece.slices])
+
+
+class NoAdapters:
+    """Adapters that change nothing: with them an engine computes what its base does."""
+
+    def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
+        self.model = None
+        specs = hf_specs(shape, layout.dtype, layout.sends)
+        self.places = place_in_buckets(specs, layout.bucket_bytes)
+        self._fills = groups.is_first_here
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        if self._fills:
+            memory.zero_()
 
 
 class DirectorySource:

@@ -21,7 +21,7 @@ def lora_policy(
     from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.policy import Policy
-    from ctrl_megatron.models.shape import Lora
+    from ctrl_megatron.types import Lora
 
     shape = adapted(read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets))
     optimizer = options.pop(
@@ -109,8 +109,9 @@ def save_or_resume(
     from ctrl_megatron.checkpoint.store import CheckpointStore
     from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.lora import adapted
-    from ctrl_megatron.models.shape import Lora, value_shape
+    from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
+    from ctrl_megatron.types import Lora
 
     groups = workers.start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -156,7 +157,7 @@ def random_adapters(directory: Path, out: Path, targets: tuple[str, ...] = TARGE
     from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.rules import ADAPTED, hf_shapes
-    from ctrl_megatron.models.shape import Lora
+    from ctrl_megatron.types import Lora
 
     shape = adapted(read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets))
     generator = torch.Generator().manual_seed(5)
