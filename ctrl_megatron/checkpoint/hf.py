@@ -114,8 +114,7 @@ def save_adapters(
     dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
     groups, tensors = model.groups, dict[str, torch.Tensor]()
     model.onload("weights")
-    first = (groups.hosts.of_rank[0],)
-    layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, hosts=first, sends="trained")
+    layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, sends="trained")
     with (
         whole_directory(directory, active=groups.is_first) as folder,
         SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,

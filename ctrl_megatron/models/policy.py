@@ -53,6 +53,10 @@ class BasePolicy:
     def offload(self, *parts: Part) -> None:
         """Nothing: ``policy`` leaves the device by itself."""
 
+    def take_flops(self) -> tuple[int, int]:
+        """As ``ParallelModel.take_flops``: ``policy`` counts the passes of both."""
+        return 0, 0
+
 
 class Policy(ParallelModel):
     """A language model, trained or frozen."""

@@ -17,7 +17,6 @@ from ctrl_megatron.metrics import (
     mfu,
     seconds_by_name,
 )
-from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.resharding.device import DeviceOwner
@@ -43,7 +42,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """
     seconds = seconds_by_name(worker.timeline.phases())
     models = (worker.policy, worker.reference, worker.value)
-    mine = sum(sum(m.take_flops()) for m in models if isinstance(m, ParallelModel))
+    mine = sum(sum(m.take_flops()) for m in models if m is not None)
     phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),

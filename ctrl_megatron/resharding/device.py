@@ -43,7 +43,7 @@ _MOST_LOSSES = 3
 """Losses in a step without an engine that was started again, after which the run ends."""
 
 
-class Restarts(Protocol):
+class EngineKeeper(Protocol):
     """Starts this host's engines again, on its first rank; elsewhere there are none."""
 
     def lost(self) -> bool:
@@ -120,7 +120,7 @@ class DeviceOwner:
         rests_until: int = 0,
         lends: ModelShape | None = None,
         verify: bool = False,
-        restarts: Restarts | None = None,
+        restarts: EngineKeeper | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
