@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import Config, check_world_size, load_config
+from ctrl_megatron.config.elastic import fitting_hosts
 from ctrl_megatron.config.flags import count, given_file, number
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="config.json of all models, in place of their directories",
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
+    parser.add_argument(
+        "--left",
+        type=count(),
+        metavar="N",
+        help="print instead on how many of N machines the run goes on after it has lost others",
+    )
     parser.add_argument("--push", action="store_true", help="the time of a push, not the memory")
     for flag, speed, words in (
         ("--network-speed", 50.0, "a GPU's share of its host's network cards"),
@@ -57,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides.append(f"trainer.n_gpus_per_node={options.gpus_per_node}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
     trainer = config.trainer
+    if options.left is not None:
+        print(fitting_hosts(config, options.left, purpose))
+        return 0
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
     # These import torch, which would slow down the refusal of wrong arguments.
@@ -82,7 +92,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     from ctrl_megatron.parallel.layout import layout_for
     from ctrl_megatron.parallel.placement import engine_devices, place_engines
     from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
-    from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, takers_of_engines
+    from ctrl_megatron.resharding.shard_plan import ShardPlan, engine_cut, takers_of_engines
 
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
@@ -97,7 +107,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     plan = ShardPlan(
         shape,
         layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
-        EngineCut(tensor=tensor),
+        engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
         takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
         host_of_rank,
         dtype=config.actor_rollout_ref.rollout_dtype,

@@ -137,6 +137,8 @@ class Trainer:
     """Add the GPU memory's history of each rank to the profiled steps (needs a GPU)."""
     nnodes: int = key(1, AT_LEAST_1)
     """Hosts of the run; compared with the number that was started."""
+    min_nnodes: int | None = key(None, AT_LEAST_1)
+    """Fewest hosts on which the run goes on after others are lost; None: only on nnodes."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
     """Processes per host; nnodes times this must be the number of started processes."""
     peak_tflops_per_device: float | None = key(None, ABOVE_0)
@@ -272,6 +274,13 @@ class Config:
     def needs_reference(self) -> bool:
         """True if the objective contains a KL to the reference."""
         return REFERENCE.is_met(self)
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True if the reference is the actor with its adapters off."""
+        family = self.actor_rollout_ref
+        same = family.ref.model.path in (None, family.model.path)
+        return self.needs_reference and same and family.model.lora_rank > 0
 
     @property
     def value_epochs(self) -> int:

@@ -110,8 +110,12 @@ METRICS: dict[str, Metric] = {
     "rollout/is_mean": Metric(_WEIGHT + "their mean"),
     "rollout/is_truncated": Metric(_WEIGHT + "share at the threshold"),
     "rollout/staleness": Metric(
-        "updates between the weights that drew a sample and those that train on it; with "
-        "actor_rollout_ref.rollout.staleness=1"
+        "updates between the weights that drew a token and those that train on it; with "
+        "actor_rollout_ref.rollout.staleness"
+    ),
+    "rollout/mixed_rate": Metric(
+        "share of samples that several versions of the weights drew; with "
+        "actor_rollout_ref.rollout.update_in_flight"
     ),
     "rollout/rejected": Metric("share of tokens that rollout_correction took out of the loss"),
     "sft/loss": Metric("cross-entropy per response token, nats", headline=True),

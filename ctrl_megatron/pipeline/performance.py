@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import (
+    Gauge,
     device_peak,
     measure_peak_flops,
     mfu,
@@ -18,6 +19,7 @@ from ctrl_megatron.metrics import (
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
@@ -39,8 +41,8 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     the whole step. Collective.
     """
     seconds = seconds_by_name(worker.timeline.phases())
-    models = [m for m in (worker.policy, worker.reference, worker.value) if m is not None]
-    mine = sum(sum(model.take_flops()) for model in models)
+    models = (worker.policy, worker.reference, worker.value)
+    mine = sum(sum(m.take_flops()) for m in models if m is not None)
     phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
@@ -82,6 +84,13 @@ def restart_metrics(worker: DAGWorker) -> dict[str, float]:
     for mine in worker.groups.from_all(worker.restarts()):
         found.update(mine)
     return {name: count for name, count in found.items() if count}
+
+
+def weights_gauges(device: DeviceOwner) -> list[Gauge]:
+    """Which weights of the actor the engines got last, for any thread; nothing before a push."""
+    samples = [({}, device.pushed)] if device.pushed is not None else []
+    text = "Finished steps of the weights that the engines got last for the actor."
+    return [Gauge("ctrl_weights_version", text, samples)] if samples else []
 
 
 def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:

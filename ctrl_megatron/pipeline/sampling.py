@@ -72,14 +72,21 @@ def begin_draw(
         )
 
     groups = worker.begin(ask_engine)
-    return Draw(step=number, rows=tuple(rows), attempt=attempt, version=version, groups=groups)
+    return Draw(
+        step=number,
+        begun=worker.step,
+        rows=tuple(rows),
+        attempt=attempt,
+        version=version,
+        groups=groups,
+    )
 
 
 def finish_draw(
     worker: DAGWorker, draw: Draw, *, mini_batch_size: int, heard: RowListener | None = None
 ) -> list[Sample]:
     """The samples of the draw, on all ranks of the model copy. Collective. Raises RuntimeError if
-    other weights drew any token.
+    other weights drew any token, unless weights may change meanwhile (``update_in_flight``).
 
     A draw whose engines are lost is begun anew on all ranks, from the actor's weights as they are
     now; ``heard`` as in ``begin_draw``.
@@ -100,7 +107,8 @@ def finish_draw(
             heard=heard,
         )
         return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard)
-    require_version(answers, draw.version)
+    if not worker.config.actor_rollout_ref.rollout.update_in_flight:
+        require_version(answers, draw.version)
     name = f"{worker.config.trainer.experiment_name}/{draw.step}"
     name += f"/{draw.attempt}" if draw.attempt else ""
     return [
@@ -124,7 +132,12 @@ def draw_samples(
     attempt: int = 0,
     heard: RowListener | None = None,
 ) -> list[Sample]:
-    """The samples of ``begin_draw``, once they are all there. Collective."""
+    """The samples of ``begin_draw``, once they are all there; or of the draw of ``rows`` that an
+    earlier step has begun. Collective.
+    """
+    if worker.config.actor_rollout_ref.rollout.update_in_flight:
+        # What is being drawn goes on with the actor's weights as they are now.
+        worker.device.to_engine("actor", worker.step)
     draw = worker.ahead.take(worker.step, rows) or begin_draw(
         worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
     )

@@ -17,6 +17,9 @@ from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import Gauge
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
@@ -236,7 +239,9 @@ class Services:
                     await asyncio.sleep(_LOOK_SECONDS)
             restarted, keeper.fresh = keeper.fresh, False
             if restarted and asleep:
-                await engine.sleep(2)
+                # Adapters are useless without the weights that were read at the start.
+                keeps = self._config.actor_rollout_ref.rollout.adapter_push
+                await engine.sleep(1 if keeps else 2)
                 for memory in ENGINE_MEMORY:
                     if memory not in asleep:
                         await engine.wake((memory,))
@@ -423,8 +428,10 @@ def engine_spec(
         kv_cache_gib=keys.kv_cache_gib,
         max_num_seqs=keys.max_num_seqs,
         enforce_eager=keys.enforce_eager,
-        # The proxy's own engines keep the weights of their directory.
-        awaits_weights=is_actor,
+        # The proxy's own engines keep the weights of their directory, and so do those that get
+        # adapters.
+        awaits_weights=is_actor and not family.rollout.adapter_push,
+        lora=actor_shape(config).lora if is_actor and family.rollout.adapter_push else None,
         may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
         seed=family.rollout.seed + number,
@@ -433,6 +440,12 @@ def engine_spec(
         log_path=str(Path(config.trainer.run_dir) / log),
         extra=dict(keys.engine_kwargs),
     )
+
+
+def actor_shape(config: Config) -> ModelShape:
+    """The actor, with its adapters if it has any."""
+    path = config.actor_rollout_ref.model.path
+    return adapted(read_model_shape(path), configured(config))
 
 
 def proxy_path(config: Config) -> str:

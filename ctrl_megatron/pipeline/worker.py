@@ -20,7 +20,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceFault, ServiceLost, UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
@@ -170,7 +170,7 @@ class RolloutWorker:
         Collective.
 
         Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
-        ``reward.max_failed_share`` of it.
+        ``reward.max_failed_share`` of it. What the cache answers they were not asked.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
@@ -185,13 +185,15 @@ class RolloutWorker:
         return found
 
     def take_judging(self) -> dict[str, float]:
-        """``reward/judged_rate``: the share of the programs of ``check_judging`` that were judged;
-        nothing where there was none. The count begins anew. Collective; raises as that.
+        """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
+        the cache answered, that were judged; nothing where there was none. The count begins anew.
+        Collective; raises as that.
         """
         found = self.check_judging()
         if self.rewards is not None:
             self.rewards.take_judging()
-        return {"reward/judged_rate": 1 - found.failed / found.asked} if found.asked else {}
+        every = found.asked + found.cached
+        return {"reward/judged_rate": 1 - found.failed / every} if every else {}
 
     def close(self) -> None:
         """Close connections and end the background loop."""
@@ -212,18 +214,19 @@ class DAGWorker(RolloutWorker):
     train: PromptTable
     draw: Callable[[int], list[int]]
     """n -> positions of the next n rows of the data, the same on every rank."""
-    peek: Callable[[int], list[int]] | None = None
-    """n -> what ``draw`` will return next; None where nothing draws."""
+    peek: Callable[[int, int], list[list[int]]] | None = None
+    """(n, count) -> what the next ``count`` calls of ``draw(n)`` will return; None where nothing
+    draws."""
     total_steps: int = 0
     """Training steps of the whole run."""
     ahead: DrawsAhead = field(default_factory=DrawsAhead)
-    """What is drawn for the next step while this one trains (``rollout.staleness``)."""
+    """What is drawn for later steps while one trains (``rollout.staleness``)."""
     counted: dict[str, Counters] = field(default_factory=dict)
     """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
-    reference: Policy | None
+    reference: Policy | BasePolicy | None
     """The frozen reference of the KL; None if the objective has no KL."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""

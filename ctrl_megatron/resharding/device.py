@@ -25,10 +25,16 @@ import torch
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import (
+    DirectorySource,
+    MegatronSource,
+    NoAdapters,
+    WeightSource,
+)
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 
@@ -37,7 +43,7 @@ _MOST_LOSSES = 3
 """Losses in a step without an engine that was started again, after which the run ends."""
 
 
-class Restarts(Protocol):
+class EngineKeeper(Protocol):
     """Starts this host's engines again, on its first rank; elsewhere there are none."""
 
     def lost(self) -> bool:
@@ -48,6 +54,46 @@ class Restarts(Protocol):
         """Return when all engines run; the number of those that were started again since the last
         call. They have no weights, and ``asleep`` is the memory of theirs that sleeps."""
         ...
+
+
+class ActorVersions:
+    """Names of the actor's weights: ``actor@N`` after N training steps, a new one only where the
+    weights have changed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        """N of every name so far."""
+        self._updates = 0
+        """Updates of the actor's model that led to the last one."""
+
+    def name(self, updates: int, step: int) -> str:
+        """The name of the weights after so many ``updates`` of the model, in training step number
+        ``step``.
+        """
+        if not self._numbers:
+            self._numbers.append(step)
+        elif self._updates != updates:
+            self._numbers.append(max(step, self._numbers[-1] + 1))
+        self._updates = updates
+        return f"actor@{self._numbers[-1]}"
+
+    def behind(self, version: str) -> int:
+        """Names that are newer than ``version``: the updates since. ValueError if it is newer than
+        the last name.
+        """
+        number = int(version.removeprefix("actor@"))
+        if not self._numbers or number > self._numbers[-1]:
+            raise ValueError(f"no weights were called {version} until now")
+        return sum(number < newer for newer in self._numbers)
+
+    def last(self, count: int) -> list[int]:
+        """N of the last ``count`` names, for ``go_on``."""
+        return self._numbers[-count:]
+
+    def go_on(self, numbers: Sequence[int], updates: int) -> None:
+        """Take over the names of an earlier run; ``updates`` are the model's now."""
+        self._numbers, self._updates = list(numbers), updates
 
 
 class DeviceOwner:
@@ -72,8 +118,9 @@ class DeviceOwner:
         shared: bool = False,
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
+        lends: ModelShape | None = None,
         verify: bool = False,
-        restarts: Restarts | None = None,
+        restarts: EngineKeeper | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
@@ -81,12 +128,15 @@ class DeviceOwner:
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``leaves`` are the parts of a model that go to host memory
         while the engines generate. Before training step ``rests_until`` the actor does not learn.
+        ``lends`` is the shape of the actor if the engines get only its adapters: the directories'
+        roles are then played by the engines' own weights, which they keep while they sleep.
         ``verify`` compares checksums after every push. Without ``restarts`` a lost engine is an
         error.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
+        self._lends = lends
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
@@ -99,9 +149,10 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self._named: tuple[int, int] | None = None
-        """Updates of the actor's model, and N of the version ``actor@N`` that they led to."""
+        self.versions = ActorVersions()
         self._reports: list[PushReport] = []
+        self.pushed: int | None = None
+        """N of the actor's weights that were pushed last; None before the first push."""
         self.to_trainer()
 
     def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
@@ -120,14 +171,19 @@ class DeviceOwner:
 
     def read_from(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
-        self._sources[role] = DirectorySource(directory, self._layout, self._groups)
+        self._sources[role] = (
+            DirectorySource(directory, self._layout, self._groups)
+            if self._lends is None
+            else NoAdapters(self._lends, self._layout, self._groups)
+        )
         self._loaded = None
 
     def to_trainer(self) -> None:
         """Let the engine sleep, if it is awake and shares the device. Collective.
 
         Its weights are copied to host memory only if the next completion needs the same ones; else
-        they are dropped, since a push comes before the next completion.
+        they are dropped, since a push comes before the next completion. Engines with adapters keep
+        what they have.
         """
         if self._handing_over:
             raise RuntimeError(
@@ -138,7 +194,8 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        keeps = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        same = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        keeps = same or self._lends is not None
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
         sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
@@ -221,6 +278,8 @@ class DeviceOwner:
             )
             self._reports.append(report)
             self._loaded = version
+            if role == "actor":
+                self.pushed = int(version.removeprefix("actor@"))
         self._handing_over = True
         self._let_go()
         self._wake_all()
@@ -245,15 +304,13 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        if role == "proxy":
-            return role
-        model = self._sources[role].model
-        updates = 0 if model is None else model.updates
-        if self._named is None:
-            self._named = updates, step
-        elif self._named[0] != updates:
-            self._named = updates, max(step, self._named[1] + 1)
-        return f"{role}@{self._named[1]}"
+        return role if role == "proxy" else self.versions.name(self.updates, step)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the actor's model in this process."""
+        model = self._sources["actor"].model
+        return 0 if model is None else model.updates
 
     def _let_go(self, but: ParallelModel | None = None) -> None:
         for model in self._models:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.rollout.counters import Counters
-from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
+from ctrl_megatron.types import Completion, Lora, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
     # The server's process imports torch only after it has begun to watch its parent.
@@ -88,6 +88,9 @@ class EngineSpec:
     awaits_weights: bool = False
     """An update comes before the first completion, and the server refuses to generate until then.
     ``vllm`` and ``sglang`` then start with random weights instead of reading the directory's."""
+    lora: Lora | None = None
+    """Adapters beside the directory's weights, which updates replace in place of the weights; zero
+    at first. ``sleep`` must keep the weights then."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0

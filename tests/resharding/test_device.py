@@ -300,7 +300,7 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
 
 
 class MortalEngine(NotedEngine):
-    """Dies in its call number ``dies_at``, and is its own ``Restarts``."""
+    """Dies in its call number ``dies_at``, and is its own ``EngineKeeper``."""
 
     def __init__(self, dies_at: int) -> None:
         super().__init__([])
