@@ -62,7 +62,9 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
     async def ask() -> dict[str, Counters]:
         return {} if engine is None else await engine.counters()
 
-    before, worker.counted = worker.counted, worker.ask(ask, "the engines' counters")
+    before = worker.counted
+    # The step is done and will be recorded, also where a stop was requested meanwhile.
+    worker.counted = worker.ask(ask, "the engines' counters", stoppable=False)
     return step_metrics(before, worker.counted)
 
 

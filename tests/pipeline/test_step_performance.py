@@ -36,7 +36,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         value=None,
         engine=None,
         counted={},
-        ask=lambda work, what: asyncio.run(work()),
+        ask=lambda work, what, stoppable: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
     )
