@@ -66,6 +66,13 @@ class ServiceFault(RuntimeError):
     """
 
 
+class ServiceLost(RuntimeError):
+    """A service of the run can no longer answer what it was asked, and may be started again.
+
+    The work has no result. It can be asked again once the service is restored.
+    """
+
+
 def user_fault(error: BaseException | None) -> UserError | None:
     """The user's error behind ``error``: itself or its cause; None for a fault of the package.
 

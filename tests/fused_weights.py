@@ -19,8 +19,8 @@ def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weight
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             found[name] = whole[worker * padded : (worker + 1) * padded]
         elif ".q_proj." in name:
-            own = heads // size
-            rows = [whole[worker * own * width : (worker + 1) * own * width]]
+            each = heads // size * width
+            rows = [whole[worker * each : (worker + 1) * each]]
             count = max(1, groups // size)
             first = worker * groups // size
             for x in "kv":
@@ -31,7 +31,6 @@ def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weight
             found[name] = whole.chunk(size, dim=1)[worker]
         elif ".gate_proj." in name or ".down_proj." in name:
             spread = ".experts." in name and cut.spread_experts
-            index, parts = (0, 1) if spread else (worker, size)
             if spread:
                 expert = int(name.split(".experts.")[1].split(".")[0])
                 count = max(
@@ -39,12 +38,16 @@ def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weight
                 )
                 if expert * size // count != worker:
                     continue
-            if ".down_proj." in name:
-                found[name] = whole.chunk(parts, dim=1)[index]
+            dim = int(".down_proj." in name)
+            unit = cut.width_unit or 1
+            share = -(-whole.shape[dim] // (unit * size)) * unit
+            own = slice(None) if spread else slice(worker * share, (worker + 1) * share)
+            if dim:
+                found[name] = whole[:, own]
             else:
                 up = hf[name.replace(".gate_proj.", ".up_proj.")]
                 found[name.replace(".gate_proj.", ".gate_up_proj.")] = torch.cat(
-                    [part.chunk(parts)[index] for part in (whole, up)]
+                    [whole[own], up[own]]
                 )
         elif not any(f".{x}_proj." in name for x in ("k", "v", "up")):
             found[name] = whole

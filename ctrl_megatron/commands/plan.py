@@ -92,7 +92,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     from ctrl_megatron.parallel.layout import layout_for
     from ctrl_megatron.parallel.placement import engine_devices, place_engines
     from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
-    from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, takers_of_engines
+    from ctrl_megatron.resharding.shard_plan import ShardPlan, engine_cut, takers_of_engines
 
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
@@ -107,7 +107,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     plan = ShardPlan(
         shape,
         layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
-        EngineCut(tensor=tensor),
+        engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
         takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
         host_of_rank,
         dtype=config.actor_rollout_ref.rollout_dtype,

@@ -150,9 +150,10 @@ def _exchanged(p: PassShape) -> float:
     return most * (1 + (spread > 1) + 3 * tensor + added)
 
 
-def layers_of(p: PassShape) -> int:
-    """Layers of one virtual stage."""
-    return p.shape.num_layers // (p.layout.pipeline * p.layout.virtual_pipeline)
+def layers_of(p: PassShape, *, pp: int) -> int:
+    """Layers of the largest virtual stage of stage ``pp``."""
+    chunks = range(p.layout.virtual_pipeline)
+    return max(len(p.layout.layers(p.shape.num_layers, pp=pp, chunk=chunk)) for chunk in chunks)
 
 
 def in_flight(p: PassShape, *, pp: int) -> int:
@@ -178,7 +179,7 @@ def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
     kept, layer_bytes = _kept(p, pp=pp), saved_by_layer(p)
     block = 0.0
     if p.recompute_granularity == "full":
-        block = p.tokens * layer_bytes * min(p.recompute_num_layers, layers_of(p))
+        block = p.tokens * layer_bytes * min(p.recompute_num_layers, layers_of(p, pp=pp))
     moments = [(kept + block, _layer_workspace(p, largest))]
     if pp == p.layout.pipeline - 1:
         moments.append((kept, logits_workspace(p, backward=True)))
@@ -188,7 +189,7 @@ def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
 
 def _kept(p: PassShape, *, pp: int) -> float:
     """Bytes that a rank keeps when its first backward pass begins."""
-    layers, count = layers_of(p), in_flight(p, pp=pp)
+    layers, count = layers_of(p, pp=pp), in_flight(p, pp=pp)
     if p.recompute_granularity == "full":
         stage = math.ceil(layers / min(p.recompute_num_layers, layers)) * p.residual
     else:

@@ -188,24 +188,31 @@ class Layout:
         return mesh.ranks({a: i for a, i in mesh.indices(rank).items() if a != axis})
 
     def check_layers(self, num_layers: int) -> None:
-        """ValueError unless the layers divide evenly over stages and virtual stages."""
-        chunks = self.pipeline * self.virtual_pipeline
-        if num_layers % chunks:
+        """UserError unless every virtual stage of every stage gets a layer."""
+        if num_layers < self.pipeline * self.virtual_pipeline:
             raise UserError(
-                f"{num_layers} layers do not divide over pipeline_model_parallel_size="
+                f"{num_layers} layers are too few for pipeline_model_parallel_size="
                 f"{self.pipeline} x virtual_pipeline_model_parallel_size={self.virtual_pipeline}; "
-                f"choose sizes whose product divides {num_layers}"
+                f"choose sizes whose product is at most {num_layers}"
             )
 
     def layers(self, num_layers: int, *, pp: int, chunk: int) -> range:
         """Global indices of the layers in virtual stage ``chunk`` of pipeline stage ``pp``.
 
-        Virtual stages are interleaved: every stage has chunk 0 before any stage has chunk 1.
+        Virtual stages are interleaved: every stage has chunk 0 before any stage has chunk 1. Where
+        the layers do not divide evenly, those at the ends have one layer less, because they also
+        compute the output layer and the embedding: the last one, the first one, the second to last
+        one, and so on.
         """
         self.check_layers(num_layers)
-        per_chunk = num_layers // (self.pipeline * self.virtual_pipeline)
-        first = (chunk * self.pipeline + pp) * per_chunk
-        return range(first, first + per_chunk)
+        chunks = self.pipeline * self.virtual_pipeline
+        most, position = -(-num_layers // chunks), chunk * self.pipeline + pp
+        short = most * chunks - num_layers
+        at_the_start, at_the_end = short // 2, chunks - (short + 1) // 2
+        missing = min(position, at_the_start) + max(position - at_the_end, 0)
+        count = most - (position < at_the_start or position >= at_the_end)
+        first = most * position - missing
+        return range(first, first + count)
 
     def stages(self) -> list[tuple[int, int]]:
         """Every (pipeline stage, virtual stage) in the order of the layers."""

@@ -20,9 +20,10 @@ from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterLosses
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
@@ -31,11 +32,12 @@ from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
-from ctrl_megatron.pipeline.services import Services, proxy_path
+from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.shard_plan import engine_cut
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
@@ -90,6 +92,7 @@ def build_worker(
         reference=reference,
         value=value,
         kl_controller=build_kl_controller(config),
+        restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
     return worker, sampler, steps
@@ -161,6 +164,7 @@ def build_proxy(
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
+            patient=config.trainer.service_restarts > 0,
         )
     return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
 
@@ -203,7 +207,7 @@ def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLControl
 
 def build_policies(
     config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
-) -> tuple[Policy, Policy | None]:
+) -> tuple[Policy, Policy | BasePolicy | None]:
     """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
@@ -217,6 +221,8 @@ def build_policies(
     device.adopt(policy, "actor")
     if not config.needs_reference:
         return policy, None
+    if config.reference_is_base:
+        return policy, BasePolicy(policy)
     path = family.ref.model.path or family.model.path
     reference = build_policy(
         config,
@@ -243,7 +249,8 @@ def build_policy(
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    policy = Policy(read_model_shape(path), groups, options, take_device)
+    shape = adapted(read_model_shape(path), configured(config) if optimizer else None)
+    policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
         policy.start_optimizer()
@@ -262,7 +269,8 @@ def build_value_model(
         budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    model = ValueModel(value_shape(read_model_shape(path)), groups, options, device.to_trainer)
+    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    model = ValueModel(shape, groups, options, device.to_trainer)
     load_hf(model, path)
     model.start_optimizer()
     device.adopt(model)
@@ -352,8 +360,14 @@ def device_owner(
     layout = EngineLayout(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
-        hosts=services.placement.hosts,
-        workers=family.rollout.tensor_model_parallel_size,
+        placement=services.placement,
+        cut=engine_cut(
+            family.rollout.name,
+            family.rollout.tensor_model_parallel_size,
+            family.rollout.engine_kwargs,
+            on_cpu=run.groups.device.type == "cpu",
+        ),
+        sends="trained" if family.rollout.adapter_push else "merged",
     )
     return DeviceOwner(
         services.connect_here(),
@@ -365,7 +379,9 @@ def device_owner(
         shared=shared,
         leaves=leaves,
         rests_until=rests_until,
+        lends=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
+        restarts=services if run.config.trainer.service_restarts else None,
     )
 
 

@@ -4,6 +4,7 @@ servers of OpenAI's protocol.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from itertools import count
 
 from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.generation.chat import Chat, ChatError
 from ctrl_megatron.pipeline.sampling import greedy_params, require_version
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
@@ -19,6 +20,7 @@ from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
 
+_LOOK_SECONDS = 0.5
 _KNOWN = 100_000
 """Answers of servers that are kept, the newest; some 200 MB of programs."""
 
@@ -62,15 +64,22 @@ class EngineProxy:
 
     ``engine`` is a client of all of them on leaders, None elsewhere; ``max_model_len`` is their
     longest sequence, in the tokens of ``codec``. ``joins_calls`` says that they answer several
-    calls together (``EngineKind``); others would serve early requests one after another.
+    calls together (``EngineKind``); others would serve early requests one after another. With
+    ``patient`` the request that a lost engine has not answered waits until it runs again.
     """
 
     def __init__(
-        self, engine: Engine | None, codec: TextCodec, *, max_model_len: int, joins_calls: bool
+        self,
+        engine: Engine | None,
+        codec: TextCodec,
+        *,
+        max_model_len: int,
+        joins_calls: bool,
+        patient: bool = False,
     ) -> None:
         self._engine, self._codec, self._longest = engine, codec, max_model_len
         self._version = f"proxy:{codec.path.resolve().name}"
-        self.beside = joins_calls
+        self.beside, self._patient = joins_calls, patient
 
     async def greet(self) -> str:
         return ""
@@ -83,15 +92,23 @@ class EngineProxy:
     ) -> list[Answer | Failure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
-        return await _answers(
-            self._engine,
-            self._codec,
-            asked,
-            max_tokens,
-            heard,
-            drawn_by=INITIAL_VERSION,
-            version=self._version,
-        )
+        while True:
+            try:
+                return await _answers(
+                    self._engine,
+                    self._codec,
+                    asked,
+                    max_tokens,
+                    heard,
+                    drawn_by=INITIAL_VERSION,
+                    version=self._version,
+                )
+            except ServiceLost:
+                if not self._patient:
+                    raise
+            # An engine that is not started again ends the run, and with it this wait.
+            while not await _runs(self._engine):
+                await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -178,6 +195,14 @@ class ApiProxy:
                 finish_reason=answer.finish_reason,
             )
         return Failure(error="; ".join(errors))
+
+
+async def _runs(engine: Engine) -> bool:
+    try:
+        await engine.health()
+    except ServiceLost:
+        return False
+    return True
 
 
 def _fitting(

@@ -2,11 +2,13 @@
 
 A push moves in buckets. Each is filled (ranks copy their rectangles into messages), exchanged
 (messages go to the ranks that receive for the workers) and loaded (a worker copies them into its
-weights). The phases of different buckets run at the same time; ``before`` says what each waits for.
+weights). The phases of different buckets run at the same time; ``steps`` says in which order a rank
+begins them and waits for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -18,19 +20,36 @@ Way = Literal["rank", "host", "network"]
 """How bytes reach a worker: from the same rank, from another rank of its host, from elsewhere."""
 WAYS: tuple[Way, ...] = ("rank", "host", "network")
 Side = Literal["sent", "got"]
+SIDES: tuple[Side, ...] = ("sent", "got")
 IN_FLIGHT = 3
 """Buckets whose memory is in use at the same time."""
 
 
-def before(phase: Phase, bucket: int) -> tuple[tuple[Phase, int], ...]:
-    """The phases of buckets that must have ended before this one begins: on the rank itself, and
-    for an exchange also on the ranks that it sends to, whose memory must be free."""
-    needed: dict[Phase, tuple[tuple[Phase, int], ...]] = {
-        "fill": (("fill", bucket - 1), ("exchange", bucket - IN_FLIGHT)),
-        "exchange": (("fill", bucket), ("load", bucket - IN_FLIGHT)),
-        "load": (("load", bucket - 1), ("exchange", bucket)),
-    }
-    return tuple((name, number) for name, number in needed[phase] if number >= 0)
+Act = Literal["begin", "end", "meet"]
+"""A rank begins a phase of a bucket, waits until it has ended, or waits for all other ranks."""
+Step = tuple[Act, Phase, int]
+"""What a rank does, and the phase and the bucket for which it does it."""
+
+
+def steps(buckets: int) -> Iterator[Step]:
+    """What every rank does in a push, in this order; senders execute it, and ``simulate`` too.
+
+    A bucket is exchanged only when the ranks' memory for it is free, and loaded only when all ranks
+    have received their part of it. All ranks meet once for each bucket.
+    """
+    for turn in range(buckets + 2):
+        filled, exchanged, loaded = turn, turn - 1, turn - 2
+        if IN_FLIGHT <= filled < buckets:
+            yield "end", "load", filled - IN_FLIGHT
+        yield "meet", "load", loaded
+        if loaded >= 0:
+            yield "begin", "load", loaded
+        if filled < buckets:
+            yield "begin", "fill", filled
+            yield "end", "fill", filled
+            yield "begin", "exchange", filled
+        if 0 <= exchanged < buckets:
+            yield "end", "exchange", exchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,54 +141,56 @@ def push_table(plan: ShardPlan, time: PushTime, speeds: Speeds) -> str:
 
 
 def simulate(plan: ShardPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
-    """The time of a push with ``before``.
+    """The time of a push whose ranks execute ``steps``.
 
-    A link carries one bucket after the other in each direction. A rank has its part of a bucket
-    when all senders of the bucket have sent theirs, which is not sooner than it has its own.
+    A phase of a bucket runs beside other phases, after the same phase of the bucket before. A link
+    carries one bucket after the other in each direction. A rank has its part of a bucket when all
+    senders of the bucket have sent theirs, which is not sooner than it has sent its own.
     """
     buckets, ranks = plan.buckets(bucket_bytes), range(len(plan.host_of_rank))
     load_of, total = _Loads(plan), Load()
-    ends: dict[tuple[Phase, int], list[float]] = {}
-    sending, getting = [0.0] * len(ranks), [0.0] * len(ranks)
-
-    def start(phase: Phase, number: int, rank: int) -> float:
-        return max((ends[key][rank] for key in before(phase, number)), default=0.0)
-
-    for number, bucket in enumerate(buckets):
-        load = Load()
+    loads: list[Load] = []
+    for bucket in buckets:
+        loads.append(Load())
         for part in bucket:
-            load.add(load_of(part))
-        total.add(load)
-        fill, read = (
-            [load.copying(side, rank, speeds) for rank in ranks] for side in ("sent", "got")
-        )
-        out, into = (
-            [load.moving(side, rank, speeds) for rank in ranks] for side in ("sent", "got")
-        )
-        ends["fill", number] = [start("fill", number, r) + fill[r] for r in ranks]
-        free = max(ends.get(("load", number - IN_FLIGHT), [0.0]))
-        for r in ranks:
-            if out[r]:
-                sending[r] = max(sending[r], free, start("exchange", number, r)) + out[r]
-        sent = max((sending[r] for r in ranks if out[r]), default=0.0)
-        for r in ranks:
-            if into[r]:
-                getting[r] = max(sent, getting[r] + into[r])
-        ends["exchange", number] = [
-            max(
-                start("exchange", number, r),
-                sending[r] if out[r] else 0,
-                getting[r] if into[r] else 0,
+            loads[-1].add(load_of(part))
+        total.add(loads[-1])
+    ends: dict[Phase, list[list[float]]] = {"fill": [], "exchange": [], "load": []}
+    now, sending, getting = ([0.0] * len(ranks) for _ in range(3))
+    for act, phase, number in steps(len(buckets)):
+        if act == "meet":
+            now = [max(now)] * len(ranks)
+        elif act == "end":
+            now = [max(pair) for pair in zip(now, ends[phase][number], strict=True)]
+        elif phase == "exchange":
+            out, into = (
+                [loads[number].moving(side, rank, speeds) for rank in ranks] for side in SIDES
             )
-            for r in ranks
-        ]
-        ends["load", number] = [start("load", number, r) + read[r] for r in ranks]
-    links = [max(total.moving(side, r, speeds) for side in ("sent", "got")) for r in ranks]
-    fills, reads = (
-        max(total.copying(side, rank, speeds) for rank in ranks) for side in ("sent", "got")
-    )
+            sending = [
+                max(sent, began) + size if size else sent
+                for sent, began, size in zip(sending, now, out, strict=True)
+            ]
+            all_sent = max((sending[rank] for rank in ranks if out[rank]), default=0.0)
+            getting = [
+                max(all_sent, got + size) if size else got
+                for got, size in zip(getting, into, strict=True)
+            ]
+            ends[phase].append(
+                [
+                    max(now[r], sending[r] if out[r] else 0, getting[r] if into[r] else 0)
+                    for r in ranks
+                ]
+            )
+        else:
+            side: Side = "sent" if phase == "fill" else "got"
+            last = ends[phase][-1] if number else now
+            ends[phase].append(
+                [max(now[r], last[r]) + loads[number].copying(side, r, speeds) for r in ranks]
+            )
+    links = [max(total.moving(side, r, speeds) for side in SIDES) for r in ranks]
+    fills, reads = (max(total.copying(side, rank, speeds) for rank in ranks) for side in SIDES)
     return PushTime(
-        seconds=max(ends["load", len(buckets) - 1]),
+        seconds=max(ends["load"][-1]),
         busy={"fill": fills, "exchange": max(links), "load": reads},
         buckets=len(buckets),
         largest=max(plan.most_of_a_worker(bucket) for bucket in buckets),

@@ -16,6 +16,7 @@ from itertools import product, zip_longest
 from math import prod
 from typing import assert_never
 
+from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
 from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape
@@ -42,6 +43,22 @@ class EngineCut:
     """Number of workers."""
     spread_experts: bool = False
     """Each worker has some experts as a whole; otherwise it has a part of each expert."""
+    width_unit: int | None = None
+    """Workers' parts of the width of MLPs and experts are multiples of it, so that the last workers
+    may have less or nothing; None where the number of workers divides every width."""
+
+
+def engine_cut(
+    name: EngineName, tensor: int, arguments: Mapping[str, object], *, on_cpu: bool
+) -> EngineCut:
+    """How an engine of ``tensor`` workers with these arguments of its own constructor cuts a
+    model."""
+    spread = bool(arguments.get("enable_expert_parallel")) or arguments.get("ep_size", 1) != 1
+    return EngineCut(
+        tensor=tensor,
+        spread_experts=spread and tensor > 1,
+        width_unit=ENGINES[name].cpu_width_unit if on_cpu else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +263,12 @@ def takers_of_engines(
     )
 
 
+def one_engine_of_each_host(placement: Placement) -> Placement:
+    """The first engine of every host: the engines of a host that read the same memory count as
+    one."""
+    return Placement(engines=tuple(placement.on(host)[0] for host in placement.hosts))
+
+
 def _parts(
     shape: ModelShape, train: Layout, patterns: Mapping[int, Sequence[object]]
 ) -> tuple[Part, ...]:
@@ -352,10 +375,10 @@ def _box(
     match rule.kind:
         case "replicated":
             return whole
-        case "row":
-            return _part_of(tensor, 1, worker, cut.tensor)
-        case "column":
-            return _part_of(tensor, 0, worker, cut.tensor)
+        case "row" | "column":
+            padded = cut.width_unit and ".mlp." in rule.megatron
+            unit = cut.tensor * cut.width_unit if padded and cut.width_unit else 1
+            return _part_of(tensor, int(rule.kind == "row"), worker, cut.tensor, unit)
         case "qkv":
             groups = _groups(shape)
             if number == 0 or groups >= cut.tensor:
@@ -364,12 +387,7 @@ def _box(
             # Several workers share the keys and values of a group.
             return _part_of(tensor, 0, worker // _divided(cut.tensor, groups, "workers"), groups)
         case "vocab":
-            rows = tensor.shape[0]
-            padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-            share = _divided(padded, cut.tensor, "padded vocabulary")
-            first = min(rows, worker * share)
-            count = min(rows, first + share) - first
-            return ((first, 0), (count, *tensor.shape[1:])) if count else None
+            return _part_of(tensor, 0, worker, cut.tensor, _VOCABULARY_MULTIPLE)
         case other:
             assert_never(other)
 
@@ -394,11 +412,16 @@ def _divided(size: int, parts: int, what: str) -> int:
     return size // parts
 
 
-def _part_of(tensor: HfTensor, dim: int, index: int, parts: int) -> Box:
-    share = _divided(tensor.shape[dim], parts, f"rows or columns of {tensor.name}")
+def _part_of(tensor: HfTensor, dim: int, index: int, parts: int, unit: int = 1) -> Box | None:
+    """The part of that ``index`` of a tensor that is padded along ``dim`` to a multiple of ``unit``
+    and then cut; None for one that is only padding."""
+    size = tensor.shape[dim]
+    share = _divided(-(-size // unit) * unit, parts, f"rows or columns of {tensor.name}")
+    first = min(size, index * share)
+    count = min(size, first + share) - first
     start, extent = [0] * len(tensor.shape), list(tensor.shape)
-    start[dim], extent[dim] = index * share, share
-    return tuple(start), tuple(extent)
+    start[dim], extent[dim] = first, count
+    return (tuple(start), tuple(extent)) if count else None
 
 
 def _common(piece: Piece, box: Box) -> Piece | None:

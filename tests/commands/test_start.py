@@ -35,6 +35,7 @@ from ctrl_megatron.config.environment import read_restarts
 from ctrl_megatron.errors import STOPPED, note_users_code, users_code
 
 launcher._LEFT_SECONDS = 1.0
+launcher._FROZEN_SECONDS = 2.0
 launcher._FIRST_PAUSE = 60.0 if "trainer.experiment_name=pausing" in sys.argv else 0.1
 
 asked = []
@@ -46,8 +47,10 @@ def on_signal(number, frame):
 def meet(how):
     # Rank 1 never arrives.
     import torch.distributed
+    from ctrl_megatron.parallel import stop as stops
     from ctrl_megatron.parallel.stop import StopFlag
 
+    stops._MEETING_SECONDS = 1.0
     stop = StopFlag().install()
     met = Path(__file__).with_name("meets")
     if os.environ["RANK"] == "1":
@@ -105,6 +108,7 @@ def train(config):
             time.sleep(0.02)
     return how == "finished"
 
+
 @command("program")
 def main(arguments):
     config = training_config("program", "sft", arguments, None, lambda config: None)
@@ -159,6 +163,16 @@ def test_a_tool_refuses_from_a_checkout(
     [
         ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
         ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "big=/nowhere"),
+            "--proxy big: '/nowhere' is no directory",
+        ),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "--rows", "x=y"),
+            "--rows: 'x=y' must be NAME=FILE",
+        ),
         ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
         ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
     ],

@@ -313,12 +313,27 @@ def test_world_size_must_fit_layout_and_batches() -> None:
         check(12, "sft")
 
 
-def test_shards_are_refused_for_engines_that_cut_in_other_ways() -> None:
+@pytest.mark.parametrize(
+    ("argument", "taken"),
+    [
+        ("enable_expert_parallel=true", True),
+        ("ep_size=1", True),
+        ("ep_size=2", False),
+        ("enable_eplb=true", False),
+        ("pipeline_parallel_size=2", False),
+    ],
+)
+def test_shards_are_refused_for_engines_that_cut_in_other_ways(argument: str, taken: bool) -> None:
     rollout = "actor_rollout_ref.rollout."
-    spread = rollout + "engine_kwargs.enable_expert_parallel=true"
-    assert messages(spread) == []
-    (line,) = messages(spread, rollout + "weight_transport=shards")
-    assert "weight_transport=shards" in line and "engine_kwargs.enable_expert_parallel" in line
+    cut = rollout + f"engine_kwargs.{argument}"
+    assert messages(cut) == []
+    found = messages(cut, rollout + "weight_transport=shards")
+    if taken:
+        assert found == []
+    else:
+        (line,) = found
+        name = argument.split("=")[0]
+        assert "weight_transport=shards" in line and f"engine_kwargs.{name}" in line
 
 
 def test_engines_take_whole_hosts() -> None:

@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2},
     "tp2_sp": {"tensor": 2, "sequence_parallel": True},
     "pp2": {"pipeline": 2},
+    "pp3": {"pipeline": 3},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
     "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
@@ -54,7 +55,7 @@ def assert_same_weights(left: Path, right: Path, rel: float) -> None:
             assert gap <= rel, (name, float(gap))
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"])
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp3", "vpp2", "tp2_pp2_sp"])
 def test_families_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -173,7 +174,7 @@ def test_packing_recompute_and_offloading_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "tp2_pp2_dp2"]
+    "name", ["dp2", "tp2", "tp2_sp", "pp3", "vpp2", "tp2_pp2_sp", "tp2_pp2_dp2"]
 )
 def test_layouts_take_the_same_steps(
     models: dict[str, Path],

@@ -112,14 +112,22 @@ def push_shards(
     """Two pushes from shard to shard, of the weights and of their doubles. Returns what each
     worker's segment has after each push, with the tensors for checksums last; empty on ranks that
     are not the first of a host."""
+    from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import MegatronSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports import shards
 
     groups = on_hosts(start(layout), of_rank)
     policy = make_policy(groups, directory)
-    engines = EngineLayout(dtype="float32", bucket_bytes=3000, hosts=readers, workers=workers)
+    there = [range(workers if host in readers else 0) for host in range(1 + max(of_rank))]
+    engines = EngineLayout(
+        dtype="float32",
+        bucket_bytes=3000,
+        placement=place_engines(there, tensor=workers),
+        cut=EngineCut(tensor=workers),
+    )
     source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
     found, receiver = [], shards.ShardsReceiver()
     for _ in range(2):
@@ -149,24 +157,31 @@ def push_shards(
 
 
 def push_into(
-    rank: int, layout: dict[str, Any], directory: str, address: Any, workers: int
+    rank: int, layout: dict[str, Any], directory: str, address: Any, cut: dict[str, Any]
 ) -> dict[str, dict[str, str]]:
     """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
     shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
     empty on the other ranks."""
     from ctrl_megatron.background import BackgroundLoop
+    from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.parallel.waiting import Waiting
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push
+    from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import MegatronSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.client import RemoteEngine
 
     joined = start(layout)
-    groups = on_hosts(joined, tuple(range(joined.layout.world_size)))
+    groups, workers = on_hosts(joined, tuple(range(joined.layout.world_size))), cut["tensor"]
     policy = make_policy(groups, directory)
-    engines = EngineLayout(dtype="float32", bucket_bytes=20000, workers=workers)
+    engines = EngineLayout(
+        dtype="float32",
+        bucket_bytes=20000,
+        placement=place_engines([range(workers)], tensor=workers),
+        cut=EngineCut(**cut),
+    )
     source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
     loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=200.0)
     engine = RemoteEngine(address) if groups.is_first else None

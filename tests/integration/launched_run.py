@@ -226,7 +226,8 @@ class Run:
         """Segments in /dev/shm that processes of this run have made."""
         pids = {self.process.pid, *self.seen}
         parts = {name: name.split("-") for name in os.listdir("/dev/shm")}
-        return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and int(p[1]) in pids]
+        ours = {str(pid) for pid in pids}
+        return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and p[1] in ours]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -31,6 +31,7 @@ MODELS = {
     "ctrl_7b.yaml": "qwen2.5-7b.json",
     "ctrl_70b.yaml": "qwen2.5-72b.json",
     "qwen3_30b_a3b.yaml": "qwen3-30b-a3b.json",
+    "qwen3_235b.yaml": "qwen3-235b-a22b.json",
 }
 PHASES = (
     *("start: engine", "start: models", "generate", "sync proxy", "log-probs", "update", "sync"),
@@ -146,12 +147,13 @@ def test_a_model_too_large_for_its_gpus_gets_a_larger_layout_as_remedy() -> None
     ("override", "words"),
     [
         (f"{M}tensor_model_parallel_size=8", "num_attention_heads=28 does not divide"),
-        (f"{M}pipeline_model_parallel_size=8", "28 layers do not divide"),
+        (f"{M}pipeline_model_parallel_size=32 trainer.nnodes=4", "28 layers are too few"),
     ],
 )
-def test_a_layout_that_the_model_does_not_divide_over_is_named(override: str, words: str) -> None:
+def test_a_layout_that_does_not_suit_the_model_is_named(override: str, words: str) -> None:
     config, shapes = example(
-        "ctrl_7b.yaml", f"{M}tensor_model_parallel_size=1", override, f"{M}sequence_parallel=false"
+        "ctrl_7b.yaml",
+        *(f"{M}tensor_model_parallel_size=1", *override.split(), f"{M}sequence_parallel=false"),
     )
     with pytest.raises(ValueError, match=words):
         require_fit(config, shapes, gpu_memory=MEMORY)

@@ -27,12 +27,25 @@ from ctrl_megatron.parallel.layout import Layout
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
 BIG, EXPERTS_30B = SHAPES / "qwen2.5-72b.json", SHAPES / "qwen3-30b-a3b.json"
+EXPERTS_235B = SHAPES / "qwen3-235b-a22b.json"
 LARGE: dict[str, tuple[Path, dict[str, Any], list[int]]] = {
-    "64 ranks": (BIG, {"tensor": 8, "pipeline": 8, "sequence_parallel": True}, list(range(64))),
+    "64 ranks": (
+        BIG,
+        {"tensor": 8, "pipeline": 8, "sequence_parallel": True},
+        [tp + 8 * pp for pp in range(8) for tp in (0, 7)],
+    ),
     "experts on 8 ranks": (
         EXPERTS_30B,
         {"tensor": 4, "data": 2, "expert": 8, "expert_tensor": 1, "sequence_parallel": True},
-        [0, 7],
+        [7],
+    ),
+    "experts in uneven stages": (
+        EXPERTS_235B,
+        {
+            **{"tensor": 4, "pipeline": 8, "data": 2, "expert": 8, "expert_tensor": 1},
+            "sequence_parallel": True,
+        },
+        [0, 15, 63],
     ),
     "512 ranks": (
         BIG,
@@ -114,6 +127,8 @@ STATES = {
     "tied": case({"tensor": 2}, {"tie_word_embeddings": True}),
     "virtual stages": case({"pipeline": 2, "virtual_pipeline": 2}),
     "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
+    "adapters": case({"tensor": 2, "data": 2}, {"lora": 8, "tie_word_embeddings": True}),
+    "adapters over stages": case({**SEQUENCE, "pipeline": 2}, {"lora": 8}),
     "experts": case({"data": 2}, EXPERTS),
     "expert ranks": case({"data": 4, "expert": 2}, EXPERTS),
     "expert ranks of stages": case({"pipeline": 2, "data": 2, "expert": 2}, EXPERTS),

@@ -42,15 +42,16 @@ def test_stages_hold_every_layer_once_and_in_order(layout: Layout) -> None:
     assert sorted(stages) == sorted(
         itertools.product(range(layout.pipeline), range(layout.virtual_pipeline))
     )
-    for num_layers in range(1, 25):
-        if num_layers % chunks:
-            continue
-        passed = [
-            layer for pp, chunk in stages for layer in layout.layers(num_layers, pp=pp, chunk=chunk)
-        ]
-        assert passed == list(range(num_layers))
-        sizes = {len(layout.layers(num_layers, pp=pp, chunk=chunk)) for pp, chunk in stages}
-        assert sizes == {num_layers // chunks}
+    for num_layers in range(chunks, chunks + 25):
+        own = [layout.layers(num_layers, pp=pp, chunk=chunk) for pp, chunk in stages]
+        assert [layer for layers in own for layer in layers] == list(range(num_layers))
+        # At most one layer apart, and those with less lie at the ends.
+        sizes = [len(layers) for layers in own]
+        most = max(sizes)
+        assert set(sizes) <= {most, most - 1}
+        short = sizes.count(most - 1)
+        start, end = short // 2, short - short // 2
+        assert sizes == [most - 1] * start + [most] * (chunks - short) + [most - 1] * end
 
 
 @pytest.mark.parametrize("layout", SMALL, ids=str)
@@ -132,22 +133,35 @@ def test_experts_that_do_not_divide_a_stage_name_both_keys(
     assert f"expert_tensor_parallel_size={expert_tensor}" in str(caught.value)
 
 
+@pytest.mark.parametrize("missing", range(3))
 @pytest.mark.parametrize("layout", SMALL, ids=str)
-def test_megatron_has_the_same_layers(layout: Layout) -> None:
+def test_megatron_has_the_same_layers(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, missing: int
+) -> None:
     from types import SimpleNamespace
 
+    from megatron.core import parallel_state
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from ctrl_megatron.models.build import uneven_stages
 
     if layout.pipeline == 1 and layout.virtual_pipeline > 1:
         return  # Megatron has no interleaving without a pipeline.
-    num_layers = 2 * layout.pipeline * layout.virtual_pipeline
+    chunks = layout.pipeline * layout.virtual_pipeline
+    num_layers = 2 * chunks - missing % chunks
+    uneven = uneven_stages(num_layers, layout)
+    assert (uneven is None) == (num_layers % chunks == 0)
+    stages = uneven and PipelineParallelLayerLayout(uneven, layout.pipeline)
+    if stages:
+        stages.validate_layer_layout(num_layers, 0)
     config = SimpleNamespace(
         num_layers=num_layers,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
-        pipeline_model_parallel_layout=None,
+        pipeline_model_parallel_layout=stages,
         num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None,
         account_for_embedding_in_pipeline_split=False,
@@ -155,17 +169,24 @@ def test_megatron_has_the_same_layers(layout: Layout) -> None:
     )
     for pp, chunk in layout.stages():
         stage = chunk if layout.virtual_pipeline > 1 else None
+        state = {
+            "rank": lambda pp=pp: pp,
+            "virtual": lambda: layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        }
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", state["rank"])
+        name = "get_virtual_pipeline_model_parallel_world_size"
+        monkeypatch.setattr(parallel_state, name, state["virtual"])
         offset = get_transformer_layer_offset(config, stage, pp)  # type: ignore[arg-type]
         assert layout.layers(num_layers, pp=pp, chunk=chunk).start == offset
 
 
-def test_layers_that_do_not_divide_name_both_keys() -> None:
+def test_too_few_layers_name_both_keys() -> None:
     layout = Layout(pipeline=2, virtual_pipeline=3)
     for call in (layout.check_layers, lambda n: layout.layers(n, pp=0, chunk=0)):
         with pytest.raises(ValueError) as caught:
-            call(8)
+            call(5)
         text = str(caught.value)
-        assert "8 layers" in text
+        assert "5 layers" in text
         assert "pipeline_model_parallel_size=2" in text
         assert "virtual_pipeline_model_parallel_size=3" in text
 

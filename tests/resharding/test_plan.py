@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
@@ -16,14 +17,14 @@ from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.placement import EnginePlace, Placement
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
 from ctrl_megatron.resharding.plan import (
-    ALIGNMENT,
     EngineLayout,
     place_in_buckets,
     plan,
 )
-from ctrl_megatron.rollout.weight_chunks import spec_bytes
+from ctrl_megatron.rollout.weight_chunks import ALIGNMENT, spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,6 +33,15 @@ engines = st.builds(
     dtype=st.sampled_from(sorted(BYTES)),
     bucket_bytes=st.sampled_from([1, 100, 256, 1000, 4096, 1 << 20]),
 )
+
+
+def engines_on(hosts: Iterable[int]) -> Placement:
+    """An engine of one worker on each host."""
+    return Placement(
+        engines=tuple(
+            EnginePlace(number=number, host=host, devices=(0,)) for number, host in enumerate(hosts)
+        )
+    )
 
 
 @st.composite
@@ -121,7 +131,7 @@ def test_carrying_the_plan_out_rebuilds_every_tensor_for_every_reader(
 ) -> None:
     shape, layout = drawn
     of_rank, readers = data.draw(spreads(layout))
-    engine = replace(engine, hosts=readers)
+    engine = replace(engine, placement=engines_on(readers))
     hf = {n: torch.randn(size) for n, size in hf_shapes(shape).items()}
     shards = scatter(shape, layout, hf, te_names)
     with_ranks = sorted(set(of_rank))
@@ -181,7 +191,7 @@ def test_spans_hold_what_is_sent_and_no_tensor_that_is_not(
 ) -> None:
     shape, layout = drawn
     of_rank, readers = data.draw(spreads(layout))
-    places = plan(shape, layout, replace(engine, hosts=readers), False, of_rank)
+    places = plan(shape, layout, replace(engine, placement=engines_on(readers)), False, of_rank)
     for bucket in range(1 + places[-1].bucket):
         inside = [p for p in places if p.bucket == bucket]
         found = byte_spans(inside)
@@ -217,7 +227,7 @@ def test_pieces_are_the_spans(drawn: list[tuple[int, int]]) -> None:
 def test_no_host_sends_a_tensor_twice() -> None:
     """Eight hosts of which each holds one stage: every tensor runs once round."""
     layout = Layout(tensor=2, pipeline=8)
-    engine = EngineLayout(dtype="float32", bucket_bytes=99, hosts=tuple(range(8)))
+    engine = EngineLayout(dtype="float32", bucket_bytes=99, placement=engines_on(range(8)))
     shape = ModelShape(
         family="any",
         hidden_size=4,

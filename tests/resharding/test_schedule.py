@@ -9,10 +9,38 @@ from test_shard_plan import model, pushes
 
 from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.resharding.schedule import WAYS, Speeds, simulate
+from ctrl_megatron.resharding.schedule import WAYS, Speeds, simulate, steps
 from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan
 
 LAYERS = 40
+
+
+@given(st.integers(1, 12))
+def test_no_phase_begins_before_what_it_needs_has_ended(buckets: int) -> None:
+    ended: set[tuple[str, int]] = set()
+    met: set[tuple[str, int]] = set()
+    begun: list[tuple[str, int]] = []
+    for act, phase, number in steps(buckets):
+        if act == "meet":
+            # What a rank has waited for, all have.
+            met = set(ended)
+        elif act == "end":
+            assert (phase, number) in begun
+            ended.add((phase, number))
+        else:
+            begun.append((phase, number))
+            # The memory of messages, and the bucket's memory on the ranks that receive.
+            needed = {
+                "fill": {("exchange", number - 3)} - met - ended,
+                "exchange": {("fill", number)} - ended | {("load", number - 3)} - met,
+                "load": {("exchange", number)} - met,
+            }[phase]
+            assert [entry for entry in needed if entry[1] >= 0] == []
+    phases = ("fill", "exchange", "load")
+    assert sorted(begun) == sorted((phase, n) for phase in phases for n in range(buckets))
+    assert all(
+        begun.index((p, n)) < begun.index((p, n + 1)) for p in phases for n in range(buckets - 1)
+    )
 
 
 def one_sender(hosts: tuple[int, int]) -> ShardPlan:
@@ -32,7 +60,7 @@ def test_a_push_takes_as_long_as_its_slowest_phase(slowest: str) -> None:
     assert one.buckets == 1
     assert one.seconds == pytest.approx(2 * size / 1e3, rel=1e-6)
     # Filling and loading overlap, once there are several buckets.
-    many = simulate(plan, 20000, copied)
+    many = simulate(plan, size // 12, copied)
     assert many.seconds == pytest.approx(size / 1e3, rel=3 * many.largest / size)
 
 

@@ -29,7 +29,11 @@ Weights = dict[str, torch.Tensor]
 @st.composite
 def pushes(draw: st.DrawFn, *, unit: int = 1) -> tuple[ModelShape, ShardPlan]:
     """A model whose sizes are multiples of ``unit``, and the plan of a push of it."""
-    cut = EngineCut(tensor=draw(st.sampled_from(POWERS)), spread_experts=draw(st.booleans()))
+    cut = EngineCut(
+        tensor=draw(st.sampled_from(POWERS)),
+        spread_experts=draw(st.booleans()),
+        width_unit=draw(st.sampled_from((None, 1, 3, 32))),
+    )
     tensor, groups = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(POWERS))
     tensor = min(tensor, groups)
     context, data, pipeline = (draw(st.sampled_from((1, 2, 3))) for _ in range(3))
