@@ -68,7 +68,8 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
         return {} if engine is None else await engine.counters()
 
     try:
-        counted = worker.ask(ask, "the engines' counters")
+        # The step is done and will be recorded, also where a stop was requested meanwhile.
+        counted = worker.ask(ask, "the engines' counters", stoppable=False)
     except ServiceLost as lost:
         worker.device.lose(lost)
         return {}

@@ -132,23 +132,27 @@ class RolloutWorker:
         return Waiting(groups=self.groups, stop=self.stop, limit=limit)
 
     def ask(
-        self, work: Callable[[], Coroutine[Any, Any, T]], what: str = "work of the leaders"
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        what: str = "work of the leaders",
+        *,
+        stoppable: bool = True,
     ) -> T:
         """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
 
         ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
-        is requested while any leader waits, ServiceLost, on all ranks, if the engines that it asks
-        are lost, and WaitedTooLong after ``trainer.wait_timeout``.
+        is requested while any leader waits, unless ``stoppable`` is false, ServiceLost, on all
+        ranks, if the engines that it asks are lost, and WaitedTooLong after ``trainer.wait_timeout``.
         """
-        return self.wait(self.begin(work), what)
+        return self.wait(self.begin(work), what, stoppable=stoppable)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
         """Start ``work`` on the leader; ``wait`` returns its result."""
         return self.background.submit(work()) if self.groups.is_leader else None
 
-    def wait(self, begun: Future[T] | None, what: str) -> T:
+    def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
         """The result of what ``begin`` started; as ``ask`` otherwise."""
-        return self.groups.from_leader(self.waiting.together(begun, what))
+        return self.groups.from_leader(self.waiting.together(begun, what, stoppable=stoppable))
 
     def settle(self) -> None:
         """Wait until the engines draw nothing for a later step, so that their weights may change.

@@ -38,7 +38,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         engine=None,
         counted={},
         restarts=lambda: {"sandbox/restarts": 1, "engine/restarts": 0},
-        ask=lambda work, what: asyncio.run(work()),
+        ask=lambda work, what, stoppable: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
     )
