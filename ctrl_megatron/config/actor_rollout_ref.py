@@ -270,6 +270,9 @@ class ProxyServer:
     use more ends. None for no limit."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request."""
+    cache_path: str | None = None
+    """SQLite file of revisions by model and request, which runs on a host share; None keeps those
+    of the run in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
-from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
+from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
 from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
@@ -156,7 +156,10 @@ def build_proxy(
         return None
     proxy = config.actor_rollout_ref.proxy
     if proxy.kind == "api":
-        return ApiProxy(proxy_servers(proxy.api), proxy.api.model)
+        with users_input("actor_rollout_ref.proxy.api.cache_path"):
+            cache = answer_cache(proxy.api.cache_path)
+        servers, extra = proxy_servers(proxy.api), proxy.api.extra_body
+        return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
     if config.has_proxy_engines:
         assert inputs.proxy_codec is not None and services.proxy_model_len is not None
         return EngineProxy(
