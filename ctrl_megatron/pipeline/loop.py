@@ -209,7 +209,7 @@ class TrainingLoop:
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
         batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         worker.step = step
-        # What follows may end the run, which then saves the weights of this step.
+        # Before anything that a stop can interrupt: weights and state are of the same step.
         self._state = self._snapshot()
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         for watcher in self.watchers:

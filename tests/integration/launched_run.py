@@ -150,7 +150,7 @@ class Run:
     process: subprocess.Popen[bytes] | ForkedProgram
     log: Path
     folder: Path
-    back: Path
+    back: Path | None = None
     """Exists when hosts whose launcher has ended may start it again."""
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
