@@ -142,7 +142,8 @@ class RolloutWorker:
 
         ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
         is requested while any leader waits, unless ``stoppable`` is false, ServiceLost, on all
-        ranks, if the engines that it asks are lost, and WaitedTooLong after ``trainer.wait_timeout``.
+        ranks, if the engines that it asks are lost, and WaitedTooLong after
+        ``trainer.wait_timeout``.
         """
         return self.wait(self.begin(work), what, stoppable=stoppable)
 
