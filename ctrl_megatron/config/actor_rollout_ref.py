@@ -283,6 +283,9 @@ class ProxyKeys:
     """shared: on the actor's engines, in turn with the actor, whose shape, tokenizer and chat
     template it has; engine: any model, on engines of its own; api: any model, on servers."""
     model: ModelFiles = group(ModelFiles, read=when(".kind", "shared", "engine"))
+    keep_in_host_memory: bool = key(True, read=when(".kind", "shared"))
+    """Keep the weights in the memory of every host with engines, which read them from there
+    whenever they revise; false reads and sends them for every step."""
     engine: EngineKeys = group(EngineKeys, read=when(".kind", "engine"))
     api: ProxyServer = group(ProxyServer, read=when(".kind", "api"))
 

@@ -415,7 +415,11 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     specs = hf_specs(shapes.actor, family.rollout_dtype, sends)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
-    return {"weight buckets": _BUCKETS * bucket}
+    items = {"weight buckets": _BUCKETS * bucket}
+    proxy = family.proxy
+    if proxy.kind == "shared" and proxy.keep_in_host_memory and sends == "merged":
+        items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)
+    return items
 
 
 def _host(

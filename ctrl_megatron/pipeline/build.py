@@ -382,6 +382,7 @@ def device_owner(
         shared=shared,
         leaves=leaves,
         rests_until=rests_until,
+        keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
         lends=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
         restarts=services if run.config.trainer.service_restarts else None,

@@ -627,6 +627,9 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     reports = worker.device.take_reports()
     metrics = {"sync/pushes": float(len(reports))}
     if reports:  # none where the engine already had the right weights
-        moved, seconds = sum(r.num_bytes for r in reports), sum(r.seconds for r in reports)
-        metrics |= {"sync/gigabytes_per_second": moved / seconds / 1e9, "sync/seconds": seconds}
+        moved = [report for report in reports if report.num_bytes]
+        gigabytes = sum(report.num_bytes for report in moved) / 1e9
+        metrics |= {"sync/seconds": sum(r.seconds for r in reports), "sync/gigabytes": gigabytes}
+        if moved:
+            metrics["sync/gigabytes_per_second"] = gigabytes / sum(r.seconds for r in moved)
     return NodeOutput(metrics=metrics)

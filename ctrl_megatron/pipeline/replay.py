@@ -96,6 +96,12 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
                 key="--weights",
                 remedy=f"name the checkpoint global_step_{before}, which holds both models",
             )
+        if config.actor_rollout_ref.model.lora_rank:
+            raise UserError(
+                f"{weights} is no checkpoint, and adapters need their base beside them",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}, which holds the adapters",
+            )
         return Start(directory=weights)
     if before == 0:
         return Start()

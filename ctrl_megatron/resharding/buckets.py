@@ -50,12 +50,22 @@ def fill_buckets(
         shared = memory[number % len(memory)]
         source.fill(number, shared)
         groups.barrier()
-        places = tuple(place for place in source.places if place.bucket == number)
+        places = _places_of(source, number)
         if any(place.routes for place in places):
             if groups.is_first_here:
                 _exchange(places, shared, groups)
             groups.barrier()
         yield FilledBucket(number=number, memory=shared, places=places)
+
+
+def filled_buckets(source: WeightSource, memory: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
+    """The buckets that ``fill_buckets`` has left in ``memory``, which has as many tensors."""
+    for number, shared in enumerate(memory):
+        yield FilledBucket(number=number, memory=shared, places=_places_of(source, number))
+
+
+def _places_of(source: WeightSource, bucket: int) -> tuple[TensorPlace, ...]:
+    return tuple(place for place in source.places if place.bucket == bucket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,7 @@ class DeviceOwner:
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
         lends: ModelShape | None = None,
+        keep_proxy: bool = False,
         verify: bool = False,
         restarts: EngineKeeper | None = None,
     ) -> None:
@@ -129,14 +130,15 @@ class DeviceOwner:
         without it they never sleep. ``leaves`` are the parts of a model that go to host memory
         while the engines generate. Before training step ``rests_until`` the actor does not learn.
         ``lends`` is the shape of the actor if the engines get only its adapters: the directories'
-        roles are then played by the engines' own weights, which they keep while they sleep.
-        ``verify`` compares checksums after every push. Without ``restarts`` a lost engine is an
-        error.
+        roles are then played by the engines' own weights, which they keep while they sleep. With
+        ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
+        hosts' memory. ``verify`` compares checksums after every push. Without ``restarts`` a lost
+        engine is an error.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
-        self._lends = lends
+        self._lends, self._keep_proxy = lends, keep_proxy
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
@@ -172,7 +174,9 @@ class DeviceOwner:
     def read_from(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
         self._sources[role] = (
-            DirectorySource(directory, self._layout, self._groups)
+            DirectorySource(
+                directory, self._layout, self._groups, kept=self._keep_proxy and role == "proxy"
+            )
             if self._lends is None
             else NoAdapters(self._lends, self._layout, self._groups)
         )

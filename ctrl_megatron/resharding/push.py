@@ -25,6 +25,7 @@ class PushReport:
     """Size and duration of one push."""
 
     num_bytes: int
+    """Bytes that were filled and exchanged for it: 0 if they were kept from an earlier push."""
     seconds: float
     """Includes the comparison of checksums where there is one."""
 
@@ -62,8 +63,10 @@ def push(
         if sent:
             sent.wait()
 
+    moved = False
     with sender.send(source, wait_until_read) as buckets:
         for bucket in buckets:
+            moved = moved or not bucket.kept
             if queue:
                 queue.put(bucket.chunk)
             if sent:
@@ -80,7 +83,7 @@ def push(
                 f"after the update to {version} the engine has other bytes than were sent for "
                 f"{len(wrong)} of {len(wanted)} tensors: {wrong[:5]}"
             )
-    num_bytes = sum(spec_bytes(place.spec) for place in source.places)
+    num_bytes = sum(spec_bytes(place.spec) for place in source.places) if moved else 0
     return PushReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
 
 

@@ -42,6 +42,12 @@ class WeightSource(Protocol):
         directory."""
         ...
 
+    @property
+    def kept(self) -> bool:
+        """Whether a medium should keep the filled buckets for later pushes: the weights do not
+        change, and there is host memory for all of them."""
+        ...
+
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
         ...
@@ -49,6 +55,8 @@ class WeightSource(Protocol):
 
 class MegatronSource:
     """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
+
+    kept = False
 
     def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
         self.model, self.layout = model, layout
@@ -84,6 +92,8 @@ class MegatronSource:
 class NoAdapters:
     """Adapters that change nothing: with them an engine computes what its base does."""
 
+    kept = False
+
     def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
         self.model = None
         specs = hf_specs(shape, layout.dtype, layout.sends)
@@ -99,8 +109,15 @@ class DirectorySource:
     """The safetensors of an HF directory, read on each host with an engine; the ranks of a host
     share the reading tensor by tensor."""
 
-    def __init__(self, directory: str | Path, layout: EngineLayout, groups: ProcessGroups) -> None:
-        self.model = None
+    def __init__(
+        self,
+        directory: str | Path,
+        layout: EngineLayout,
+        groups: ProcessGroups,
+        *,
+        kept: bool = False,
+    ) -> None:
+        self.model, self.kept = None, kept
         shape = read_model_shape(directory)
         self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)

@@ -75,6 +75,7 @@ def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[in
 
     class Source:
         places: tuple[TensorPlace, ...] = tuple(routed)
+        kept = False
 
         def fill(self, bucket: int, memory: torch.Tensor) -> None:
             memory.zero_()

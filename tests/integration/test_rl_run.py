@@ -7,6 +7,7 @@ import re
 import pytest
 from launched_run import Job, Run
 from pytest import approx
+from safetensors.torch import load_file
 
 from ctrl_megatron.config import load_config, to_yaml
 from ctrl_megatron.metrics import read_json_lines
@@ -26,6 +27,7 @@ METRICS = {
         "sandbox/isolation",
         "perf/overlap_seconds",
         "sync/gigabytes_per_second",
+        "sync/gigabytes",
         "sync/seconds",
         "time/step",
     ),
@@ -58,6 +60,15 @@ def test_the_first_step_starts_from_the_reference(whole_run: Run) -> None:
     assert all(step["actor/kl_to_reference"] != 0.0 for step in later)
     assert all(step["actor/kl_loss"] > 0.0 for step in later)
     assert all(step["actor/grad_norm"] > 0.0 for step in (first, *later))
+
+
+def test_the_proxys_weights_are_sent_once(job: Job, whole_run: Run) -> None:
+    tensors = load_file(job.actor / "model.safetensors")
+    one = sum(tensor.numel() * 4 for tensor in tensors.values()) / 1e9
+    sent = [record["metrics"]["sync/gigabytes"] / one for record in whole_run.metrics()]
+    pushes = [record["metrics"]["sync/pushes"] for record in whole_run.metrics()]
+    print("models sent per step:", sent, "pushes:", pushes)
+    assert pushes[1:] == [2.0, 2.0, 2.0] and sent[1:] == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_engine_and_trainer_agree_in_every_step(whole_run: Run) -> None:

@@ -80,6 +80,8 @@ class OneTensor:
         TensorPlace(spec=TensorSpec(name="w", dtype="float32", shape=(4,)), bucket=0, offset=0),
     )
 
+    kept = False
+
     def __init__(self, model: NotedModel | None) -> None:
         self.model = model
 
@@ -162,7 +164,7 @@ class Bench:
 def one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models and directories have one tensor."""
     monkeypatch.setattr(device_file, "MegatronSource", lambda model, layout: OneTensor(model))
-    monkeypatch.setattr(device_file, "DirectorySource", lambda *_: OneTensor(None))
+    monkeypatch.setattr(device_file, "DirectorySource", lambda *_, kept: OneTensor(None))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -46,6 +47,7 @@ class Numbers:
 
     places = place_in_buckets(SPECS, bucket_bytes=300)
     model = None
+    kept = False
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         memory.fill_(0xFF)
@@ -87,6 +89,42 @@ def test_what_is_sent_is_read(name: str) -> None:
         # Two buckets' memory is used in turn: each is read before it is filled again.
         assert waited == list(range(source.places[-1].bucket - 1))
         assert own_names() == []
+
+
+def test_kept_buckets_are_filled_once_and_read_again() -> None:
+    class Kept(Numbers):
+        kept = True
+
+        def __init__(self) -> None:
+            self.filled: list[int] = []
+
+        def fill(self, bucket: int, memory: torch.Tensor) -> None:
+            self.filled.append(bucket)
+            super().fill(bucket, memory)
+
+    groups: Any = OneRank()
+    sender, source, other = sender_class("shared_memory")(groups), Kept(), Numbers()
+    every = list(range(1 + source.places[-1].bucket))
+
+    def push(source: Any, most: int = 99) -> tuple[dict[str, torch.Tensor], list[bool]]:
+        found, kept = dict[str, torch.Tensor](), []
+        with sender.send(source, lambda bucket: None) as buckets:
+            for bucket in itertools.islice(buckets, most):
+                found |= {name: tensor.clone() for name, tensor in read_chunk(bucket.chunk)}
+                kept.append(bucket.kept)
+        return found, kept
+
+    # A push that is lost after its first bucket leaves nothing that can be read again.
+    push(source, most=1)
+    assert source.filled == [0]
+    first, moved = push(source)
+    assert source.filled == [0, *every] and not any(moved)
+    push(other)
+    again, moved = push(source)
+    assert source.filled == [0, *every] and all(moved)
+    assert first.keys() == again.keys() == {spec.name for spec in SPECS}
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert own_names() == []
 
 
 def test_a_shard_for_an_engine_of_another_size_is_refused() -> None:

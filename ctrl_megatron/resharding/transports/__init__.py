@@ -32,6 +32,8 @@ class SentBucket:
     """What an engine needs to read them."""
     tensors: Iterable[tuple[str, torch.Tensor]]
     """(HF name, tensor) of what was sent, for checksums; read once, before the next bucket."""
+    kept: bool = False
+    """Whether the bytes have been there since an earlier push."""
 
 
 class Sender(Protocol):

@@ -19,7 +19,7 @@ import torch
 
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import SHARED_MEMORY
-from ctrl_megatron.resharding.buckets import fill_buckets
+from ctrl_megatron.resharding.buckets import fill_buckets, filled_buckets
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
@@ -100,11 +100,18 @@ class HostSegments:
 
 
 class SharedMemorySender:
-    """``Sender`` through two segments on every host, which each of its ranks has mapped."""
+    """``Sender`` through two segments on every host, which each of its ranks has mapped.
+
+    A source that is ``kept`` gets a segment for each of its buckets: they are filled in its first
+    push, and engines read them again in later ones.
+    """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._segments = HostSegments(groups, 2)
+        self._kept: tuple[WeightSource, HostSegments] | None = None
+        self._complete = False
+        """Whether all segments of ``_kept`` are filled."""
         self._pids = frozenset(groups.from_here(os.getpid()).values())
 
     @contextmanager
@@ -115,8 +122,17 @@ class SharedMemorySender:
     ) -> Iterator[Iterator[SentBucket]]:
         """The segments have names only within the context."""
         size = max(place.offset + spec_bytes(place.spec) for place in source.places)
-        with self._segments.named(size) as segments:
+        with self._segments_for(source).named(size) as segments:
             yield self._sent(source, segments, wait_until_read)
+
+    def _segments_for(self, source: WeightSource) -> HostSegments:
+        if not source.kept:
+            return self._segments
+        if self._kept is None or self._kept[0] is not source:
+            count = 1 + max(place.bucket for place in source.places)
+            self._kept = source, HostSegments(self.groups, count, sparse=True)
+            self._complete = False
+        return self._kept[1]
 
     def _sent(
         self,
@@ -125,13 +141,21 @@ class SharedMemorySender:
         wait_until_read: Callable[[int], None],
     ) -> Iterator[SentBucket]:
         memory = [segment.memory for segment in segments]
-        for bucket in fill_buckets(source, memory, self.groups, wait_until_read):
+        kept = source.kept and self._complete
+        buckets = (
+            filled_buckets(source, memory)
+            if kept
+            else fill_buckets(source, memory, self.groups, wait_until_read)
+        )
+        for bucket in buckets:
             place = {
                 "segment": segments[bucket.number % len(memory)].name,
                 "offsets": [place.offset for place in bucket.places],
             }
             specs = (place.spec for place in bucket.places)
-            yield SentBucket(chunk=weight_chunk(_RECEIVER, specs, place), tensors=bucket.tensors())
+            chunk = weight_chunk(_RECEIVER, specs, place)
+            yield SentBucket(chunk=chunk, tensors=bucket.tensors(), kept=kept)
+        self._complete = self._complete or source.kept
 
     def close(self) -> None:
         """Remove the names that ranks of this host have left in /dev/shm."""
