@@ -144,7 +144,10 @@ class EnginePool:
         The next chunk is requested when all of them have read the one before.
         """
         shared = _SharedChunks(chunks, len(self._members))
-        await self._all(lambda engine: engine.update(specs, shared.read(), version))
+        readers = {id(member.engine): i for i, member in enumerate(self._members)}
+        await self._all(
+            lambda engine: engine.update(specs, shared.read(readers[id(engine)]), version)
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         await self._all(lambda engine: engine.pause(mode))
@@ -206,8 +209,8 @@ class _SharedChunks:
         self._chunks, self._all_asked = chunks, asyncio.Barrier(readers)
         self._chunk: WeightChunk | None = None
 
-    async def read(self) -> AsyncIterator[WeightChunk]:
-        """Yield every chunk to one of the engines."""
+    async def read(self, reader: int) -> AsyncIterator[WeightChunk]:
+        """Yield every chunk to the engine of that number."""
         while True:
             # An engine that requests a chunk has read the one before.
             if await self._all_asked.wait() == 0:
@@ -215,4 +218,4 @@ class _SharedChunks:
             await self._all_asked.wait()
             if self._chunk is None:
                 return
-            yield self._chunk
+            yield {**self._chunk, "reader": reader}
