@@ -15,6 +15,8 @@
 #                  slurm-client munge)
 # make test-page   test the critic's web page in Chromium (apt install chromium); screenshots in build/page
 # make test-long  checks that take minutes: whole data sets, a thousand clients, thousands of random inputs
+# make test-next  models, parallelism, checkpoints and resharding with the newest Megatron-Core, in an
+#             environment of its own (build/env-next, 6 GB); needs Python 3.12: make test-next PYTHON=...
 # make clean  remove files left by tools and tests; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -27,16 +29,17 @@ BIN := $(VENV)/bin
 LOCK_env := cpu
 LOCK_env-cuda := cuda
 LOCK_env-sglang-cuda := sglang-cuda
+LOCK_env-next := next
 # Drives the browser. Installed outside the environment, because only one page's tests need it.
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
+.PHONY: help env env-cuda env-sglang-cuda env-next test-next quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
-env env-cuda env-sglang-cuda:
+env env-cuda env-sglang-cuda env-next:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
 	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -84,6 +87,12 @@ test-page: env
 test-env-cuda: env
 	@$(MAKE) --no-print-directory env-cuda VENV=build/env-cuda
 	$(BIN)/python -m pytest -m env_cuda tests/integration/test_cuda_environment.py
+
+test-next:
+	@$(MAKE) --no-print-directory env-next VENV=build/env-next \
+	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
+	build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	  tests/models tests/parallel tests/checkpoint tests/resharding tests/distributed
 
 demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))

@@ -31,6 +31,8 @@ class EngineKind:
     cpu_width_unit: int | None = None
     """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
     the number of workers must divide the width."""
+    adapters: bool = True
+    """Can compute adapters beside its weights (``rollout.adapter_push``)."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
@@ -56,6 +58,7 @@ ENGINES: Mapping[str, EngineKind] = {
         environment={"GLOO_SOCKET_IFNAME": "lo"},
         counts_workspace=False,
         cpu_width_unit=32,
+        adapters=False,
     ),
     "hf": EngineKind(
         library="transformers",

@@ -21,6 +21,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+WRONG_INPUT, FAILED, SERVICE, STOPPED = 2, 13, 14, 130
+"""Exit codes: an error of the user (a full disk too); a bug or a dead process; a service that
+judges failed too often; stopped by a signal."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
@@ -59,6 +63,13 @@ class ServiceFault(RuntimeError):
     """A service that judges programs failed for too large a share of a step, also after retries.
 
     The step has changed nothing. The message is one line; a run ends with exit code 14.
+    """
+
+
+class ServiceLost(RuntimeError):
+    """A service of the run can no longer answer what it was asked, and may be started again.
+
+    The work has no result. It can be asked again once the service is restored.
     """
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Message = dict[str, str]
 """One chat turn: ``{"role": "system" | "user" | "assistant", "content": text}``."""
@@ -147,3 +147,26 @@ class TensorSpec:
     dtype: str
     """torch's name without the prefix: ``float32``, ``bfloat16``."""
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Adapters beside linear layers (LoRA, arXiv 2106.09685): a layer computes W x + scale B A x,
+    and only A (rank, in) and B (out, rank) are trained."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The last parts of the layers' names in Hugging Face's models, such as ``q_proj``."""
+    seed: int = 0
+    """Seed of the initial A; B is zero at first."""
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Lora:
+        """The adapters whose fields were written as JSON. TypeError or KeyError for others."""
+        return cls(**{**fields, "targets": tuple(fields["targets"])})
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's output."""
+        return self.alpha / self.rank

@@ -8,6 +8,8 @@
 #                CTRL_VENV is then the environment inside the image (/opt/venv)
 #   CONFIG       YAML file of the run; defaults to the script's file
 #   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
+#   MAX_RESTARTS most restarts of the run inside the job, in a row without a new checkpoint; 2 by
+#                default
 #   MAX_CRASHES  most consecutive crashes without a new checkpoint before the job gives up;
 #                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
@@ -25,9 +27,14 @@
 # By hand: `scancel --batch --signal=USR1 JOB` saves and requeues, with --signal=TERM it saves and
 # ends, and plain `scancel JOB` ends without saving.
 #
-# A crash also requeues the job, at most MAX_CRASHES times in a row. The count is in a file beside the
-# job's output, and restarts after a checkpoint and after a stop at the time limit. SLURM itself
-# requeues after the loss of a machine (--requeue). Wrong input (exit code 2 of the check) ends the job.
+# After a crash the ranks are started again in the job, at most MAX_RESTARTS times in a row. Then the
+# job is requeued, at most MAX_CRASHES times in a row. That count is in a file beside the job's output.
+# Both counts begin anew after a checkpoint, the second one also after a stop at the time limit. Wrong
+# input (exit code 2 of the check) ends the job.
+#
+# After the loss of a machine SLURM requeues the job (--requeue). With `sbatch --no-kill` and
+# trainer.min_nnodes=M the job goes on instead, on as many machines as hold whole model copies that
+# share the batches equally, if these are M or more and the first machine is one of them.
 
 fail() {
   echo "$name: $*" >&2
@@ -69,7 +76,7 @@ set_environment() {
   export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
   export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
   # CTRL_ names are the package's own; these are meant for the script.
-  export -n CTRL_VENV CONTAINER CONFIG GPU_MEMORY MAX_CRASHES
+  export -n CTRL_VENV CONTAINER CONFIG GPU_MEMORY MAX_CRASHES MAX_RESTARTS
 }
 
 # on_every_node COMMAND...: one task per machine, in the background, followed to its end; sets status.
@@ -77,7 +84,9 @@ set_environment() {
 # step one processor per task, and sites that bind by default would pin torchrun and all it starts to
 # it.
 on_every_node() {
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+  local list
+  list=$(IFS=,; echo "${nodes[*]}")
+  srun --nodes="${#nodes[@]}" --nodelist="$list" --ntasks="${#nodes[@]}" --ntasks-per-node=1 \
     --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0 "$@" &
   follow $!
 }
@@ -168,10 +177,42 @@ conclude() {
   exit "$status"
 }
 
+# machines_left: sets nodes to machines that the job still has and the run can use; fails if it can use
+# none. SLURM removes a lost machine from the job when it has been silent for SlurmdTimeout seconds.
+machines_left() {
+  local list count try
+  for try in {1..40}; do
+    list=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) || return 1
+    [[ $(sinfo --noheader --nodes="$list" --format=%t) == *"*"* ]] || break
+    sleep "${SLURM_RETRY_SECONDS:-30}"
+  done
+  mapfile -t nodes < <(scontrol show hostnames "$list")
+  ((${#nodes[@]} < SLURM_JOB_NUM_NODES)) || return 0
+  say "${#nodes[@]} of $SLURM_JOB_NUM_NODES machines are left: ${nodes[*]}"
+  count=$("${python[@]}" tools/plan.py --config "$config" --purpose "$purpose" \
+    --gpus-per-node "$SLURM_GPUS_ON_NODE" --nodes "$SLURM_JOB_NUM_NODES" \
+    --left "${#nodes[@]}" "${overrides[@]}") || return 1
+  nodes=("${nodes[@]:0:count}")
+  plan
+}
+
+# plan: whether the run fits the machines in nodes.
+plan() {
+  "${python[@]}" tools/plan.py --config "$config" --nodes "${#nodes[@]}" \
+    --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" \
+    --purpose "$purpose" "${overrides[@]}"
+}
+
+# pause SECONDS: a signal ends it.
+pause() {
+  sleep "$1" &
+  wait $! || true
+  kill $! 2>/dev/null || true
+}
+
 # run_training NAME PROGRAM CONFIG PURPOSE [key=value ...]: the whole job; does not return.
 run_training() {
-  name=$1 program=$2 config=$3
-  local purpose=$4
+  name=$1 program=$2 config=$3 purpose=$4
   shift 4
   overrides=("$@")
   check_job
@@ -185,10 +226,7 @@ run_training() {
   # HUP: the terminal of an interactive allocation is gone; bash keeps an ignored HUP ignored.
   trap 'stop_training TERM' TERM HUP
 
-  "${python[@]}" tools/plan.py --config "$config" --nodes "$SLURM_JOB_NUM_NODES" \
-    --gpus-per-node "$SLURM_GPUS_ON_NODE" --gpu-memory "${GPU_MEMORY:-80}" \
-    --purpose "$purpose" "$@" ||
-    fail "the memory plan refuses this configuration (exit code $?), see above"
+  plan || fail "the memory plan refuses this configuration (exit code $?), see above"
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
     --nproc-per-node "$SLURM_GPUS_ON_NODE" "$@"
@@ -203,8 +241,29 @@ run_training() {
     conclude
   fi
 
-  # Every machine computes the same port, and two jobs on one machine different ones.
-  local port=$((20000 + SLURM_JOB_ID % 10000))
+  local restarts=0 in_a_row=0
+  while
+    touch "$scratch/started"
+    train "$restarts"
+    ((status != 0)) && [[ -z $stopping ]]
+  do
+    if saved_since "$scratch/started"; then in_a_row=0; fi
+    in_a_row=$((in_a_row + 1)) restarts=$((restarts + 1))
+    ((in_a_row <= ${MAX_RESTARTS:-2})) && machines_left || break
+    say "the run has crashed (exit code $status); restart $in_a_row of at most ${MAX_RESTARTS:-2}" \
+      "in a row, on ${#nodes[@]} machines"
+    [[ -n $stopping ]] || pause "${RESTART_SECONDS:-10}"
+    [[ -z $stopping ]] || break
+    export CTRL_RESTARTS=$restarts
+  done
+  conclude
+}
+
+# train RESTART: the run, from the start of torchrun on every machine to its end; sets status.
+train() {
+  # Every machine computes the same port, and two jobs on one machine different ones. A port may stay in
+  # use for a while.
+  local port=$((20000 + (SLURM_JOB_ID + 1000 * $1) % 10000))
   # Processes of the run get the hard limit of open files; the first machine leaves torchrun's pid.
   # shellcheck disable=SC2016  # expanded on each machine
   local on_each_node='ulimit -S -n "$(ulimit -H -n)"
@@ -213,13 +272,14 @@ run_training() {
   # there two minutes after the first has ended is hanging.
   on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \
     "${container[@]}" "$CTRL_VENV/bin/torchrun" \
-    --nnodes "$SLURM_JOB_NUM_NODES" \
+    --nnodes "${#nodes[@]}" \
     --nproc-per-node "$SLURM_GPUS_ON_NODE" \
     --rdzv-backend c10d \
     --rdzv-endpoint "${nodes[0]}:$port" \
-    --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
+    --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$1" \
     --max-restarts 0 \
     --shutdown-timeout 3600 \
-    "$program" --config "$config" "$@"
-  conclude
+    "$program" --config "$config" "${overrides[@]}"
+  # A stop that is asked for between two starts must not reach another process with that number.
+  rm -f "$pid_file"
 }

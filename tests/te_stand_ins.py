@@ -36,8 +36,9 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"bias_correction": True, **defaults})
 
@@ -229,7 +230,9 @@ def installed(active: bool = True) -> Iterator[None]:
         def row_parallel_linear(self) -> type:
             return RowParallelLinear
 
-        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        def layer_norm(
+            self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+        ) -> type:
             return RMSNorm
 
         def core_attention(self) -> type:

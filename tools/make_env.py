@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKED_FOR = (3, 11)
+"""The Python of lock files that name no other, as ``# python==3.12`` does."""
 STAMP = "ctrl_megatron.lock.sha256"
 MARKER = "ctrl_megatron.environment"
 """File in every environment of this tool, also in an unfinished one."""
@@ -91,9 +92,10 @@ def make_env(venv: Path, lock: Path, pip_flags: Sequence[str] = ()) -> None:
         print(f"environment {venv} is up to date")
         return
     started = time.monotonic()
-    check_python()
+    wanted = python_of(lock)
+    check_python(wanted)
     check_ours(venv)
-    if not works(venv):
+    if not works(venv, wanted):
         print(f"creating {venv} ...", flush=True)
         venv.mkdir(parents=True, exist_ok=True)
         (venv / MARKER).touch()
@@ -148,29 +150,36 @@ def digest_of(lock: Path) -> str:
     """
     if not lock.is_file():
         raise ValueError(f"lock file {lock} not found; run from the root of the checkout")
-    parts = (lock.read_bytes(), repr(LOCKED_FOR).encode(), (ROOT / "pyproject.toml").read_bytes())
+    python = repr(python_of(lock)).encode()
+    parts = (lock.read_bytes(), python, (ROOT / "pyproject.toml").read_bytes())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def check_python() -> None:
-    """Raise ``ValueError`` unless this Python has the locked version and can create
+def python_of(lock: Path) -> tuple[int, int]:
+    """The Python version, such as (3, 11), that the packages of ``lock`` are pinned for."""
+    named = re.search(r"^# python==(\d+)\.(\d+)$", lock.read_text(), re.MULTILINE)
+    return (int(named[1]), int(named[2])) if named else LOCKED_FOR
+
+
+def check_python(wanted: tuple[int, int]) -> None:
+    """Raise ``ValueError`` unless this Python has the ``wanted`` version and can create
     environments.
     """
-    if sys.version_info[:2] != LOCKED_FOR:
-        found, wanted = (".".join(map(str, v[:2])) for v in (sys.version_info, LOCKED_FOR))
+    if sys.version_info[:2] != wanted:
+        found, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, wanted))
         raise ValueError(
-            f"this is Python {found}, the pinned packages are for Python {wanted}; "
-            f"use make PYTHON=/path/to/python{wanted}"
+            f"this is Python {found}, the pinned packages are for Python {needed}; "
+            f"use make PYTHON=/path/to/python{needed}"
         )
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         raise ValueError(
             f"{sys.executable} cannot create virtual environments; install its venv module "
-            "(Debian, Ubuntu: apt install python3.11-venv)"
+            f"(Debian, Ubuntu: apt install python{wanted[0]}.{wanted[1]}-venv)"
         )
 
 
-def works(venv: Path) -> bool:
-    """Whether ``venv`` has the locked Python with pip."""
+def works(venv: Path, wanted: tuple[int, int]) -> bool:
+    """Whether ``venv`` has the ``wanted`` Python with pip."""
     question = "import pip, sys; print(*sys.version_info[:2])"
     try:
         answer = subprocess.run(
@@ -178,7 +187,7 @@ def works(venv: Path) -> bool:
         )
     except OSError:
         return False
-    return answer.returncode == 0 and tuple(map(int, answer.stdout.split())) == LOCKED_FOR
+    return answer.returncode == 0 and tuple(map(int, answer.stdout.split())) == wanted
 
 
 def install(venv: Path, lock: Path, pip_flags: Sequence[str]) -> None:

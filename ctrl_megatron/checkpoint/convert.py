@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +20,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from ctrl_megatron.checkpoint.files import new_directory, require_own, require_space
 from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
+from ctrl_megatron.checkpoint.peft import (
+    SavedAdapters,
+    base_of,
+    read_adapters,
+    require_base,
+    write_peft,
+)
 from ctrl_megatron.checkpoint.sharded import (
     TensorParts,
     load_tensors,
@@ -35,8 +44,10 @@ from ctrl_megatron.checkpoint.store import (
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
@@ -113,31 +124,25 @@ def megatron_to_hf(
     *,
     folder: str = POLICY_FOLDER,
     file_bytes: int = FILE_BYTES,
+    base: Path | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Export the weights of a checkpoint's ``folder`` in the type in which they were trained.
 
     Memory has one file of at most ``file_bytes``. A value model becomes transformers'
-    token classification model with one label. Raises UserError for a checkpoint that is damaged,
-    and for ``out`` as ``hf_to_megatron`` does.
+    token classification model with one label. Adapters are merged into the weights of ``base``, by
+    default the directory beside whose weights they were trained. Raises UserError for a checkpoint
+    that is damaged, for a ``base`` with other weights, and for ``out`` as ``hf_to_megatron`` does.
     """
     require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
-    side = checkpoint / HF_FOLDER
-    if not (checkpoint / folder).is_dir() or not side.is_dir():
-        raise UserError(
-            f"{checkpoint} is not a checkpoint with a {folder} model: it holds no {folder}/ and "
-            f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
-        )
-    shape = read_model_shape(side)
-    if folder == VALUE_FOLDER:
-        shape = value_shape(shape)
-    if verify_alone(checkpoint) is None:
-        require_whole(checkpoint / folder)
-    held, first = saved_tensors(checkpoint / folder), hf_specs(shape, "float32")[0].name
-    if first not in held:
-        raise UserError(f"{checkpoint / folder} does not fit {side}/config.json: no {first}")
-    dtype = str(held[first].properties.dtype).removeprefix("torch.")
+    source = _source(checkpoint, folder)
+    side, shape, dtype = checkpoint / HF_FOLDER, source.shape.base, source.dtype
+    read = partial(_read_whole, folder=source.folder)
+    if source.adapters is not None:
+        read = _Merging(source, base).read
+    elif base is not None:
+        raise UserError(f"{source.folder} has whole weights", key="--base", remedy="leave it out")
     places = place_in_buckets(hf_specs(shape, dtype), file_bytes)
     done, total = 0, sum(spec_bytes(place.spec) for place in places)
     require_space(out, total, "the model")
@@ -145,13 +150,106 @@ def megatron_to_hf(
         files = HfFiles(work)
         for _, bucket in groupby(places, key=lambda place: place.bucket):
             specs = [place.spec for place in bucket]
-            files.add(_read_whole(specs, checkpoint / folder))
+            files.add(read(specs))
             done += sum(spec_bytes(spec) for spec in specs)
             progress(done, total)
         files.finish(side, dtype, value_head=shape.value_head)
 
 
-def _read_whole(specs: Iterable[TensorSpec], folder: Path) -> dict[str, torch.Tensor]:
+def megatron_to_peft(
+    checkpoint: Path, out: Path, *, folder: str = POLICY_FOLDER, overwrite: bool = False
+) -> None:
+    """Export the adapters of a checkpoint's ``folder`` as PEFT's files. Raises UserError for a
+    model without adapters, and as ``megatron_to_hf``."""
+    require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
+    source = _source(checkpoint, folder)
+    if source.adapters is None:
+        raise UserError(
+            f"{source.folder} has whole weights, no adapters",
+            key="--adapters",
+            remedy="leave it out",
+        )
+    specs = hf_specs(source.shape, source.dtype, "trained")
+    require_space(out, sum(map(spec_bytes, specs)), "the adapters")
+    with new_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
+        write_peft(
+            work,
+            source.adapters.lora,
+            source.adapters.base,
+            _read_whole(specs, folder=source.folder),
+            value_head=source.shape.value_head,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedModel:
+    """A model in an undamaged checkpoint."""
+
+    folder: Path
+    shape: ModelShape
+    dtype: str
+    adapters: SavedAdapters | None
+
+
+def _source(checkpoint: Path, model: str) -> _SavedModel:
+    """The model in the folder ``model`` of a checkpoint; UserError as ``megatron_to_hf``."""
+    side, folder = checkpoint / HF_FOLDER, checkpoint / model
+    if not folder.is_dir() or not side.is_dir():
+        raise UserError(
+            f"{checkpoint} is not a checkpoint with a {model} model: it holds no {model}/ and "
+            f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
+        )
+    shape = read_model_shape(side)
+    if model == VALUE_FOLDER:
+        shape = value_shape(shape)
+    if verify_alone(checkpoint) is None:
+        require_whole(folder)
+    adapters = read_adapters(folder)
+    shape = adapted(shape, adapters and adapters.lora)
+    held, first = saved_tensors(folder), hf_specs(shape, "float32", "trained")[0].name
+    if first not in held:
+        raise UserError(f"{folder} does not fit {side}/config.json: no {first}")
+    dtype = str(held[first].properties.dtype).removeprefix("torch.")
+    return _SavedModel(folder=folder, shape=shape, dtype=dtype, adapters=adapters)
+
+
+class _Merging:
+    """Reads weights with adapters merged into them."""
+
+    def __init__(self, source: _SavedModel, base: Path | None) -> None:
+        """UserError if the directory ``base`` has other weights than the adapters' own."""
+        assert source.adapters is not None
+        saved = source.adapters.base
+        directory = base or Path(saved.path)
+        if not directory.is_dir():
+            raise UserError(
+                f"{directory}, beside whose weights the adapters were trained, does not exist",
+                key="--base",
+                remedy="name the directory with the same safetensors files",
+            )
+        require_base(saved, base_of(directory, None), source.folder, key="--base")
+        self._source, self._scale = source, source.adapters.lora.scale
+        self._base = SafetensorsDirectory(directory, mapped=False)
+        self._trained = {s.name: s for s in hf_specs(source.shape, source.dtype, "trained")}
+
+    def read(self, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+        """The whole tensors, by name."""
+        return {spec.name: self._merged(spec) for spec in specs}
+
+    def _merged(self, spec: TensorSpec) -> torch.Tensor:
+        pair = [adapter_name(spec.name, "A"), adapter_name(spec.name, "B")]
+        names = [name for name in (spec.name, *pair) if name in self._trained]
+        own = _read_whole([self._trained[name] for name in names], folder=self._source.folder)
+        if spec.name in own:
+            return own[spec.name]
+        weight = self._base.read(spec.name)
+        if own:
+            down, up = (own[name].float() for name in pair)
+            weight = self._scale * (up @ down) + weight
+        return weight.to(DTYPES[spec.dtype])
+
+
+def _read_whole(specs: Iterable[TensorSpec], *, folder: Path) -> dict[str, torch.Tensor]:
     tensors, wanted = {}, {}
     for spec in specs:
         kind = DTYPES[spec.dtype]

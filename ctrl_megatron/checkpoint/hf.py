@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
+from ctrl_megatron.checkpoint.peft import base_of, write_peft
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -38,28 +40,35 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """Fill the model's shards from ``directory``; each rank reads only the slices it owns.
 
     A value model may start from a language model without its vocabulary head; its own head is then
-    zero. Raises ValueError if the directory's config.json or tensors do not fit the model.
+    zero. Adapters begin anew. Raises ValueError if the directory's config.json or tensors do not
+    fit the model.
     """
     given = read_model_shape(directory)
     starts = model.shape.value_head and not given.value_head
     filled = value_shape(given) if starts else given
-    if filled != model.shape:
+    if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
-        wrong = [n for n in names if getattr(filled, n) != getattr(model.shape, n)]
+        wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
         raise UserError(
             f"{directory} holds another model than the one to fill: they differ in "
             + ", ".join(wrong)
         )
     tensors = SafetensorsDirectory(directory)
     tensors.check(given)
-    there = hf_shapes(given)
+    if model.shape.lora is not None:
+        model.base = base_of(Path(directory), model.groups)
+    there, own = hf_shapes(given), hf_shapes(model.shape)
+    seed = model.shape.lora.seed if model.shape.lora else 0
     with torch.no_grad():
         for param, weight in model.shards():
             if tuple(weight.shape) != param.shape:
                 raise RuntimeError(f"{param.name}: built {tuple(weight.shape)}, not {param.shape}")
-            weight.zero_()  # rows that pad the vocabulary, and a new value head
-            for piece in (p for p in param.pieces if p.hf in there):
-                part = tensors.read_part(piece.hf, piece.hf_slices)
+            weight.zero_()  # rows that pad the vocabulary
+            for piece in param.pieces:
+                if piece.hf in there:
+                    part = tensors.read_part(piece.hf, piece.hf_slices)
+                else:
+                    part = initial_value(piece.hf, own[piece.hf], seed)[piece.hf_slices]
                 weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
 
 
@@ -92,6 +101,30 @@ def save_hf(
                 files.add(dict(bucket.tensors))
         if groups.is_first:
             files.finish(Path(side_files), dtype, value_head=model.shape.value_head)
+            write_manifest(folder, TRAINER, origin=origin)
+    groups.barrier()
+
+
+def save_adapters(
+    model: ParallelModel, directory: str | Path, *, origin: Origin | None = None
+) -> None:
+    """Write the adapters as PEFT's files. Collective. The directory appears completely or not at
+    all, with a manifest as in ``save_hf``."""
+    assert model.shape.lora is not None
+    dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
+    groups, tensors = model.groups, dict[str, torch.Tensor]()
+    model.onload("weights")
+    layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, sends="trained")
+    with (
+        whole_directory(directory, active=groups.is_first) as folder,
+        SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,
+    ):
+        for bucket in buckets:
+            if groups.is_first:
+                tensors |= {name: tensor.clone() for name, tensor in bucket.tensors}
+        if groups.is_first:
+            head = model.shape.value_head
+            write_peft(folder, model.shape.lora, model.base, tensors, value_head=head)
             write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 

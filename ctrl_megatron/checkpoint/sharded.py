@@ -46,6 +46,7 @@ from torch.futures import Future
 from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.checkpoint.hashes import HashedFile
 from ctrl_megatron.checkpoint.manifest import Origin
+from ctrl_megatron.checkpoint.peft import SavedAdapters, require_same
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -104,11 +105,13 @@ class TensorParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The part of a model that one rank writes."""
+    """The part of a model that one rank writes: what is trained."""
 
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
     """``Optimization.steps``; None for a model without an optimizer."""
+    adapters: SavedAdapters | None = None
+    """None if the tensors are the whole model."""
 
     @property
     def num_bytes(self) -> int:
@@ -130,7 +133,11 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
         # A rank without parameters has counted no steps.
         everyone = model.groups.from_all(model.optimization.steps())
         steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
-    return Snapshot(tensors=tensors, steps=steps)
+    adapters = None
+    if model.shape.lora is not None:
+        assert model.base is not None
+        adapters = SavedAdapters(lora=model.shape.lora, base=model.base)
+    return Snapshot(tensors=tensors, steps=steps, adapters=adapters)
 
 
 def write_snapshot(
@@ -143,6 +150,8 @@ def write_snapshot(
     if groups.is_first and taken.steps is not None:
         steps = {**taken.steps, **(asdict(origin) if origin else {})}
         (directory / STEPS_FILE).write_text(json.dumps(steps))
+    if groups.is_first and taken.adapters is not None:
+        taken.adapters.write(directory)
     return save_tensors(taken.tensors, directory, groups, origin)
 
 
@@ -162,6 +171,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
             f"{directory} holds weights only and training cannot resume from it; convert it with "
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
+    require_same(directory, model.shape, model.base)
     load_tensors(tensors_of(model, saving=False), directory, model.groups)
     if model.optimization is not None and steps is not None:
         model.optimization.set_steps(**steps)
@@ -169,7 +179,8 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
 
 @torch.no_grad()
 def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
-    """The model's weights and optimizer state as rectangles of whole tensors, aliasing the model.
+    """The model's trained weights and optimizer state as rectangles of whole tensors, aliasing the
+    model.
 
     For saving, each element is on one rank, and offloaded parts are read from host memory, so the
     engine keeps the device. For loading, each element is on all ranks that need it, and elements
@@ -187,7 +198,7 @@ def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     divided = options is not None and options.distributed
     turns, shapes = _Turns(groups.rank), hf_shapes(model.shape)
     for param, weight in model.places():
-        if saving and param.copy:
+        if not param.trained or (saving and param.copy):
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
         own_at = (*param.at, *groups.place.on(*(REPLICAS[param.mesh] if divided else ())))

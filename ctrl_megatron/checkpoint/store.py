@@ -106,6 +106,16 @@ class SaveReport:
         )
 
 
+def checkpoints_in(directory: Path) -> list[Checkpoint]:
+    """The finished checkpoints of a run's directory ``checkpoints``, oldest first."""
+    found = [
+        Checkpoint(path=path, step=_step_of(path))
+        for path in directory.glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdigit()
+    ]
+    return sorted(found, key=lambda c: c.step)
+
+
 class CheckpointStore:
     """The checkpoints below ``runs/<name>/checkpoints``."""
 
@@ -118,12 +128,7 @@ class CheckpointStore:
 
     def all(self) -> list[Checkpoint]:
         """Finished checkpoints, oldest first."""
-        found = [
-            Checkpoint(path=path, step=_step_of(path))
-            for path in self.directory.glob(f"{_PREFIX}*")
-            if path.name.removeprefix(_PREFIX).isdigit()
-        ]
-        return sorted(found, key=lambda c: c.step)
+        return checkpoints_in(self.directory)
 
     def find(self, resume_mode: str) -> Checkpoint | None:
         """The first of ``candidates`` that is undamaged as far as ``look_at`` sees; None if there

@@ -339,7 +339,7 @@ def meeting(launch: Launch) -> Iterator[Finding]:
         return
     import torch.distributed as dist
 
-    from ctrl_megatron.parallel.groups import rendezvous
+    from ctrl_megatron.parallel.meeting import rendezvous
 
     where, begun = f"{launch.master_addr}:{launch.master_port}", time.monotonic()
     timeout = timedelta(seconds=_MEETING_SECONDS)

@@ -1,6 +1,6 @@
 """Convert a Megatron checkpoint to an HF directory.
 
-``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value]``
+``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value] [--adapters]``
 """
 
 from __future__ import annotations
@@ -23,16 +23,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=new_path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value"), default="policy")
     parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the adapters alone, as PEFT's files; otherwise they are merged",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="directory of the weights that adapters belong to, if it has moved since",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace files that this command wrote to --out"
     )
     options = parser.parse_args(arguments)
-    from ctrl_megatron.checkpoint.convert import megatron_to_hf
+    from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
 
+    if options.adapters:
+        where = {"folder": options.model, "overwrite": options.overwrite}
+        megatron_to_peft(options.checkpoint, options.out, **where)
+        print(f"wrote {options.out} for PEFT")
+        return 0
     with byte_bar() as progress:
         megatron_to_hf(
             options.checkpoint,
             options.out,
             folder=options.model,
+            base=options.base,
             progress=progress,
             overwrite=options.overwrite,
         )

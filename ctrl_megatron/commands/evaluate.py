@@ -6,21 +6,34 @@ A critic is the directory of an HF model, or a file of critiques with one ``{"id
 line (``oracle=FILE.jsonl``). All critiques, revisions and verdicts are kept. The same command
 continues a stopped evaluation; other critics or seeds are added to it. ``ctrl-report DIR`` rewrites
 the report, ``ctrl-report DIR DIR`` compares several.
+
+``--proxy NAME=WHERE NAME=WHERE`` evaluates the critics with each of these proxies, in directories
+NAME of ``--out``, and compares them in one report. WHERE is ``shared``, the directory of any
+language model (engines of its own), or ``MODEL@URL`` (a server of OpenAI's protocol).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ctrl_megatron.commands.start import STOPPED, CommandParser, checked_config, command
+from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import STOPPED, UserError, all_of
 
+if TYPE_CHECKING:
+    from ctrl_megatron.eval.results import CriticResult
+
+_PROXY = "actor_rollout_ref.proxy"
+_READ_BY = {"shared": {"model"}, "engine": {"model", "engine"}, "api": {"api"}}
+"""Kind of a proxy -> the groups of its settings that are read."""
 _CRITIC = "a name and an HF model, or a .jsonl file of critiques with the rows' ids"
 
 
@@ -46,12 +59,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pairs", type=given_file, help="responses to compare, in JudgeBench's format"
     )
+    parser.add_argument(
+        "--proxy",
+        nargs="+",
+        default=[],
+        metavar="NAME=WHERE",
+        help="evaluate with each of these proxies: shared, a model's directory, or MODEL@URL",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="first solutions by the proxy of that name; the others revise those of data.val_files",
+    )
     options = parser.parse_args(arguments)
     critics = dict(text.split("=", 1) for text in options.critics if "=" in text)
     if len(critics) != len(options.critics) or not all(critics):
         raise UserError("every critic must be given as STAGE=DIR, each stage once")
     _check_draws(options)
+    proxies = proxy_overrides(options.proxy, options.rows)
     config = _in(options.out, checked_config(options.config, options.overrides, "rl"))
+    out = Path(config.trainer.run_dir)
     from ctrl_megatron.eval.transcripts import ChainPlan
     from ctrl_megatron.pipeline.evaluation import EvaluationJob, evaluate
 
@@ -63,11 +92,109 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs=options.pairs,
         overwrite=options.overwrite,
     )
-    if not evaluate(config, job):
-        return STOPPED
+    if not proxies:
+        if not evaluate(config, job):
+            return STOPPED
+        if read_launch().rank == 0:
+            _report(out, options.samples)
+        return 0
+    configs = _configs(options, out, proxies, critics)
+    for name, config in configs.items():
+        if read_launch().rank == 0:
+            print(f"proxy {name}", flush=True)
+        if not evaluate(config, job):
+            return STOPPED
     if read_launch().rank == 0:
-        _report(Path(config.trainer.run_dir), options.samples)
+        _compare([out / name for name in configs], out, options.samples)
     return 0
+
+
+def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, list[str]]:
+    """Name of every proxy -> the settings that choose it and its first solutions.
+
+    ``proxies`` are ``NAME=WHERE``, ``rows`` are ``NAME=FILE``. Raises UserError with a line for
+    each that cannot be read.
+    """
+    found: dict[str, list[str]] = {}
+    problems = []
+    for text in proxies:
+        name, _, where = text.partition("=")
+        if not re.fullmatch(r"\w[\w.-]*", name) or not where or name in found:
+            problems.append(
+                UserError(
+                    f"{text!r} must be NAME=WHERE, each name once and fit for a directory",
+                    key="--proxy",
+                )
+            )
+            continue
+        model, at, address = where.rpartition("@")
+        if where == "shared":
+            found[name] = [f"{_PROXY}.kind=shared"]
+        elif at and model and address.startswith(("http://", "https://")):
+            found[name] = [
+                f"{_PROXY}.kind=api",
+                f"{_PROXY}.api.model={json.dumps(model)}",
+                f"{_PROXY}.api.base_url={json.dumps([address])}",
+            ]
+        elif Path(where).is_dir():
+            path = json.dumps(where)
+            found[name] = [f"{_PROXY}.kind=engine", f"{_PROXY}.model.path={path}"]
+        else:
+            problems.append(
+                UserError(
+                    f"{where!r} is no directory",
+                    key=f"--proxy {name}",
+                    remedy="name a model's directory, MODEL@URL of a server, or shared",
+                )
+            )
+    for text in rows:
+        name, _, file = text.partition("=")
+        if name not in found or not file:
+            problem = f"{text!r} must be NAME=FILE, with the name of a --proxy"
+            problems.append(UserError(problem, key="--rows"))
+        else:
+            found[name].append(f"data.val_files={json.dumps([file])}")
+    all_of(problems)
+    return found
+
+
+def _configs(
+    options: argparse.Namespace,
+    out: Path,
+    proxies: Mapping[str, Sequence[str]],
+    critics: Mapping[str, str],
+) -> dict[str, Config]:
+    """Name of every proxy -> the configuration of its evaluation. Raises UserError that names each
+    proxy which cannot be used, before any process starts.
+    """
+    from ctrl_megatron.eval.transcripts import is_evaluation
+    from ctrl_megatron.pipeline.evaluation import check_evaluation
+
+    if is_evaluation(out):
+        raise UserError(
+            f"--out: {out} is an evaluation with one proxy",
+            remedy="name another directory, which gets one of each proxy",
+        )
+    configs, problems = {}, []
+    for name, chosen in proxies.items():
+        try:
+            given = _read_with(chosen, options.overrides)
+            config = checked_config(options.config, [*given, *chosen], "rl")
+            configs[name] = _in(out / name, config)
+            check_evaluation(configs[name], critics)
+        except UserError as error:
+            lines = str(error).splitlines()
+            problems += [UserError(line, key=f"--proxy {name}") for line in lines]
+    all_of(problems)
+    return configs
+
+
+def _read_with(chosen: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """``overrides`` without the settings of proxies of another kind than the ``chosen`` one."""
+    kind = chosen[0].partition("=")[2]
+    others = {"model", "engine", "api"} - _READ_BY[kind]
+    beginnings = tuple(f"{_PROXY}.{group}." for group in others)
+    return [text for text in overrides if not text.startswith(beginnings)]
 
 
 def _check_draws(options: argparse.Namespace) -> None:
@@ -91,11 +218,27 @@ def _in(out: Path | None, config: Config) -> Config:
 def _report(folder: Path, samples: int) -> None:
     from ctrl_megatron.eval.report import write_evaluation_report
 
-    ks = sorted({1, samples})
-    for result in write_evaluation_report(folder, ks=ks):
-        told = {name: round(rate.value, 4) for name, rate in result.last.items()}
-        print(result.critic, told)
+    _tell(write_evaluation_report(folder, ks=sorted({1, samples})))
     print(f"wrote {folder / 'report.html'}")
+
+
+def _compare(folders: Sequence[Path], out: Path, samples: int) -> None:
+    """Report every evaluation and all of them together."""
+    from ctrl_megatron.eval.report import write_evaluation_report, write_evaluations_report
+
+    ks = sorted({1, samples})
+    for folder in folders:
+        write_evaluation_report(folder, ks=ks)
+    _tell(write_evaluations_report(folders, out / "report.html", ks=ks))
+    print(f"wrote {out / 'report.html'}")
+
+
+def _tell(results: Sequence[CriticResult]) -> None:
+    for result in results:
+        told = {name: round(rate.value, 4) for name, rate in result.last.items()}
+        before = result.curves[0].get("pass@1")
+        first = {} if before is None else {"pass@1 before": round(before.value, 4)}
+        print(result.critic, first | told)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from ctrl_megatron.commands.chat_flags import (
     sandbox_of,
     service_faults,
 )
-from ctrl_megatron.commands.start import STOPPED, CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
 from ctrl_megatron.data.rows import read_rows, require_columns
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import STOPPED, UserError, users_input
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Problem, SamplingParams
 

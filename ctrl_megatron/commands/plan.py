@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import Config, check_world_size, load_config
+from ctrl_megatron.config.elastic import fitting_hosts
 from ctrl_megatron.config.flags import count, given_file, number
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="config.json of all models, in place of their directories",
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
+    parser.add_argument(
+        "--left",
+        type=count(),
+        metavar="N",
+        help="print instead on how many of N machines the run goes on after it has lost others",
+    )
     parser.add_argument("--push", action="store_true", help="the time of a push, not the memory")
     for flag, speed, words in (
         ("--network-speed", 50.0, "a GPU's share of its host's network cards"),
@@ -57,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         overrides.append(f"trainer.n_gpus_per_node={options.gpus_per_node}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
     trainer = config.trainer
+    if options.left is not None:
+        print(fitting_hosts(config, options.left, purpose))
+        return 0
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
     # These import torch, which would slow down the refusal of wrong arguments.

@@ -11,18 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import (
-    STOPPED,
-    add_run_arguments,
-    checked_config,
-    command,
-    ranks_to_start,
-    start_ranks,
-)
+from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
+from ctrl_megatron.commands.start import add_run_arguments, checked_config, command
 from ctrl_megatron.config import Config, check_world_size
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch
 from ctrl_megatron.config.flags import CommandParser, given_path, number
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import STOPPED, UserError
 
 DIFFERS = 1
 

@@ -8,7 +8,6 @@ its traceback once: the launcher ends the ranks that wait after the first.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
@@ -19,36 +18,29 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
+from ctrl_megatron.commands.launcher import Restarts, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
+from ctrl_megatron.config.elastic import on_started
 from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.config.flags import CommandParser, count
-from ctrl_megatron.errors import UserError, user_fault, users_code_of
+from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, user_fault
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
 warnings.filterwarnings("ignore", module=r"megatron|torch")
 # Megatron looks at the gradient of a view, which the CPU platform passes on.
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
-WRONG_INPUT, STOPPED, SERVICE = 2, 130, 14
-"""Exit codes: wrong input; stopped by a signal, with the state saved; a service that judges failed
-too often."""
 _OUTPUT_CLOSED = 128 + signal.SIGPIPE
 """Exit code if the reader of the output has closed the pipe, as the shell reports SIGPIPE."""
-_SHUTDOWN_SECONDS = 1800
-"""Seconds that ranks have after a signal to finish the current update and to save."""
 _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
 """Seconds that the first rank of a machine, and its other ranks, wait for the launcher to end
 them.
 """
-_FROZEN_SECONDS = 10.0
-"""Seconds that a suspended rank may outlive another one."""
 _AGAIN_SECONDS = 0.1
 """Pause before an interrupt that Python has discarded is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -265,16 +257,44 @@ def training_config(
     parser = CommandParser(description)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
     add_run_arguments(parser)
+    parser.add_argument(
+        "--max-restarts",
+        type=count(0),
+        default=0,
+        metavar="N",
+        help="start the ranks again after a failure, N times in a row without a new checkpoint",
+    )
     options = parser.parse_intermixed_args(arguments)
     launch, ranks = read_launch(), ranks_to_start(options)
-    config = checked_config(options.config, options.overrides, purpose)
-    check_world_size(config, launch.world_size if ranks is None else ranks, purpose)
+    world_size = launch.world_size if ranks is None else ranks
+    config = on_started(checked_config(options.config, options.overrides, purpose), world_size)
+    check_world_size(config, world_size, purpose)
     if ranks is None:
         keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config
     with _ranks_warn():
         check(config)
-    return start_ranks(name, ranks, ["--config", options.config, *options.overrides])
+    restarts = _restarts(config, options.max_restarts) if options.max_restarts else None
+    words = ["--config", options.config, *options.overrides]
+    return start_ranks(name, ranks, words, restarts=restarts)
+
+
+def _restarts(config: Config, most: int) -> Restarts:
+    """At most so many restarts in a row. UserError if a restarted run would not resume."""
+    if config.trainer.resume_mode == "disable":
+        raise UserError(
+            "trainer.resume_mode=disable lets every restart begin with step 1",
+            key="--max-restarts",
+            remedy="use trainer.resume_mode=auto, with a new trainer.experiment_name to start over",
+        )
+    from ctrl_megatron.checkpoint.store import checkpoints_in
+
+    checkpoints = Path(config.trainer.run_dir) / "checkpoints"
+
+    def saved() -> int:
+        return max((one.step for one in checkpoints_in(checkpoints)), default=0)
+
+    return Restarts(most=most, saved=saved)
 
 
 @contextmanager
@@ -296,79 +316,3 @@ def add_run_arguments(parser: CommandParser) -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
     # Pipelines and reward functions of the user may be in the current directory.
     sys.path.append(os.getcwd())
-
-
-def ranks_to_start(options: argparse.Namespace) -> int | None:
-    """``--nproc-per-node``; UserError where a launcher has started this process as a rank."""
-    launch, ranks = read_launch(), options.nproc_per_node
-    if ranks is not None and (launch.launcher == "torchrun" or launch.world_size > 1):
-        raise UserError(
-            f"--nproc-per-node starts ranks, and {launch.launcher} has started this one; leave it "
-            "out"
-        )
-    return ranks
-
-
-def start_ranks(
-    name: str, ranks: int, arguments: Sequence[str], *, expected: Collection[int] = ()
-) -> int:
-    """Run this program again as ``ranks`` processes under torch's launcher and return its exit
-    code. The code is reported, unless the ranks have printed the reason themselves: it is one of
-    ``expected``, or they refuse their input or were stopped.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    # The ranks report why they end; the launcher's report has thirty lines and no reason.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.run").disabled = True
-    spec = sys.modules["__main__"].__spec__  # set by python -m
-    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
-    flags = ["--standalone", "--nproc-per-node", str(ranks)]
-    flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
-        flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
-    threading.Thread(target=_end_frozen_ranks, name="frozen-ranks", daemon=True).start()
-    try:
-        torchrun([*flags, *program, *arguments])
-    except SignalException:
-        return STOPPED
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        if code not in (WRONG_INPUT, STOPPED, SERVICE, *expected):
-            ran = users_code_of(failure.pid)
-            print(f"{name}: rank {rank} ended with exit code {code}{ran}", file=sys.stderr)
-        return code if code > 0 else 128 - code  # negative: the signal that killed it
-    return 0
-
-
-def _end_frozen_ranks() -> None:
-    """Kill ranks that are still suspended ten seconds after another one has ended.
-
-    A suspended process obeys no signal, and the launcher would wait for it as long as for a rank
-    that saves.
-    """
-    launcher = psutil.Process()
-    seen: set[int] = set()
-    since: dict[int, float] = {}
-    while True:
-        time.sleep(1.0)
-        states = {child.pid: _state(child) for child in launcher.children()}
-        alive = {pid for pid, state in states.items() if state != psutil.STATUS_ZOMBIE}
-        seen |= alive
-        frozen = {pid for pid in alive if states[pid] == psutil.STATUS_STOPPED}
-        now = time.monotonic()
-        since = {pid: since.get(pid, now) for pid in frozen if alive < seen}
-        for pid, start in since.items():
-            if now - start > _FROZEN_SECONDS:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-
-def _state(child: psutil.Process) -> str:
-    try:
-        return child.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import STOPPED, command, training_config
+from ctrl_megatron.commands.start import command, training_config
 from ctrl_megatron.config import Config
+from ctrl_megatron.errors import STOPPED
 
 
 @command("train_sft")

@@ -54,6 +54,12 @@ REFERENCE = Condition(
     "{0}=true or {1}=true",
 )
 """The condition of keys of the frozen reference."""
+ADAPTERS = Condition(
+    ("actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"),
+    lambda actor, value: bool(actor or value),
+    "{0} of 1 or more",
+)
+"""The condition of keys of adapters."""
 POLICY_LOSSES = ("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean")
 
 
@@ -67,6 +73,7 @@ _ONE_SIDE = Condition(
     lambda low, high: low is None or high is None,
     "{0}=null or {1}=null",
 )
+_AHEAD = Condition((".staleness",), lambda steps: steps > 0, "{0} above 0")
 _SAMPLES = Range(
     "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
@@ -191,6 +198,15 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticModel(ModelFiles):
+    """The model that the value model starts from."""
+
+    lora_rank: int | None = key(None, AT_LEAST_0)
+    """Rank of the value model's adapters, beside which its head is trained; None for the actor's, 0
+    trains all weights. Alpha and layers are the actor's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The frozen reference of the KL."""
 
@@ -254,6 +270,9 @@ class ProxyServer:
     use more ends. None for no limit."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request."""
+    cache_path: str | None = None
+    """SQLite file of revisions by model and request, which runs on a host share; None keeps those
+    of the run in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +303,12 @@ class Rollout(EngineKeys):
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)
     """Longest revision, in tokens."""
-    staleness: int = key(0, Range("0 or 1", lambda v: v in (0, 1)))
-    """Updates by which samples may be behind the weights that train on them: with 1 dedicated
-    engines draw the next step while this one trains."""
+    staleness: int = key(0, AT_LEAST_0)
+    """Updates by which samples may be behind the weights that train on them: above 0 dedicated
+    engines draw the next steps, so many of them, while one trains."""
+    update_in_flight: bool = key(False, read=_AHEAD)
+    """Push weights after every update, also while completions are drawn, which go on with the new
+    weights; false pushes only when nothing is drawn."""
     streaming: bool = True
     """Revise a critique as soon as it is there, if the proxy has engines or servers of its own, and
     judge a revision as soon as it is there; false waits for the whole batch. Results are equal."""
@@ -299,6 +321,9 @@ class Rollout(EngineKeys):
     weight_transport: str = "shared_memory"
     """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
     gets only its part), or module:Class of your own."""
+    adapter_push: bool = key(False, read=ADAPTERS)
+    """Send the engines only adapters, which they compute beside the weights of model.path; false
+    sends whole weights with the adapters merged into them."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 
@@ -320,6 +345,13 @@ class Model:
     """Type of the parameters in computation; the master copy is float32."""
     shared_prefix: bool = True
     """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
+    lora_rank: int = key(0, AT_LEAST_0)
+    """Rank of adapters (LoRA) that are trained in place of the weights; 0 trains all weights."""
+    lora_alpha: float = key(16.0, ABOVE_0, read=ADAPTERS)
+    """An adapter's output is multiplied by this number over lora_rank."""
+    target_modules: tuple[str, ...] = key(("all-linear",), read=ADAPTERS)
+    """Linear layers with adapters, by the last part of their Hugging Face names (q_proj, ...);
+    all-linear for every one of a decoder layer."""
 
     @property
     def tokenizer(self) -> str:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrl_megatron.config.actor_rollout_ref import REVISIONS, KlName, ModelFiles
+from ctrl_megatron.config.actor_rollout_ref import REVISIONS, CriticModel, KlName
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -126,7 +126,7 @@ class Critic:
 
     enable: bool | None = None
     """Train a value model; None trains one if the estimator reads values (gae)."""
-    model: ModelFiles = group(ModelFiles)
+    model: CriticModel = group(CriticModel)
     optim: ValueOptim = group(ValueOptim)
     ppo_epochs: int | None = key(None, AT_LEAST_1)
     """Passes over the batch of one training step; None for the actor's number."""

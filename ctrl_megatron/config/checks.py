@@ -49,7 +49,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _ahead, _objective, _groups, _reward):
+    for relation in (_names, _parallelism, _proxy, _adapters, _ahead, _objective, _groups, _reward):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -258,6 +258,9 @@ def _parallelism(config: Config) -> Iterator[str]:
     yield from override_problems(
         megatron.override_transformer_config, megatron.recompute_granularity
     )
+    nodes, fewest = config.trainer.nnodes, config.trainer.min_nnodes
+    if fewest is not None and fewest > nodes:
+        yield f"trainer.min_nnodes={fewest} is larger than trainer.nnodes={nodes}; lower it"
     if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
@@ -305,17 +308,38 @@ def _proxy(config: Config) -> Iterator[str]:
             yield f"{_P}kind=api needs {_P}api.{name}; give {what}"
 
 
+def _adapters(config: Config) -> Iterator[str]:
+    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    key = f"{_R}adapter_push=true"
+    if not rollout.adapter_push:
+        return
+    if family.model.lora_rank == 0:
+        yield f"{key} needs adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
+    if not ENGINES[rollout.name].adapters:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.adapters)
+        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
+    if rollout.weight_transport == "shards":
+        yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
+    own, proxy = family.model.path, family.proxy.model.path
+    if config.shares_engines and proxy not in (None, own):
+        yield (
+            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
+            f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
+        )
+
+
 def _ahead(config: Config) -> Iterator[str]:
     family, algorithm = config.actor_rollout_ref, config.algorithm
-    if not family.rollout.staleness:
+    steps = family.rollout.staleness
+    if not steps:
         return
-    ahead = f"{_R}staleness=1 draws the next step while this one trains, "
+    ahead = f"{_R}staleness={steps} draws later steps while one trains, "
     if family.rollout.placement != "dedicated":
         yield f"{ahead}so the engines need devices of their own; add {_R}placement=dedicated"
     correction = algorithm.rollout_correction
     if correction.rollout_is == "none" and correction.rollout_rs == "none":
         yield (
-            f"{ahead}with weights that are one update behind; correct for it with "
+            f"{ahead}with weights that are up to {steps} updates behind; correct for it with "
             "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
         )
     if algorithm.filter_groups.enable:

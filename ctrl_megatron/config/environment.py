@@ -22,6 +22,8 @@ _OF_LAUNCHER = re.compile(
 _KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
+_RESTARTS = "CTRL_RESTARTS"
+"""Set by a launcher that starts ranks again: how often it has done so."""
 _OF_SCRIPTS = "CTRL_VENV"
 """Read by the scripts of slurm/ alone."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -52,6 +54,8 @@ class Launch:
     master_addr: str
     master_port: int
     """The port on which rank 0 listens; 0 (single process only) lets the system choose."""
+    has_store: bool = False
+    """Whether the launcher serves a store at that address, so that rank 0 must not."""
 
     def __post_init__(self) -> None:
         if not self.rank < self.world_size:
@@ -80,21 +84,29 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     else:
         launcher, rank, world_size, local_rank, local_world_size = "single", 0, 1, 0, 1
         address, port = "127.0.0.1", 0
-    return Launch(launcher, rank, world_size, local_rank, local_world_size, address, port)
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(
+        launcher, rank, world_size, local_rank, local_world_size, address, port, has_store
+    )
 
 
 def read_restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher (torchrun) and the job's scheduler (SLURM) have started this run's
-    processes again.
+    """How often the launcher (``--max-restarts`` of torchrun or of the command), the script of the
+    job and its scheduler (SLURM) have started this run's processes again.
     """
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    counts = (_RESTARTS, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return sum(_integer(environ, name) for name in counts if name in environ)
+
+
+def count_restart(total: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the processes that this one starts from now on count ``total`` restarts."""
+    environ[_RESTARTS] = str(total)
 
 
 def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, by default WARNING; UserError for any other name with ``CTRL_``."""
     for name in environ:
-        if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS):
+        if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS, _RESTARTS):
             near = nearest(name, _OURS, cutoff=0.0)
             raise UserError(f"unknown environment variable {name}; did you mean {near}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()

@@ -11,6 +11,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
 _FORWARD_TOKENS = _ROLLOUT + "log_prob_max_token_len_per_gpu"
 _MEGATRON = _ACTOR + "megatron."
+_LORA = "actor_rollout_ref.model.lora"
 _OVERLONG = ("enable", "len", "penalty_factor")
 RENAMED: Mapping[str, str] = {
     _ACTOR + "entropy_coef": _ACTOR + "entropy_coeff",
@@ -38,6 +39,13 @@ RENAMED: Mapping[str, str] = {
         for name in ("enable_chunked_prefill", "max_num_batched_tokens", "enable_prefix_caching")
     },
     "actor_rollout_ref.model.enable_gradient_checkpointing": _MEGATRON + "recompute_granularity",
+    **{f"{_LORA}.{name}": f"actor_rollout_ref.model.lora_{name}" for name in ("rank", "alpha")},
+    f"{_LORA}.target_modules": "actor_rollout_ref.model.target_modules",
+    **{
+        f"critic.model.{name}": f"actor_rollout_ref.model.{name}"
+        for name in ("lora_alpha", "target_modules")
+    },
+    "critic.model.lora.rank": "critic.model.lora_rank",
     "actor_rollout_ref.nccl_timeout": "trainer.distributed_timeout",
     "data.tokenizer": "actor_rollout_ref.model.tokenizer_path",
     _ROLLOUT + "max_model_length": _ROLLOUT + "max_model_len",
@@ -79,6 +87,14 @@ ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
     "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
     "actor_rollout_ref.model.model_type": "config.json of actor_rollout_ref.model.path defines it",
+    **dict.fromkeys((f"{_LORA}.dropout", f"{_LORA}_dropout"), "adapters have no dropout"),
+    "actor_rollout_ref.model.exclude_modules": (
+        "actor_rollout_ref.model.target_modules lists the layers with adapters"
+    ),
+    **dict.fromkeys(
+        (f"{_LORA}.adapter_path", f"{_LORA}_adapter_path"),
+        "adapters begin anew; merge older ones into the model directory",
+    ),
     _ACTOR + "strategy": _ALWAYS_MEGATRON,
     _ACTOR + "fsdp_config": _ALWAYS_MEGATRON,
     "actor_rollout_ref.ref.fsdp_config": _ALWAYS_MEGATRON,

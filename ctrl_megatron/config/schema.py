@@ -137,12 +137,17 @@ class Trainer:
     """Add the GPU memory's history of each rank to the profiled steps (needs a GPU)."""
     nnodes: int = key(1, AT_LEAST_1)
     """Hosts of the run; compared with the number that was started."""
+    min_nnodes: int | None = key(None, AT_LEAST_1)
+    """Fewest hosts on which the run goes on after others are lost; None: only on nnodes."""
     n_gpus_per_node: int = key(1, AT_LEAST_1)
     """Processes per host; nnodes times this must be the number of started processes."""
     peak_tflops_per_device: float | None = key(None, ABOVE_0)
     """Peak of one device in the model's type, for MFU; None for the value of a table."""
     failure_timeout: float = key(20.0, ABOVE_0)
     """Seconds until a silent rank or service counts as dead."""
+    service_restarts: int = key(3, AT_LEAST_0)
+    """How often within an hour an engine or a sandbox of the run that has died or fallen silent is
+    started again; its next end ends the run. 0 lets the first one end it."""
     distributed_timeout: float = key(600.0, ABOVE_0)
     """Time-out of a collective and of the start of an engine, in seconds."""
     metrics_port: int | None = key(None, Range("between 1 and 65535", lambda v: 1 <= v <= 65535))
@@ -269,6 +274,13 @@ class Config:
     def needs_reference(self) -> bool:
         """True if the objective contains a KL to the reference."""
         return REFERENCE.is_met(self)
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True if the reference is the actor with its adapters off."""
+        family = self.actor_rollout_ref
+        same = family.ref.model.path in (None, family.model.path)
+        return self.needs_reference and same and family.model.lora_rank > 0
 
     @property
     def value_epochs(self) -> int:

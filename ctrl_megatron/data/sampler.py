@@ -41,12 +41,12 @@ class ResumableSampler:
         self.position += size
         return batch
 
-    def peek(self, size: int) -> list[int]:
-        """The batch that ``next_batch`` will return."""
+    def peek(self, size: int, batches: int) -> list[list[int]]:
+        """The batches that the next calls of ``next_batch`` will return."""
         now = self.epoch, self.position
-        batch = self.next_batch(size)
+        coming = [self.next_batch(size) for _ in range(batches)]
         self.epoch, self.position = now
-        return batch
+        return coming
 
     def is_through(self, epochs: int, size: int) -> bool:
         """Whether a batch of ``size`` further rows would begin after the first ``epochs``

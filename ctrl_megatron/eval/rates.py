@@ -24,6 +24,7 @@ RATES = {
     "pass@1": "solved: every test passes",
     "pass@K": "one of K samples of a problem solves it (unbiased estimator)",
     "pass_rate": "share of a problem's tests that pass",
+    "delta": "pass@1 minus that of the first solutions, paired by problem",
     "delta_up": "share of all solutions that were wrong at first and are right now",
     "delta_down": "share of all solutions that were right at first and are wrong now",
     "stopped_pass@1": "solved where revising stops at the first critique that says correct",
@@ -179,6 +180,7 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             (t.judgment, known_verdict(t.before).accepted) for t in at if t.critique is not None
         ]
         means |= {
+            "delta": [n.accepted - f.accepted for f, n in both],
             "delta_up": [n.accepted and not f.accepted for f, n in both],
             "delta_down": [f.accepted and not n.accepted for f, n in both],
             "stopped_pass@1": [_stopped(chain[:turn]).accepted for chain in chains],

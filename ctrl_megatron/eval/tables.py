@@ -14,8 +14,8 @@ from ctrl_megatron.metrics.report.document import Table
 NUMBERS = ("critique_tokens", "revision_tokens")
 """Rates that are numbers of tokens and not shares."""
 MAIN_RATES = (
-    *("pass@1", "delta_up", "delta_down", "pass_rate", "stopped_pass@1", "time_limit_rate"),
-    "similarity",
+    *("pass@1", "delta", "delta_up", "delta_down", "pass_rate", "stopped_pass@1"),
+    *("time_limit_rate", "similarity"),
 )
 """Rates of the main table."""
 _JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
@@ -141,8 +141,8 @@ def _more_ks(results: Sequence[CriticResult]) -> list[str]:
 
 
 def _cell(rate: Estimate | None, name: str) -> str:
-    if rate is None:
-        return "-"
+    if rate is None or name == "delta":
+        return signed(rate, name)
     return number(rate.value, name) + _interval(rate, name)
 
 

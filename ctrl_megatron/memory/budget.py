@@ -271,7 +271,8 @@ class _Stage:
         before = self._process() | self._engine_at_rest()
         moments = []
         for name, state in self.trained.items():
-            copied = state.parameters if self.megatron.use_distributed_optimizer else 0
+            moved = state.parameters - state.untrained
+            copied = moved if self.megatron.use_distributed_optimizer else 0
             moments.append(
                 before
                 | {
@@ -410,7 +411,8 @@ class _Stage:
 def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     """Host memory that the ranks of a host share."""
     family = config.actor_rollout_ref
-    specs = hf_specs(shapes.actor, family.rollout_dtype)
+    sends = "trained" if family.rollout.adapter_push else "merged"
+    specs = hf_specs(shapes.actor, family.rollout_dtype, sends)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     return {"weight buckets": _BUCKETS * bucket}
@@ -442,7 +444,8 @@ def _host(
         items["optimizer away"] = sum(
             state.optimizer for stage in here for state in stage.trained.values()
         )
-    if config.trainer.critic_warmup and family.rollout.free_cache_engine:
+    same = config.trainer.critic_warmup or family.rollout.adapter_push
+    if same and family.rollout.free_cache_engine:
         # The engine needs the same weights again, so it keeps them while it sleeps.
         items["engines' weights asleep"] = engine_gpus * engine.weights
     return items

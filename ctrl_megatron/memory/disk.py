@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.memory.model_state import DTYPE_SIZE
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.rules import hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 
 _BESIDE = 8 << 20
@@ -45,12 +46,13 @@ class DiskUse:
 
 
 def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
-    """The disk use of the run. A checkpoint has the weights, both moments in float32 and, unless
-    that is their type, the weights in float32; an export has the weights.
+    """The disk use of the run. A checkpoint has what is trained, its moments in float32 and, unless
+    that is its type, the same in float32; an export has the weights.
     """
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
-    trained = [shape for shape in (shapes.actor, shapes.value) if shape is not None]
-    elements = sum(map(_elements, trained))
+    models = [shape for shape in (shapes.actor, shapes.value) if shape is not None]
+    elements = sum(_elements(shape, trained_names(shape)) for shape in models)
+    exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in models)
     master = 0 if dtype == "float32" else 4
     rl = purpose == "rl"
     steps = trainer.total_training_steps if rl else config.sft.total_training_steps
@@ -60,7 +62,7 @@ def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
     return DiskUse(
         checkpoint=elements * (DTYPE_SIZE[dtype] + master + 8),
         checkpoints=min(saves, keep + 1),
-        export=elements * DTYPE_SIZE[dtype],
+        export=exported * DTYPE_SIZE[dtype],
         exports=exports,
     )
 
@@ -74,5 +76,6 @@ def _times(steps: int | None, every: int, *, last: bool = True) -> int:
     return math.ceil(steps / every) if last else steps // every
 
 
-def _elements(shape: ModelShape) -> int:
-    return sum(map(math.prod, hf_shapes(shape).values()))
+def _elements(shape: ModelShape, names: Collection[str]) -> int:
+    sizes = hf_shapes(shape)
+    return sum(math.prod(sizes[name]) for name in names)

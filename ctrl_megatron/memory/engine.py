@@ -102,7 +102,7 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
 def _largest_module(shape: ModelShape) -> int:
     """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
     arriving = 0
-    for rule in rules(shape):
+    for rule in rules(shape.base):
         sizes = [math.prod(tensor.shape) for tensor in rule.hf]
         arriving = max(arriving, sum(sizes) if rule.kind == "column" else max(sizes))
     return arriving

@@ -27,6 +27,8 @@ class ModelState:
     """Bytes of one model on one rank."""
 
     parameters: int
+    untrained: int = 0
+    """The part of these that stays as it is."""
     gradients: int = 0
     master: int = 0
     """float32 copies of bfloat16 parameters."""
@@ -51,16 +53,17 @@ class Bucket:
 
 @lru_cache(maxsize=256)
 def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[Bucket, ...]:
-    """The parameters of a stage, equal on all of its ranks; experts have buffers of their own."""
+    """The trained parameters of a stage, equal on all of its ranks; experts have buffers of their
+    own."""
     found = []
     for chunk in range(layout.virtual_pipeline):
         params = shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
         sizes: dict[MeshName, list[int]] = {"dense": [], "expert": []}
         for param in params:
-            if not param.buffer:
+            if param.trained and not param.buffer:
                 sizes[param.mesh].append(math.prod(param.shape))
         dense, parts = sizes["dense"], [sizes["dense"]]
-        if shape.tied_embeddings and layout.pipeline > 1:
+        if shape.tied_embeddings and layout.pipeline > 1 and shape.lora is None:
             # The shared embedding has a separate bucket on the ranks that have it.
             if layout.is_first(pp=pp, chunk=chunk):
                 parts = [dense[:1], dense[1:]]
@@ -75,6 +78,17 @@ def frozen_state(shape: ModelShape, layout: Layout, *, pp: int, dtype: str) -> M
     """A model that is not trained, on a rank of stage ``pp``."""
     elements = sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
     return ModelState(parameters=elements * DTYPE_SIZE[dtype])
+
+
+@lru_cache(maxsize=256)
+def _untrained_elements(shape: ModelShape, layout: Layout, pp: int) -> int:
+    """Elements of the weights beside which a rank's adapters are trained."""
+    return sum(
+        math.prod(param.shape)
+        for chunk in range(layout.virtual_pipeline)
+        for param in shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        if not param.trained
+    )
 
 
 def trained_state(
@@ -93,8 +107,10 @@ def trained_state(
         elements += count
         own += count // replicas if distributed else count
         share += count // replicas
+    untrained = size * _untrained_elements(shape, layout, pp)
     return ModelState(
-        parameters=size * elements,
+        parameters=size * elements + untrained,
+        untrained=untrained,
         gradients=4 * elements,
         master=master * own,
         moments=8 * own,
@@ -113,16 +129,16 @@ def _up(number: int, multiple: int) -> int:
 
 
 def largest_in_layer(shape: ModelShape, layout: Layout) -> int:
-    """Elements of the largest parameter of a layer."""
+    """Elements of the largest trained parameter of a layer."""
     params = shard_params(shape, layout, layout.first_of(0), chunk=0)
-    return max(math.prod(param.shape) for param in params if ".layers." in param.name)
+    return max(math.prod(p.shape) for p in params if ".layers." in p.name and p.trained)
 
 
 def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
     """Weights of one of vLLM's ``tensor`` workers, in bytes: matrices are split, norms are not,
     keys and values at most over their heads, and the vocabulary is padded."""
     total = 0
-    for rule in rules(shape):
+    for rule in rules(shape.base):
         if rule.part == "output" and shape.tied_embeddings:
             continue
         for position, (rows, *tail) in enumerate(whole.shape for whole in rule.hf):

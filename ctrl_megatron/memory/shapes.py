@@ -8,6 +8,7 @@ from pathlib import Path
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.shape import ModelShape, value_shape
 
 
@@ -17,7 +18,7 @@ class ModelShapes:
 
     actor: ModelShape
     reference: ModelShape | None
-    """None if the objective has no KL."""
+    """None if the objective has no KL, or if the reference is the actor without its adapters."""
     value: ModelShape | None
     """None if nothing reads values."""
 
@@ -30,11 +31,13 @@ def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> 
     family = config.actor_rollout_ref
     own = family.model.path
     reference = value = None
-    if purpose == "rl" and config.needs_reference:
+    if purpose == "rl" and config.needs_reference and not config.reference_is_base:
         reference = _shape(family.ref.model.path or own, same)
     if purpose == "rl" and config.needs_values:
         value = value_shape(_shape(config.critic.model.path or own, same))
-    return ModelShapes(actor=_shape(own, same), reference=reference, value=value)
+        value = adapted(value, configured(config, value=True))
+    actor = adapted(_shape(own, same), configured(config))
+    return ModelShapes(actor=actor, reference=reference, value=value)
 
 
 def _shape(directory: str, same: Path | None) -> ModelShape:

@@ -22,6 +22,7 @@ class Metric:
     """Whether the report shows its last value at the top."""
 
 
+_RESTARTS = "how often {} of the run have been started again, where any has been"
 _WEIGHT = "importance weights (or plain ratios) of trainer over engine: "
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("the first reward function over judged samples", "Reward"),
@@ -109,8 +110,12 @@ METRICS: dict[str, Metric] = {
     "rollout/is_mean": Metric(_WEIGHT + "their mean"),
     "rollout/is_truncated": Metric(_WEIGHT + "share at the threshold"),
     "rollout/staleness": Metric(
-        "updates between the weights that drew a sample and those that train on it; with "
-        "actor_rollout_ref.rollout.staleness=1"
+        "updates between the weights that drew a token and those that train on it; with "
+        "actor_rollout_ref.rollout.staleness"
+    ),
+    "rollout/mixed_rate": Metric(
+        "share of samples that several versions of the weights drew; with "
+        "actor_rollout_ref.rollout.update_in_flight"
     ),
     "rollout/rejected": Metric("share of tokens that rollout_correction took out of the loss"),
     "sft/loss": Metric("cross-entropy per response token, nats", headline=True),
@@ -135,6 +140,8 @@ METRICS: dict[str, Metric] = {
     "engine/queue_length": Metric(
         "completions that waited for room in an engine, the mean while it had requests (vllm)"
     ),
+    "engine/restarts": Metric(_RESTARTS.format("engines")),
+    "sandbox/restarts": Metric(_RESTARTS.format("sandboxes")),
     "engine/preemptions": Metric(
         "completions that an engine interrupted for want of cache memory (vllm, sglang)"
     ),

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.adapters import add_adapters
 from ctrl_megatron.models.expert_choice import ChoiceInGroups
 from ctrl_megatron.models.latent_attention import LatentRotation
 from ctrl_megatron.models.layer_spec import (
@@ -19,6 +20,7 @@ from ctrl_megatron.models.layer_spec import (
     ValueOutputLayer,
     adds_weight_gradients,
     block_spec,
+    fuses_norms,
     has_transformer_engine,
 )
 from ctrl_megatron.models.rope import Rope, Yarn, rope_frequencies
@@ -31,7 +33,7 @@ from ctrl_megatron.models.shape import (
     ModelShape,
     MultiLatentAttention,
 )
-from ctrl_megatron.models.shards import check_split
+from ctrl_megatron.models.shards import check_split, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.vocab import vocab_range
@@ -222,7 +224,9 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
         kinds = [shape.feed_forward[layer] for layer in layers]
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(shape.attention, kinds),
+            transformer_layer_spec=block_spec(
+                shape.attention, kinds, fuse_norms=fuses_norms(shape)
+            ),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),
@@ -238,6 +242,10 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
         elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
+        if shape.lora is not None:
+            stage = {"chunk": chunk, "te_names": fuses_norms(shape)}
+            params = shard_params(shape, layout, groups.place, **stage)
+            add_adapters(model, shape.lora, {param.name: param for param in params})
         chunks.append(model.to(groups.device))
     # The routers have their biases by now, which Megatron would change after every step.
     config.moe_router_enable_expert_bias = False

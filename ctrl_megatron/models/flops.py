@@ -15,16 +15,21 @@ def model_flops(
 
     A multiply-add counts 2. Attention counts ``pairs`` of a token and a token it attends to
     (s(s+1)/2 in a causal sequence of s tokens), the vocabulary projection counts
-    ``projected_tokens``, the backward pass twice the forward pass. Neither norms and biases nor a
+    ``projected_tokens``, the backward pass twice the forward pass, or once where the weight is not
+    trained and only the input's gradient is computed. Neither norms and biases nor a
     value model's head count, nor recomputed activations, which are work of the implementation.
     """
-    per_token = sum(
-        len(rule.layers) * rule.passed * math.prod(tensor.shape)
+    whole, frozen = (3, 2) if backward else (1, 1)
+    products = tokens * sum(
+        len(rule.layers)
+        * rule.passed
+        * math.prod(tensor.shape)
+        * (whole if rule.trained else frozen)
         for rule in rules(shape)
         for tensor in rule.hf
         if rule.part == "layer" and len(tensor.shape) == 2
     )
-    products = tokens * per_token
-    products += shape.num_layers * pairs * shape.attention.products_per_pair
-    products += projected_tokens * shape.hidden_size * shape.vocab_size
-    return 2 * products * (3 if backward else 1)
+    products += whole * shape.num_layers * pairs * shape.attention.products_per_pair
+    head = whole if shape.lora is None else frozen
+    products += head * projected_tokens * shape.hidden_size * shape.vocab_size
+    return 2 * products

@@ -86,6 +86,12 @@ class LatentSelfAttention(MLASelfAttention):
     for its own tokens.
     """
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The modules that the specification names. Megatron from 0.19 on would derive them from
+        ``qk_layernorm``, which cannot say that only keys and values are normalised."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
+
     def get_query_key_value_tensors(  # type: ignore[override]
         self,
         hidden_states: torch.Tensor,

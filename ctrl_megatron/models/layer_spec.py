@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention, transformer_block
@@ -41,6 +43,7 @@ from ctrl_megatron.models.shape import (
     Experts,
     FeedForward,
     GroupedQueryAttention,
+    ModelShape,
     MultiLatentAttention,
 )
 
@@ -51,6 +54,8 @@ if not hasattr(moe_utils, "te_general_gemm"):
 if importlib.util.find_spec("transformer_engine") is None:
     # Megatron's stand-ins for the library's classes are no types, for which it looks here.
     multi_latent_attention.HAVE_TE = False
+    # Megatron 0.19 compares with this class of its own, but imports it only with the library.
+    multi_latent_attention.Linear = Linear
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -120,11 +125,23 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def block_spec(attention: Attention, feed_forward: Sequence[FeedForward]) -> Any:
-    """The spec of a stage with these layers; the last stage has the final norm."""
+def fuses_norms(shape: ModelShape) -> bool:
+    """True if norms are inside the linear layers behind them: with Transformer Engine, unless
+    adapters need those layers' own input."""
+    return has_transformer_engine() and shape.lora is None
+
+
+def block_spec(
+    attention: Attention, feed_forward: Sequence[FeedForward], *, fuse_norms: bool = True
+) -> Any:
+    """The spec of a stage with these layers; the last stage has the final norm. ``fuse_norms`` is
+    for Transformer Engine."""
     if has_transformer_engine():
         norm = transformer_block.LayerNormImpl
         layers = [_transformer_engine_layer(attention, kind) for kind in feed_forward]
+        if not fuse_norms:
+            for layer in layers:
+                _take_norms_out(layer.submodules)
     else:
         norm = RMSNorm
         layers = [_layer(attention, kind) for kind in feed_forward]
@@ -173,7 +190,7 @@ def _self_attention(attention: Attention) -> ModuleSpec:
                 k_layernorm=head_norm,
             )
         case MultiLatentAttention():
-            module, whole = LatentSelfAttention, multi_latent_attention.Linear
+            module, whole = LatentSelfAttention, Linear
             parts = MLASelfAttentionSubmodules(
                 linear_q_proj=ColumnParallelLinear,
                 linear_q_down_proj=whole,
@@ -191,7 +208,7 @@ def _self_attention(attention: Attention) -> ModuleSpec:
 
 def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
     latent = isinstance(attention, MultiLatentAttention)
-    spec: Any = get_gpt_layer_with_transformer_engine_spec(
+    spec: Any = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=kind.count if isinstance(kind, Experts) else None,
         moe_grouped_gemm=False,
         qk_layernorm=latent or attention.qk_norm,
@@ -202,5 +219,20 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
     if latent:
         own.module = LatentSelfAttention
     if isinstance(kind, Experts):
-        spec.submodules.mlp.submodules.router = Router
+        _parts_of(spec.submodules.mlp).router = Router
     return spec
+
+
+def _parts_of(feed_forward: Any) -> Any:
+    """Megatron 0.19 has a function with arguments where 0.16 has a specification."""
+    if isinstance(feed_forward, partial):
+        return feed_forward.keywords["submodules"]
+    return feed_forward.submodules
+
+
+def _take_norms_out(layer: Any) -> None:
+    """Replace the linear layers that begin with a norm by the norm and the linear layer."""
+    parts = gpt_layer_specs.TESpecProvider()
+    layer.input_layernorm = layer.pre_mlp_layernorm = parts.layer_norm()
+    layer.self_attention.submodules.linear_qkv = parts.column_parallel_linear()
+    _parts_of(layer.mlp).linear_fc1 = parts.column_parallel_linear()

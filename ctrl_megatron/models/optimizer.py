@@ -62,7 +62,7 @@ class Optimization:
     ) -> None:
         dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
         self._options = options
-        self._weights = [weight for chunk in chunks for weight in chunk.parameters()]
+        self._weights = [w for chunk in chunks for w in chunk.parameters() if w.requires_grad]
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

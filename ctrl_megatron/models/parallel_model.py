@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from ctrl_megatron.models.adapters import adapters_off
 from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.forward_step import (
@@ -30,7 +32,8 @@ from ctrl_megatron.models.forward_step import (
     forward_only,
     forward_with_loss,
 )
-from ctrl_megatron.models.layer_spec import fuse_weight_gradients, has_transformer_engine
+from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
+from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
@@ -98,6 +101,8 @@ class ParallelModel:
         self.config = self.models[0].config
         self._routers = Routers(self.models, shape)
         for param, weight in self.places():
+            learns = param.trained and not param.buffer and options.optimizer is not None
+            weight.requires_grad_(learns)
             # Megatron sums the gradients of unmarked weights over the data-parallel ranks.
             weight.allreduce = param.mesh == "dense"  # type: ignore[attr-defined]
             for cut in param.cuts:
@@ -106,6 +111,8 @@ class ParallelModel:
                 weight.tensor_model_parallel = True  # type: ignore[attr-defined]
                 weight.partition_dim = cut.dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
+        self.base: Base | None = None
+        """What adapters are trained beside, once it is loaded."""
         self.optimization: Optimization | None = None
         self._flops = (0, 0)
         self._skipped: list[SkippedUpdate] = []
@@ -117,7 +124,7 @@ class ParallelModel:
         self.chunks: list[Any] = list(self.models)
         if options.optimizer is None:
             for model in self.models:
-                model.requires_grad_(False).eval()
+                model.eval()
         else:
             self._learn(options.optimizer)
 
@@ -196,6 +203,16 @@ class ParallelModel:
             if tensor.device.type == device and not shared:
                 yield tensor
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """In the block the model computes what its directory's weights do."""
+        shape, self.shape = self.shape, self.shape.base
+        with adapters_off(self.models):
+            try:
+                yield
+            finally:
+                self.shape = shape
+
     def where_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
         memory."""
@@ -217,7 +234,7 @@ class ParallelModel:
                 self.groups.layout,
                 self.groups.place,
                 chunk=chunk,
-                te_names=has_transformer_engine(),
+                te_names=fuses_norms(self.shape),
             ):
                 yield param, (buffers if param.buffer else parameters)[param.name]
 

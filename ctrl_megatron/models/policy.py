@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from ctrl_megatron.models.build import output_weight
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
-from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.parallel_model import ParallelModel, Part
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
@@ -34,6 +35,27 @@ class LossFn(Protocol):
         rows: dict[str, torch.Tensor],
         counts: GlobalCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BasePolicy:
+    """The frozen policy that the adapters of ``policy`` change, in the same memory."""
+
+    policy: Policy
+
+    def log_probs(
+        self, rows: Fields, temperature: float = 1.0, *, token_budget: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``Policy.log_probs``."""
+        with self.policy.without_adapters():
+            return self.policy.log_probs(rows, temperature, token_budget=token_budget)
+
+    def offload(self, *parts: Part) -> None:
+        """Nothing: ``policy`` leaves the device by itself."""
+
+    def take_flops(self) -> tuple[int, int]:
+        """As ``ParallelModel.take_flops``: ``policy`` counts the passes of both."""
+        return 0, 0
 
 
 class Policy(ParallelModel):

@@ -7,7 +7,7 @@ shapes and their order in it; ``models.shards`` turns rules into rectangles of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby, product
@@ -25,6 +25,7 @@ from ctrl_megatron.models.shape import (
     MultiLatentAttention,
 )
 from ctrl_megatron.parallel.layout import MeshName
+from ctrl_megatron.types import Lora
 
 Kind = Literal["replicated", "row", "vocab", "qkv", "column"]
 """How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
@@ -65,6 +66,9 @@ class ParamRule:
     buffer: str | None = None
     """The type of state that is no parameter, such as the bias by which a router balances experts;
     None for a parameter, which has the model's type."""
+    trained: bool = True
+    """False for a weight that stays as the model's directory has it: it has no gradient and no
+    optimizer state, and no checkpoint has it."""
 
     def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
         """The HF tensors of one of its layers and experts."""
@@ -74,6 +78,12 @@ class ParamRule:
 
 VALUE_HEAD = "score"
 """The name of the head in transformers' token classification models."""
+ADAPTED = "base_model.model."
+"""The beginning of the names of PEFT's tensors."""
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
+"""The ends of the names of adapters' matrices."""
+_ADAPTER = ".adapter."
 
 
 @lru_cache(maxsize=64)
@@ -90,7 +100,7 @@ def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
     else:
         tensor = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", vocabulary)
         output = [ParamRule("output", "output_layer.weight", (tensor,), "vocab")]
-    return (
+    base = (
         ParamRule("embedding", "embedding.word_embeddings.weight", (embedding,), "vocab"),
         *_attention(shape.attention, hidden, tuple(range(shape.num_layers))),
         *(
@@ -101,6 +111,52 @@ def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
         ParamRule("final_norm", "decoder.final_layernorm.weight", (norm,), "replicated"),
         *output,
     )
+    return base if shape.lora is None else tuple(_with_adapters(base, shape.lora))
+
+
+def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]:
+    """``base``, of which only a value model's head is trained, and the adapters' A and B.
+
+    A linear layer of Megatron's has one A and one B for all adapted projections in it. B is cut as
+    the layer's output and A as its input.
+    """
+    for rule in base:
+        yield replace(rule, trained=rule.hf[0].name.startswith(f"{VALUE_HEAD}."))
+        module = rule.megatron.removesuffix(".weight")
+        adapted = [t for t in rule.hf if _projection(rule, t) in lora.targets]
+        if not adapted:
+            continue
+        down = tuple(HfTensor(adapter_name(t.name, "A"), (lora.rank, t.shape[1])) for t in adapted)
+        up = tuple(HfTensor(adapter_name(t.name, "B"), (t.shape[0], lora.rank)) for t in adapted)
+        kinds: tuple[Kind, Kind] = ("replicated", rule.kind)
+        if rule.kind == "row":
+            kinds = ("row", "replicated")
+        for leaf, hf, kind in (("down", down, kinds[0]), ("up", up, kinds[1])):
+            yield replace(rule, megatron=f"{module}{_ADAPTER}{leaf}", hf=hf, kind=kind)
+
+
+def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
+    """The last part of the name of the linear layer with this weight; None for other tensors."""
+    if rule.part != "layer" or len(tensor.shape) != 2:
+        return None
+    return tensor.name.split(".")[-2]
+
+
+def projections(shape: ModelShape) -> tuple[str, ...]:
+    """The linear layers of a decoder layer, by the last part of their names."""
+    named = (_projection(rule, t) for rule in rules(shape.base) for t in rule.hf)
+    return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+def adapter_name(weight: str, matrix: Literal["A", "B"]) -> str:
+    """PEFT's name of a matrix of the adapter of ``weight``."""
+    return f"{ADAPTED}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+def adapted_module(megatron: str) -> str | None:
+    """The linear layer of an adapter's parameter ``megatron``; None for other parameters."""
+    module, found, _ = megatron.partition(_ADAPTER)
+    return module if found else None
 
 
 def _head(leaf: str, *shape: int) -> HfTensor:
@@ -238,8 +294,20 @@ def hf_buffers(shape: ModelShape) -> Mapping[str, str]:
 
 
 @lru_cache(maxsize=64)
+def trained_names(shape: ModelShape) -> frozenset[str]:
+    """The HF tensors that training changes."""
+    return frozenset(
+        tensor.name
+        for rule in rules(shape)
+        if rule.trained
+        for layer, expert in product(rule.layers, range(rule.experts))
+        for tensor in rule.tensors(layer, expert)
+    )
+
+
+@lru_cache(maxsize=64)
 def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
-    """Name -> full shape of every HF tensor of the model, in checkpoint order."""
+    """Name -> full shape of every HF tensor of model and adapters, in checkpoint order."""
     ordered: dict[str, tuple[int, ...]] = {}
     for part, group in groupby(rules(shape), key=lambda rule: rule.part):
         own = list(group)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ctrl_megatron.models.rope import Rope
+from ctrl_megatron.types import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +192,16 @@ class ModelShape:
     """One for each layer."""
     value_head: bool = False
     """One number per token instead of a vocabulary (transformers' token classification models)."""
+    lora: Lora | None = None
+    """Adapters, if they are trained in place of the decoder's weights."""
     layers_left_out: int = field(default=0, compare=False)
     """Layers that follow the last one in the files and predict further tokens (multi-token
     prediction). They are not read."""
+
+    @property
+    def base(self) -> ModelShape:
+        """The model without adapters, or with merged ones."""
+        return replace(self, lora=None)
 
     @property
     def num_layers(self) -> int:

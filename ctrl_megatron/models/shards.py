@@ -64,6 +64,8 @@ class ShardParam:
     send."""
     buffer: bool
     """The model has it as a buffer: neither gradient nor optimizer state belongs to it."""
+    trained: bool
+    """``ParamRule.trained``."""
 
 
 def check_split(shape: ModelShape, layout: Layout) -> None:
@@ -115,8 +117,6 @@ def _pieces(
     ``groups`` are the model's query groups."""
     first, full = tensors[0].name, tensors[0].shape
     tail = full[1:]
-    if kind == "replicated":
-        return full, [_rows(first, 0, 0, full[0], tail)]
     if kind == "row":
         local = (full[0], full[1] // parts)
         start = (0, index * local[1])
@@ -125,7 +125,7 @@ def _pieces(
         begin, real, share = vocab_range(full[0], index, parts)
         return (share, *tail), [_rows(first, begin, 0, real, tail)] if real else []
     # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and up
-    # projection of tensor rank 0, of rank 1, ...
+    # projection of tensor rank 0, of rank 1, ... A replicated parameter has one rank's part.
     blocks = groups if kind == "qkv" else parts
     placed, row = [], 0
     for block in range(index * blocks // parts, (index + 1) * blocks // parts):
@@ -204,6 +204,7 @@ def _stage(
                     at=(*at, ("pp", pp)),
                     copy=copy,
                     buffer=rule.buffer is not None,
+                    trained=rule.trained,
                 )
 
 

@@ -23,7 +23,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.errors import ServiceFault, UserError, user_fault, users_code_of
+from ctrl_megatron.errors import (
+    FAILED,
+    SERVICE,
+    STOPPED,
+    WRONG_INPUT,
+    ServiceFault,
+    UserError,
+    user_fault,
+    users_code_of,
+)
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.parallel.stacks import StackFile
@@ -36,9 +45,6 @@ _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 _STACKS = "the Python stacks of the ranks at this moment are in {}/rank_N.txt"
 _SHORT = 200
 """Characters of another host's cause on the line about it."""
-FAILED, WRONG_INPUT, STOPPED, SERVICE = 13, 2, 130, 14
-"""Exit codes: a bug or a dead process; an error of the user (a full disk too); a second signal; a
-service that judges failed too often."""
 
 
 class FailureWatch:

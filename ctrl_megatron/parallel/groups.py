@@ -13,6 +13,7 @@ from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.parallel.devices import local_device
 from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Coordinates, Layout
+from ctrl_megatron.parallel.meeting import rendezvous
 
 T = TypeVar("T")
 _LONGEST_WRITE = timedelta(hours=2)
@@ -178,23 +179,6 @@ def initialize(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     groups.hosts.require_whole_tensor_groups(layout)
     return groups
-
-
-def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
-    """The rendezvous of the ranks, as arguments of ``init_process_group``.
-
-    torchrun serves its own store; with every other launcher rank 0 serves one.
-    """
-    if launch.launcher == "torchrun":
-        return {}
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        launch.master_addr,
-        launch.master_port,
-        launch.world_size,
-        is_master=launch.rank == 0,
-        timeout=timeout,
-    )
-    return {"store": store, "rank": launch.rank, "world_size": launch.world_size}
 
 
 def _collect(

@@ -201,7 +201,9 @@ class _LinearLogProb(torch.autograd.Function):
         tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         tile = _Tile(tokens, columns, kept)
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))
         scale = _BITS / temperature
         for part in _ranges(len(targets), tokens):
             # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = 2^b / sum
@@ -229,11 +231,12 @@ class _LinearLogProb(torch.autograd.Function):
                 if low_TV.data_ptr() != grad_TV.data_ptr():
                     low_TV.copy_(grad_TV)
                 grad_TH += low_TV @ weight[block]
-                grad_weight.add(block, low_TV.t() @ hidden[part])
+                if grad_weight is not None:
+                    grad_weight.add(block, low_TV.t() @ hidden[part])
             grad_hidden[part] = grad_TH
         # Each tensor rank has the part of grad_hidden that its columns contribute; the caller's
         # region function sums the parts.
-        given = grad_weight.result(is_embedding=is_embedding)
+        given = None if grad_weight is None else grad_weight.result(is_embedding=is_embedding)
         return grad_hidden, given, None, None, None, None, None, None, None, None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ctrl_megatron.background import all_awaited
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 
@@ -47,23 +48,31 @@ class Waiting:
 
         Raises StopRequested, on all ranks and within a round, once a stop is requested on any; this
         rank's work is cancelled then. With ``stoppable=False`` a stop has no effect. Raises
-        WaitedTooLong after ``limit`` seconds, and at once what the work raises, each on the rank of
-        the work only: that ends the run.
+        ServiceLost, on all ranks with the same text, if the work of any raised it and no rank's
+        work is running any more. Raises WaitedTooLong after ``limit`` seconds, and at once any
+        other error of the work, each on the rank of the work only: that ends the run.
         """
-        began, next_sign = time.monotonic(), _SIGN_SECONDS
+        began, next_sign, lost = time.monotonic(), _SIGN_SECONDS, ""
         while True:
             asked = stoppable and self.stop.is_set
             if work is not None and not asked:
                 wait((work,), timeout=_ROUND_SECONDS)
             working = work is not None and not work.done()
             if work is not None and not working:
-                work.result()
+                try:
+                    work.result()
+                except ServiceLost as error:
+                    lost = str(error)
             waited = time.monotonic() - began
-            stopped, busy, due = self.groups.on_any(asked, working, working and waited > next_sign)
+            stopped, busy, due, failed = self.groups.on_any(
+                asked, working, working and waited > next_sign, bool(lost)
+            )
             if stopped:
                 if work is not None:
                     work.cancel()
                 raise StopRequested
+            if not busy and failed:
+                raise ServiceLost(next(filter(None, self.groups.from_all(lost))))
             if not busy:
                 return None if work is None else work.result()
             if working and waited > self.limit:

@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -77,12 +78,14 @@ class Draw:
 
     step: int
     """Training steps before the one that trains on them."""
+    begun: int
+    """Training steps that were finished when they were begun."""
     rows: tuple[int, ...]
     """Positions of the step's rows in ``worker.train``."""
     attempt: int
     """Number of the draw within the step."""
     version: str
-    """The weights that draw."""
+    """The weights that began to draw."""
     groups: Future[list[list[Completion]]] | None
     """``rollout.n`` completions of each row of this data rank; None on ranks that are not
     leaders."""
@@ -354,5 +357,20 @@ def known(value: torch.Tensor) -> float | None:
 
 
 def versions_of(completion: Completion) -> str:
-    """Versions of the weights that drew the completion, joined by ``+``."""
-    return "+".join(dict.fromkeys(span.version for span in completion.spans))
+    """The version of the weights that drew the completion; if there are several, each with its
+    tokens: ``actor@2[0:17]+actor@3[17:40]``.
+    """
+    if len(completion.spans) == 1:
+        return completion.spans[0].version
+    return "+".join(f"{span.version}[{span.start}:{span.end}]" for span in completion.spans)
+
+
+def spans_of(versions: str, tokens: int) -> list[VersionSpan]:
+    """The spans of which ``versions_of`` made ``versions``, for a completion of so many tokens."""
+    found = _SPAN.findall(versions)
+    if not found:
+        return [VersionSpan(versions, 0, tokens)] if versions else []
+    return [VersionSpan(version, int(start), int(end)) for version, start, end in found]
+
+
+_SPAN = re.compile(r"([^+]*)\[(\d+):(\d+)\]")

@@ -20,9 +20,10 @@ from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterLosses
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
@@ -30,8 +31,8 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
-from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy
-from ctrl_megatron.pipeline.services import Services, proxy_path
+from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
+from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
@@ -91,6 +92,7 @@ def build_worker(
         reference=reference,
         value=value,
         kl_controller=build_kl_controller(config),
+        restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
     return worker, sampler, steps
@@ -154,7 +156,10 @@ def build_proxy(
         return None
     proxy = config.actor_rollout_ref.proxy
     if proxy.kind == "api":
-        return ApiProxy(proxy_servers(proxy.api), proxy.api.model)
+        with users_input("actor_rollout_ref.proxy.api.cache_path"):
+            cache = answer_cache(proxy.api.cache_path)
+        servers, extra = proxy_servers(proxy.api), proxy.api.extra_body
+        return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
     if config.has_proxy_engines:
         assert inputs.proxy_codec is not None and services.proxy_model_len is not None
         return EngineProxy(
@@ -162,6 +167,7 @@ def build_proxy(
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
+            patient=config.trainer.service_restarts > 0,
         )
     return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
 
@@ -204,7 +210,7 @@ def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLControl
 
 def build_policies(
     config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
-) -> tuple[Policy, Policy | None]:
+) -> tuple[Policy, Policy | BasePolicy | None]:
     """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
     family = config.actor_rollout_ref
     policy = build_policy(
@@ -218,6 +224,8 @@ def build_policies(
     device.adopt(policy, "actor")
     if not config.needs_reference:
         return policy, None
+    if config.reference_is_base:
+        return policy, BasePolicy(policy)
     path = family.ref.model.path or family.model.path
     reference = build_policy(
         config,
@@ -244,7 +252,8 @@ def build_policy(
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    policy = Policy(read_model_shape(path), groups, options, take_device)
+    shape = adapted(read_model_shape(path), configured(config) if optimizer else None)
+    policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
         policy.start_optimizer()
@@ -263,7 +272,8 @@ def build_value_model(
         budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    model = ValueModel(value_shape(read_model_shape(path)), groups, options, device.to_trainer)
+    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    model = ValueModel(shape, groups, options, device.to_trainer)
     load_hf(model, path)
     model.start_optimizer()
     device.adopt(model)
@@ -360,6 +370,7 @@ def device_owner(
             family.rollout.engine_kwargs,
             on_cpu=run.groups.device.type == "cpu",
         ),
+        sends="trained" if family.rollout.adapter_push else "merged",
     )
     return DeviceOwner(
         services.connect_here(),
@@ -371,7 +382,9 @@ def device_owner(
         shared=shared,
         leaves=leaves,
         rests_until=rests_until,
+        lends=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
+        restarts=services if run.config.trainer.service_restarts else None,
     )
 
 

@@ -21,6 +21,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
 from ctrl_megatron.pipeline.sampling import (
     RowListener,
+    answered,
     begin_judging,
     by_row,
     draw_samples,
@@ -258,8 +259,8 @@ def revise(
         return await _revisions(worker, different, heard)
 
     assert worker.proxy is not None
-    worker.proxy.prepare(worker.step)
-    answers = worker.ask(ask, f"{len(different)} revisions from the proxy")
+    prepare = partial(worker.proxy.prepare, worker.step)
+    _, answers = answered(worker, prepare, ask, f"{len(different)} revisions from the proxy")
     drawn = dict(zip(different, answers, strict=True))
     return [
         critique if request is None else _with_revision(critique, drawn[request[0]])

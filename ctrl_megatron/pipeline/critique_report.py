@@ -49,7 +49,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     rates = worker.means(
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
-            "pass_rate/after": batch["pass_rate"][batch["judged"] & batch["valid"]],
+            "pass_rate/after": batch["pass_rate"][batch["rewarded"] & batch["valid"]],
             "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
             **reward_signal(batch["reward/critic"], texts(batch["uid"]), critiques),

@@ -367,13 +367,13 @@ def value_model(worker: DAGWorker) -> ValueModel:
 
 
 @needs(lambda config: {"score": ""})
-@writes("token_level_scores", "judged")
+@writes("token_level_scores", "rewarded")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R) float32: ``score``, the weighted sum of rewards, on the last
     token of each response.
 
     The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
-    without a reward (its sandbox failed) leaves the loss and its group: ``judged`` (B,) is False,
+    without a reward (its sandbox failed) leaves the loss and its group: ``rewarded`` (B,) is False,
     its mask is emptied, and its uid is made unique. Raises ServiceFault where the service that
     judges failed too often (``RolloutWorker.take_judging``), and UserError where no row has a
     reward.
@@ -386,22 +386,22 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             f"{LARGEST_REWARD:g} in size",
             remedy="correct the node that writes it; NaN marks an unknown reward",
         )
-    judged = ~total.isnan()
+    rewarded = ~total.isnan()
     if "reward_baselines" in batch:
-        judged &= ~batch["reward_baselines"].isnan()
+        rewarded &= ~batch["reward_baselines"].isnan()
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     scores[torch.arange(len(mask)), mask.sum(dim=1).clamp(min=1) - 1] = total
     uids = [
         uid if ok else f"{uid}/unjudged/{i}"
-        for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), judged.tolist(), strict=True))
+        for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), rewarded.tolist(), strict=True))
     ]
     parts = {n: batch[n] for n in map("reward/{}".format, worker.reward_weights) if n in batch}
     first, *others = parts or {"score": total}
-    measured = {"reward/mean": batch[first], "reward/masked_rate": (~judged).float()}
+    measured = {"reward/mean": batch[first], "reward/masked_rate": (~rewarded).float()}
     measured |= {name: parts[name] for name in others}
     measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
     if others:
-        measured["reward/total"] = total[judged]
+        measured["reward/total"] = total[rewarded]
     metrics = {**worker.means(measured), **judging}
     if metrics["reward/masked_rate"] == 1:
         known = {first: "reward/mean", **{name: name for name in others}}
@@ -409,9 +409,9 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         refuse_without_rewards([name.removeprefix("reward/") for name in silent])
     return NodeOutput(
         fields={
-            "token_level_scores": torch.where(judged[:, None], scores, 0.0),
-            "response_mask": mask & judged[:, None],
-            "judged": judged,
+            "token_level_scores": torch.where(rewarded[:, None], scores, 0.0),
+            "response_mask": mask & rewarded[:, None],
+            "rewarded": rewarded,
             "uid": NonTensorStack(*uids),
         },
         metrics=metrics,

@@ -146,6 +146,11 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     """Raise UserError with a line for every argument of an evaluation that cannot be used."""
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
+    if config.actor_rollout_ref.rollout.adapter_push:
+        raise UserError(
+            "actor_rollout_ref.rollout.adapter_push=true lets the engines keep the weights of one "
+            "directory, and an evaluation loads those of each critic; leave it out"
+        )
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     rollout = config.actor_rollout_ref.rollout
     check_together(
@@ -198,7 +203,10 @@ def _weights(directory: str) -> dict[str, str]:
 def _proxy(config: Config) -> dict[str, str]:
     keys = config.actor_rollout_ref.proxy
     if keys.kind == "api":
-        return {"path": f"{keys.api.model} on {', '.join(keys.api.base_url)}"}
+        return {
+            "model": keys.api.model,
+            "path": f"{keys.api.model} on {', '.join(keys.api.base_url)}",
+        }
     return _weights(proxy_path(config))
 
 

@@ -30,6 +30,7 @@ from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.families import engine_obstacle
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
@@ -168,6 +169,8 @@ def _check_role(
 ) -> None:
     trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
     megatron = config.actor_rollout_ref.actor.megatron
+    if trained and key != "actor_rollout_ref.ref.model.path":
+        adapted(shape, configured(config, value=key == "critic.model.path"))
     if trained:
         layout = layout_for(config.trainer.nnodes * config.trainer.n_gpus_per_node, megatron)
         check_split(shape, layout)

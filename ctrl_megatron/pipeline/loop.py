@@ -157,7 +157,6 @@ class TrainingLoop:
             while not last:
                 self._step(executor)
                 self._require_good(worker.step)
-                self._state = self._snapshot()
                 last = self._is_over()
                 # Weights that give no finite loss are not saved in place of earlier ones.
                 if last or (_due(worker.step, schedule.save_freq) and not self._bad):
@@ -210,6 +209,8 @@ class TrainingLoop:
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
         batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         worker.step = step
+        # Before anything that a stop can interrupt: weights and state are of the same step.
+        self._state = self._snapshot()
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
         for watcher in self.watchers:
             watcher.end(step, batch, metrics)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import (
+    Gauge,
     device_peak,
     measure_peak_flops,
     mfu,
@@ -16,6 +19,7 @@ from ctrl_megatron.metrics import (
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
@@ -30,15 +34,15 @@ def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
 
 def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, the
-    metrics ``engine/...``, and of several engines ``perf/engine_balance``.
+    metrics ``engine/...``, ``sandbox/restarts``, and of several engines ``perf/engine_balance``.
 
     MFU counts what the trainer's passes (log-probs, values, updates) computed over the time they
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
     the whole step. Collective.
     """
     seconds = seconds_by_name(worker.timeline.phases())
-    models = [m for m in (worker.policy, worker.reference, worker.value) if m is not None]
-    mine = sum(sum(model.take_flops()) for model in models)
+    models = (worker.policy, worker.reference, worker.value)
+    mine = sum(sum(m.take_flops()) for m in models if m is not None)
     phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
@@ -49,6 +53,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             peak=worker.peak_flops,
         ),
         **engine_metrics(worker),
+        **restart_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
 
@@ -62,8 +67,31 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
     async def ask() -> dict[str, Counters]:
         return {} if engine is None else await engine.counters()
 
-    before, worker.counted = worker.counted, worker.ask(ask, "the engines' counters")
-    return step_metrics(before, worker.counted)
+    try:
+        # The step is done and will be recorded, also where a stop was requested meanwhile.
+        counted = worker.ask(ask, "the engines' counters", stoppable=False)
+    except ServiceLost as lost:
+        worker.device.lose(lost)
+        return {}
+    before, worker.counted = worker.counted, counted
+    return step_metrics(before, counted)
+
+
+def restart_metrics(worker: DAGWorker) -> dict[str, float]:
+    """``engine/restarts`` and ``sandbox/restarts``: the restarts of the run since its start, on all
+    hosts; nothing for services that have not been started again. Collective.
+    """
+    found = Counter[str]()
+    for mine in worker.groups.from_all(worker.restarts()):
+        found.update(mine)
+    return {name: count for name, count in found.items() if count}
+
+
+def weights_gauges(device: DeviceOwner) -> list[Gauge]:
+    """Which weights of the actor the engines got last, for any thread; nothing before a push."""
+    samples = [({}, device.pushed)] if device.pushed is not None else []
+    text = "Finished steps of the weights that the engines got last for the actor."
+    return [Gauge("ctrl_weights_version", text, samples)] if samples else []
 
 
 def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:

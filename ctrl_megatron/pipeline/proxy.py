@@ -4,23 +4,33 @@ servers of OpenAI's protocol.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import count
+from os import PathLike
+from typing import Any
 
 from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.generation.chat import Chat, ChatError
 from ctrl_megatron.pipeline.sampling import greedy_params, require_version
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
 from ctrl_megatron.resharding.device import DeviceOwner
+from ctrl_megatron.rewards.cache import ResultCache, fingerprint
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
 
+_LOOK_SECONDS = 0.5
 _KNOWN = 100_000
 """Answers of servers that are kept, the newest; some 200 MB of programs."""
+_ANSWERS_ID, _ANSWERS_LAYOUT = 0x43545241, 1
+"""SQLite's application id of a file of answers, and the version of its content."""
+
+Reply = Answer | Failure | None
 
 
 class SharedProxy:
@@ -62,15 +72,22 @@ class EngineProxy:
 
     ``engine`` is a client of all of them on leaders, None elsewhere; ``max_model_len`` is their
     longest sequence, in the tokens of ``codec``. ``joins_calls`` says that they answer several
-    calls together (``EngineKind``); others would serve early requests one after another.
+    calls together (``EngineKind``); others would serve early requests one after another. With
+    ``patient`` the request that a lost engine has not answered waits until it runs again.
     """
 
     def __init__(
-        self, engine: Engine | None, codec: TextCodec, *, max_model_len: int, joins_calls: bool
+        self,
+        engine: Engine | None,
+        codec: TextCodec,
+        *,
+        max_model_len: int,
+        joins_calls: bool,
+        patient: bool = False,
     ) -> None:
         self._engine, self._codec, self._longest = engine, codec, max_model_len
         self._version = f"proxy:{codec.path.resolve().name}"
-        self.beside = joins_calls
+        self.beside, self._patient = joins_calls, patient
 
     async def greet(self) -> str:
         return ""
@@ -83,15 +100,23 @@ class EngineProxy:
     ) -> list[Answer | Failure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
-        return await _answers(
-            self._engine,
-            self._codec,
-            asked,
-            max_tokens,
-            heard,
-            drawn_by=INITIAL_VERSION,
-            version=self._version,
-        )
+        while True:
+            try:
+                return await _answers(
+                    self._engine,
+                    self._codec,
+                    asked,
+                    max_tokens,
+                    heard,
+                    drawn_by=INITIAL_VERSION,
+                    version=self._version,
+                )
+            except ServiceLost:
+                if not self._patient:
+                    raise
+            # An engine that is not started again ends the run, and with it this wait.
+            while not await _runs(self._engine):
+                await asyncio.sleep(_LOOK_SECONDS)
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -102,14 +127,23 @@ class ApiProxy:
     """A proxy on servers, by the ``Chat`` of each address.
 
     Requests are dealt to all servers, and one that a server fails to answer goes to the next. An
-    answer to an equal request of this object is given again.
+    equal request gets the answer of the first one, from ``cache``. ``extra`` are the further fields
+    of every request, which are a part of what is equal.
     """
 
     beside = True
 
-    def __init__(self, servers: Mapping[str, Chat], model: str) -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, Chat],
+        model: str,
+        *,
+        cache: ResultCache[Reply] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         self._servers, self._model = dict(servers), model
-        self._known: dict[str, Answer] = {}
+        self.cache = answer_cache() if cache is None else cache
+        self._extra = dict(extra or {})
         self._turns = count()
 
     def prepare(self, step: int) -> None:
@@ -143,18 +177,17 @@ class ApiProxy:
     async def close(self) -> None:
         for server in self._servers.values():
             await server.close()
+        self.cache.close()
 
-    async def _remembered(self, messages: Conversation, max_tokens: int) -> Answer | Failure | None:
-        request = json.dumps([messages, max_tokens])
-        if request in self._known:
-            return self._known[request]
-        servers = list(self._servers.values())
-        first = next(self._turns) % len(servers)
-        answer = await self._ask(servers[first:] + servers[:first], messages, max_tokens)
-        if isinstance(answer, Answer):
-            self._known[request] = answer
-            if len(self._known) > _KNOWN:
-                del self._known[next(iter(self._known))]
+    async def _remembered(self, messages: Conversation, max_tokens: int) -> Reply:
+        async def ask() -> Reply:
+            servers = list(self._servers.values())
+            first = next(self._turns) % len(servers)
+            return await self._ask(servers[first:] + servers[:first], messages, max_tokens)
+
+        greedy = {"max_tokens": max_tokens, "temperature": 0.0, "seed": None}
+        key = fingerprint(self._model, list(messages), greedy, self._extra)
+        answer, _ = await self.cache.get(key, ask)
         return answer
 
     async def _ask(
@@ -178,6 +211,41 @@ class ApiProxy:
                 finish_reason=answer.finish_reason,
             )
         return Failure(error="; ".join(errors))
+
+
+def answer_cache(path: str | PathLike[str] | None = None) -> ResultCache[Reply]:
+    """A cache of servers' answers in memory or in the SQLite file ``path``, which runs may share.
+    What a server did not answer is not kept. Raises ``CacheFileError``.
+    """
+    return ResultCache(
+        path,
+        encode=_encoded,
+        decode=_decoded,
+        keeps=lambda reply: isinstance(reply, Answer),
+        application=_ANSWERS_ID,
+        layout=_ANSWERS_LAYOUT,
+        capacity=_KNOWN,
+    )
+
+
+def _encoded(reply: Reply) -> str:
+    assert isinstance(reply, Answer)
+    return json.dumps(asdict(reply))
+
+
+def _decoded(text: str) -> Reply:
+    try:
+        return Answer(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"not an answer: {text[:100]!r}") from error
+
+
+async def _runs(engine: Engine) -> bool:
+    try:
+        await engine.health()
+    except ServiceLost:
+        return False
+    return True
 
 
 def _fitting(

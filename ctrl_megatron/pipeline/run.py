@@ -55,7 +55,7 @@ from ctrl_megatron.pipeline.inputs import (
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
-from ctrl_megatron.pipeline.performance import device_memory
+from ctrl_megatron.pipeline.performance import device_memory, weights_gauges
 from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services, engine_keys
@@ -131,6 +131,8 @@ def train(config: Config) -> bool:
         )
         worker, sampler, steps = build_worker(run, services, inputs)
         run.check_stop()
+        if run.served is not None:
+            run.served.add(lambda: weights_gauges(worker.device))
         recorder = Recorder(
             config, active=run.groups.is_first, total_steps=steps, served=run.served
         )

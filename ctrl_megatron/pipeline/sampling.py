@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.pipeline.batch import (
     Draw,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.rollout.engine import CompletionListener
 
 T = TypeVar("T")
+V = TypeVar("V")
 RowListener = Callable[["Row", Completion], None]
 """Called with every completion as soon as it is drawn, and the row that it belongs to."""
 EXAMPLES_PER_STEP = 6
@@ -71,17 +72,43 @@ def begin_draw(
         )
 
     groups = worker.begin(ask_engine)
-    return Draw(step=number, rows=tuple(rows), attempt=attempt, version=version, groups=groups)
+    return Draw(
+        step=number,
+        begun=worker.step,
+        rows=tuple(rows),
+        attempt=attempt,
+        version=version,
+        groups=groups,
+    )
 
 
-def finish_draw(worker: DAGWorker, draw: Draw, *, mini_batch_size: int) -> list[Sample]:
+def finish_draw(
+    worker: DAGWorker, draw: Draw, *, mini_batch_size: int, heard: RowListener | None = None
+) -> list[Sample]:
     """The samples of the draw, on all ranks of the model copy. Collective. Raises RuntimeError if
-    other weights drew any token.
+    other weights drew any token, unless weights may change meanwhile (``update_in_flight``).
+
+    A draw whose engines are lost is begun anew on all ranks, from the actor's weights as they are
+    now; ``heard`` as in ``begin_draw``.
     """
     mine = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
     what = f"{len(mine) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
-    answers = worker.wait(draw.groups, f"{what} from the engines")
-    require_version(answers, draw.version)
+    try:
+        answers = worker.wait(draw.groups, f"{what} from the engines")
+    except ServiceLost as lost:
+        worker.device.lose(lost)
+        worker.settle()
+        again = begin_draw(
+            worker,
+            draw.rows,
+            mini_batch_size=mini_batch_size,
+            attempt=draw.attempt,
+            step=draw.step,
+            heard=heard,
+        )
+        return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard)
+    if not worker.config.actor_rollout_ref.rollout.update_in_flight:
+        require_version(answers, draw.version)
     name = f"{worker.config.trainer.experiment_name}/{draw.step}"
     name += f"/{draw.attempt}" if draw.attempt else ""
     return [
@@ -105,11 +132,16 @@ def draw_samples(
     attempt: int = 0,
     heard: RowListener | None = None,
 ) -> list[Sample]:
-    """The samples of ``begin_draw``, once they are all there. Collective."""
+    """The samples of ``begin_draw``, once they are all there; or of the draw of ``rows`` that an
+    earlier step has begun. Collective.
+    """
+    if worker.config.actor_rollout_ref.rollout.update_in_flight:
+        # What is being drawn goes on with the actor's weights as they are now.
+        worker.device.to_engine("actor", worker.step)
     draw = worker.ahead.take(worker.step, rows) or begin_draw(
         worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
     )
-    return finish_draw(worker, draw, mini_batch_size=mini_batch_size)
+    return finish_draw(worker, draw, mini_batch_size=mini_batch_size, heard=heard)
 
 
 def by_row(rows: Sequence[Row], n: int, heard: RowListener | None) -> CompletionListener | None:
@@ -141,17 +173,37 @@ def generate(
     Raises RuntimeError if other weights drew any token.
     """
     worker.settle()
-    version = worker.device.to_engine(role, worker.step)
 
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
         asked = [list(prompt) for prompt in prompts]
         return await worker.engine.generate(asked, params, finished=finished) if asked else []
 
-    what = f"{len(prompts) * params.n} texts of {version} from the engines"
-    answers = worker.ask(ask_engine, what)
+    what = f"{len(prompts) * params.n} texts of the {role} from the engines"
+    version, answers = answered(
+        worker, lambda: worker.device.to_engine(role, worker.step), ask_engine, what
+    )
     require_version(answers, version)
     return answers
+
+
+def answered(
+    worker: RolloutWorker,
+    prepare: Callable[[], V],
+    ask: Callable[[], Coroutine[Any, Any, T]],
+    what: str,
+) -> tuple[V, T]:
+    """(what ``prepare`` returned, the leader's answer to ``ask``), on all ranks. Collective.
+
+    ``ask`` calls the actor's engines, and ``prepare`` makes them ready for it. If they are lost,
+    all ranks do both again, so that no answer is a mixture of two attempts.
+    """
+    while True:
+        ready = prepare()
+        try:
+            return ready, worker.ask(ask, what)
+        except ServiceLost as lost:
+            worker.device.lose(lost)
 
 
 def require_version(answers: Sequence[Sequence[Completion]], version: str) -> None:

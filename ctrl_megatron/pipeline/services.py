@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import torch
 
@@ -17,7 +15,11 @@ from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import Gauge
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import (
@@ -31,22 +33,32 @@ from ctrl_megatron.parallel.placement import (
 )
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.rollout.client import RemoteEngine, log_tail
+from ctrl_megatron.pipeline.keeping import (
+    EngineService,
+    Keeper,
+    ProbedEngine,
+    ProbedSandbox,
+    SandboxService,
+    Service,
+    SilentService,
+)
+from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
+    ENGINE_MEMORY,
     CountedEngine,
     Engine,
     EngineAddress,
-    EngineDied,
     EngineError,
+    EngineMemory,
     EngineSpec,
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError, SandboxLimits
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.cores import usable_cores
 
-_ASK_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
 _GAUGE_SECONDS = 2.0
 
 
@@ -79,9 +91,12 @@ class Services:
         self._probes = BackgroundLoop("probes")
         self.placement = placement_of(config, groups)
         self._engines: dict[int, EngineProcess] = {}
-        self._sandbox: EmbeddedSandbox | None = None
+        self._sandbox: SandboxService | None = None
         self._token_file: IO[str] | None = None
         """Exists until the sandbox has read it."""
+        self._keepers: dict[int, Keeper] = {}
+        """Those of this rank's engines, by the engine's number."""
+        self._sandbox_keeper: Keeper | None = None
         self._addresses: dict[int, EngineAddress] = {}
         self._clients: dict[int, RemoteEngine] = {}
         self.sandbox_endpoint = config.sandbox.endpoint or ""
@@ -105,15 +120,21 @@ class Services:
             longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
             assert longest is not None
             spec = engine_spec(config, groups, self.placement, place, longest)
-            engine = EngineProcess(spec)
-            self._engines[place.number] = engine
-            name, log = engine.address.name, partial(log_tail, engine.address.log_path)
-            self._watch.guard(partial(child_died, f"engine {name}", engine.pid, engine.alive, log))
+            self._engines[place.number] = engine = EngineProcess(spec)
+            sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
+            self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)
         if own_sandbox:
             # The sandbox ends with the thread that starts it, so the main thread starts it.
-            self._sandbox = self._start_sandbox()
+            self._sandbox = SandboxService(self._start_sandbox, self._forget_token)
+            self._sandbox_keeper = self._kept(self._sandbox)
 
-    def _start_sandbox(self) -> EmbeddedSandbox:
+    def _kept(self, service: Service, *, waits: bool = False) -> Keeper:
+        keeper = Keeper(service, most=self._config.trainer.service_restarts, waits=waits)
+        self._watch.guard(keeper.died)
+        self._watch.guard(keeper.hangs, hang=True)
+        return keeper
+
+    def _start_sandbox(self, port: int) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
         workers = sandbox_workers(usable_cores(), groups.hosts.ranks_on(groups.here))
         file = tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-")  # noqa: SIM115
@@ -125,9 +146,14 @@ class Services:
             isolation=config.isolation,  # type: ignore[arg-type]
             limits=SandboxLimits(problem_seconds=config.problem_seconds),
             host=groups.hosts.addresses[groups.here],
+            port=port,
             token_file=file.name if self.sandbox_token else None,
             wait=False,
         )
+
+    def _forget_token(self) -> None:
+        if self._token_file is not None:
+            self._token_file.close()
 
     def wait(self) -> None:
         """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
@@ -154,11 +180,9 @@ class Services:
         limit = self._config.trainer.wait_timeout
         waiting = Waiting(groups=groups, stop=self._stop, limit=limit)
         waiting.together(starting, "the engines and sandboxes to start")
-        if self._token_file is not None:
-            self._token_file.close()
         self._watch_services()
         addresses = {number: engine.address for number, engine in self._engines.items()}
-        everywhere = groups.from_all((addresses, box.endpoint if box else ""))
+        everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
         mine = groups.hosts.first_rank(groups.here)
@@ -171,13 +195,66 @@ class Services:
         """
         limit, probes = self._config.trainer.failure_timeout, self._probes
         self._watch.guard(LoopHeld(self._background, limit), hang=True)
-        for engine in self._engines.values():
-            silence = SilentService(ProbedEngine(engine.connect()), probes, limit)
-            self._watch.guard(silence, hang=True)
-        if (box := self._sandbox) is not None:
-            self._watch.guard(partial(child_died, "sandbox service", box.pid, box.alive, box.log))
-            silence = SilentService(ProbedSandbox(box, self.sandbox_token), probes, limit)
-            self._watch.guard(silence, hang=True)
+        for number, engine in self._engines.items():
+            probed = ProbedEngine(engine.connect())
+            self._keepers[number].begin(SilentService(probed, probes, limit))
+        if (box := self._sandbox) is not None and self._sandbox_keeper is not None:
+            probed = ProbedSandbox(lambda: box.box, self.sandbox_token)
+            self._sandbox_keeper.begin(SilentService(probed, probes, limit))
+
+    # Engines that were started again
+
+    def lost(self) -> bool:
+        """Whether an engine of the actor on this host is lost, or was started again and has not
+        been restored yet."""
+        return any(not keeper.up or keeper.fresh for _, keeper in self._kept_engines())
+
+    async def restore(self, asleep: Collection[EngineMemory]) -> int:
+        """Wait until all engines of the actor on this host run, those that are lost after a
+        restart; returns the number that was started again since the last call. These have no
+        weights, and their memory sleeps as ``asleep`` says of the others'.
+        """
+        restored = (self._restored(keeper, n, asleep) for n, keeper in self._kept_engines())
+        return sum(await asyncio.gather(*restored))
+
+    def _kept_engines(self) -> list[tuple[int, Keeper]]:
+        actors = {place.number for place in self.placement.of("rollout").engines}
+        return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
+
+    async def _restored(
+        self, keeper: Keeper, number: int, asleep: Collection[EngineMemory]
+    ) -> bool:
+        engine, before = self._engines[number].connect(), keeper.restarts
+        try:
+            try:
+                await engine.health()
+            except ServiceLost as error:
+                keeper.doubt(str(error), before)
+            if not keeper.up:
+                keeper.allow()
+            with awaited(f"the {keeper.service.name} to start again"):
+                while not keeper.up:
+                    if keeper.failure:
+                        raise EngineError(keeper.failure)
+                    await asyncio.sleep(_LOOK_SECONDS)
+            restarted, keeper.fresh = keeper.fresh, False
+            if restarted and asleep:
+                # Adapters are useless without the weights that were read at the start.
+                keeps = self._config.actor_rollout_ref.rollout.adapter_push
+                await engine.sleep(1 if keeps else 2)
+                for memory in ENGINE_MEMORY:
+                    if memory not in asleep:
+                        await engine.wake((memory,))
+            return restarted
+        finally:
+            await engine.close()
+
+    def restarts(self) -> dict[str, float]:
+        """How often engines and sandboxes of this rank were started again, by the metric's name."""
+        found = {"engine/restarts": float(sum(k.restarts for k in self._keepers.values()))}
+        if self._sandbox_keeper is not None:
+            found["sandbox/restarts"] = float(self._sandbox_keeper.restarts)
+        return found
 
     def connect(self, role: EngineRole = "rollout") -> CountedEngine:
         """A client of all engines of a role."""
@@ -240,9 +317,10 @@ class Services:
 
     def stop(self) -> None:
         """End this rank's child processes, also those that are still starting."""
-        for service in (self._sandbox, *self._engines.values()):
-            if service is not None:
-                service.stop()
+        for keeper in (self._sandbox_keeper, *self._keepers.values()):
+            if keeper is not None:
+                keeper.stop()
+        self._forget_token()
         self._probes.close()
 
 
@@ -256,111 +334,6 @@ async def counters_now(address: EngineAddress) -> tuple[str, Counters]:
         return address.name, {}
     finally:
         await client.close()
-
-
-def child_died(
-    name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
-) -> str | None:
-    """What happened to a child process, with the end of its output; None while it is alive."""
-    if alive():
-        return None
-    words = last_words().strip() or "(none)"
-    return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
-
-
-class Probed(Protocol):
-    """A service that is asked for signs of life, on an event loop of its own."""
-
-    async def answers(self) -> bool:
-        """Ask once. False where the service is not reached."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
-
-    def silent(self, seconds: float) -> str:
-        """The error for a service that runs but has not answered for ``seconds``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProbedEngine:
-    """An engine answers during generations, updates and sleep too."""
-
-    engine: RemoteEngine
-
-    async def answers(self) -> bool:
-        try:
-            await self.engine.health()
-        except EngineDied:
-            # The watch of its process reports more about it.
-            return False
-        except EngineError:
-            # An answer too; the caller of the engine gets the error.
-            return True
-        return True
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-    def silent(self, seconds: float) -> str:
-        address = self.engine.address
-        return (
-            f"the rollout engine (pid {address.pid}) runs but has not answered for {seconds:.0f} "
-            f"s; the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
-        )
-
-
-class ProbedSandbox:
-    """The run's own sandbox; its service answers while all of its workers are busy."""
-
-    def __init__(self, box: EmbeddedSandbox, token: str | None) -> None:
-        self._box, self._client = box, SandboxClient(box.endpoint, token=token, attempts=1)
-
-    async def answers(self) -> bool:
-        try:
-            await self._client.ping()
-        except SandboxError:
-            return False
-        return True
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    def silent(self, seconds: float) -> str:
-        words = self._box.log().strip() or "(none)"
-        return (
-            f"the sandbox service (pid {self._box.pid}) runs but has not answered for "
-            f"{seconds:.0f} s; the end of its output:\n{words}"
-        )
-
-
-class SilentService:
-    """Notices a service whose process is alive but which does not answer any more. It is asked
-    every two seconds.
-    """
-
-    def __init__(self, service: Probed, probes: BackgroundLoop, limit: float) -> None:
-        self._service, self._limit = service, limit
-        self._answers, self._standstill = 0, Standstill()
-        self._asking = probes.submit(self._ask())
-
-    async def _ask(self) -> None:
-        try:
-            while True:
-                if await self._service.answers():
-                    self._answers += 1
-                await asyncio.sleep(_ASK_SECONDS)
-        finally:
-            await self._service.close()
-
-    def __call__(self) -> str | None:
-        """What is wrong, for ``FailureWatch.guard``."""
-        if self._asking.done() and not self._asking.cancelled():
-            return f"a service is no longer watched: {self._asking.exception()!r}"
-        silent = self._standstill.seconds(self._answers)
-        return self._service.silent(silent) if silent > self._limit else None
 
 
 class LoopHeld:
@@ -455,8 +428,10 @@ def engine_spec(
         kv_cache_gib=keys.kv_cache_gib,
         max_num_seqs=keys.max_num_seqs,
         enforce_eager=keys.enforce_eager,
-        # The proxy's own engines keep the weights of their directory.
-        awaits_weights=is_actor,
+        # The proxy's own engines keep the weights of their directory, and so do those that get
+        # adapters.
+        awaits_weights=is_actor and not family.rollout.adapter_push,
+        lora=actor_shape(config).lora if is_actor and family.rollout.adapter_push else None,
         may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
         seed=family.rollout.seed + number,
@@ -465,6 +440,12 @@ def engine_spec(
         log_path=str(Path(config.trainer.run_dir) / log),
         extra=dict(keys.engine_kwargs),
     )
+
+
+def actor_shape(config: Config) -> ModelShape:
+    """The actor, with its adapters if it has any."""
+    path = config.actor_rollout_ref.model.path
+    return adapted(read_model_shape(path), configured(config))
 
 
 def proxy_path(config: Config) -> str:

@@ -17,10 +17,10 @@ from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restarts
-from ctrl_megatron.errors import note_users_code
+from ctrl_megatron.errors import STOPPED, note_users_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
-from ctrl_megatron.parallel.failure import STOPPED, FailureWatch
+from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import layout_for
 from ctrl_megatron.parallel.stacks import StackFile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,10 +17,10 @@ from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import ServiceFault, UserError
+from ctrl_megatron.errors import ServiceFault, ServiceLost, UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.models.policy import Policy
+from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
@@ -119,6 +120,8 @@ class RolloutWorker:
     """The proxy's answers that were asked for before ``chain.revise`` needs them, by the text of
     their conversation (leaders only)."""
     timeline: Timeline = field(default_factory=Timeline)
+    restarts: Callable[[], dict[str, float]] = dict
+    """How often this rank has started services again, by the metric's name."""
     step: int = 0
     """Training steps that are finished."""
 
@@ -129,22 +132,28 @@ class RolloutWorker:
         return Waiting(groups=self.groups, stop=self.stop, limit=limit)
 
     def ask(
-        self, work: Callable[[], Coroutine[Any, Any, T]], what: str = "work of the leaders"
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        what: str = "work of the leaders",
+        *,
+        stoppable: bool = True,
     ) -> T:
         """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
 
         ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
-        is requested while any leader waits, and WaitedTooLong after ``trainer.wait_timeout``.
+        is requested while any leader waits, unless ``stoppable`` is false, ServiceLost, on all
+        ranks, if the engines that it asks are lost, and WaitedTooLong after
+        ``trainer.wait_timeout``.
         """
-        return self.wait(self.begin(work), what)
+        return self.wait(self.begin(work), what, stoppable=stoppable)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
         """Start ``work`` on the leader; ``wait`` returns its result."""
         return self.background.submit(work()) if self.groups.is_leader else None
 
-    def wait(self, begun: Future[T] | None, what: str) -> T:
+    def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
         """The result of what ``begin`` started; as ``ask`` otherwise."""
-        return self.groups.from_leader(self.waiting.together(begun, what))
+        return self.groups.from_leader(self.waiting.together(begun, what, stoppable=stoppable))
 
     def settle(self) -> None:
         """Wait until the engines draw nothing for a later step, so that their weights may change.
@@ -166,7 +175,7 @@ class RolloutWorker:
         Collective.
 
         Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
-        ``reward.max_failed_share`` of it.
+        ``reward.max_failed_share`` of it. What the cache answers they were not asked.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
@@ -181,13 +190,15 @@ class RolloutWorker:
         return found
 
     def take_judging(self) -> dict[str, float]:
-        """``reward/judged_rate``: the share of the programs of ``check_judging`` that were judged;
-        nothing where there was none. The count begins anew. Collective; raises as that.
+        """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
+        the cache answered, that were judged; nothing where there was none. The count begins anew.
+        Collective; raises as that.
         """
         found = self.check_judging()
         if self.rewards is not None:
             self.rewards.take_judging()
-        return {"reward/judged_rate": 1 - found.failed / found.asked} if found.asked else {}
+        every = found.asked + found.cached
+        return {"reward/judged_rate": 1 - found.failed / every} if every else {}
 
     def close(self) -> None:
         """Close connections and end the background loop."""
@@ -208,18 +219,19 @@ class DAGWorker(RolloutWorker):
     train: PromptTable
     draw: Callable[[int], list[int]]
     """n -> positions of the next n rows of the data, the same on every rank."""
-    peek: Callable[[int], list[int]] | None = None
-    """n -> what ``draw`` will return next; None where nothing draws."""
+    peek: Callable[[int, int], list[list[int]]] | None = None
+    """(n, count) -> what the next ``count`` calls of ``draw(n)`` will return; None where nothing
+    draws."""
     total_steps: int = 0
     """Training steps of the whole run."""
     ahead: DrawsAhead = field(default_factory=DrawsAhead)
-    """What is drawn for the next step while this one trains (``rollout.staleness``)."""
+    """What is drawn for later steps while one trains (``rollout.staleness``)."""
     counted: dict[str, Counters] = field(default_factory=dict)
     """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
-    reference: Policy | None
+    reference: Policy | BasePolicy | None
     """The frozen reference of the KL; None if the objective has no KL."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""
@@ -229,7 +241,9 @@ class DAGWorker(RolloutWorker):
 
     def settle(self) -> None:
         for draw in self.ahead.every():
-            self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+            # One whose engines are lost is begun anew when its step comes.
+            with suppress(ServiceLost):
+                self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
 
     @property
     def temperature(self) -> float:

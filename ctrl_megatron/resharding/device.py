@@ -16,22 +16,84 @@ host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import (
+    DirectorySource,
+    MegatronSource,
+    NoAdapters,
+    WeightSource,
+)
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 
 Role = Literal["actor", "proxy"]
+_MOST_LOSSES = 3
+"""Losses in a step without an engine that was started again, after which the run ends."""
+
+
+class EngineKeeper(Protocol):
+    """Starts this host's engines again, on its first rank; elsewhere there are none."""
+
+    def lost(self) -> bool:
+        """Whether an engine is lost, or was started again and is not restored yet."""
+        ...
+
+    async def restore(self, asleep: Collection[EngineMemory]) -> int:
+        """Return when all engines run; the number of those that were started again since the last
+        call. They have no weights, and ``asleep`` is the memory of theirs that sleeps."""
+        ...
+
+
+class ActorVersions:
+    """Names of the actor's weights: ``actor@N`` after N training steps, a new one only where the
+    weights have changed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        """N of every name so far."""
+        self._updates = 0
+        """Updates of the actor's model that led to the last one."""
+
+    def name(self, updates: int, step: int) -> str:
+        """The name of the weights after so many ``updates`` of the model, in training step number
+        ``step``.
+        """
+        if not self._numbers:
+            self._numbers.append(step)
+        elif self._updates != updates:
+            self._numbers.append(max(step, self._numbers[-1] + 1))
+        self._updates = updates
+        return f"actor@{self._numbers[-1]}"
+
+    def behind(self, version: str) -> int:
+        """Names that are newer than ``version``: the updates since. ValueError if it is newer than
+        the last name.
+        """
+        number = int(version.removeprefix("actor@"))
+        if not self._numbers or number > self._numbers[-1]:
+            raise ValueError(f"no weights were called {version} until now")
+        return sum(number < newer for newer in self._numbers)
+
+    def last(self, count: int) -> list[int]:
+        """N of the last ``count`` names, for ``go_on``."""
+        return self._numbers[-count:]
+
+    def go_on(self, numbers: Sequence[int], updates: int) -> None:
+        """Take over the names of an earlier run; ``updates`` are the model's now."""
+        self._numbers, self._updates = list(numbers), updates
 
 
 class DeviceOwner:
@@ -39,6 +101,9 @@ class DeviceOwner:
     the weights that they lack. All ranks call the same methods in the same order.
 
     The engines generate for two roles in turn; every completion names the weights that drew it.
+
+    An engine that is lost, whenever that is, is restored by the next ``to_engine``: all ranks wait
+    for its restart, and all engines get the weights anew.
     """
 
     def __init__(
@@ -53,7 +118,9 @@ class DeviceOwner:
         shared: bool = False,
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
+        lends: ModelShape | None = None,
         verify: bool = False,
+        restarts: EngineKeeper | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
@@ -61,12 +128,17 @@ class DeviceOwner:
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``leaves`` are the parts of a model that go to host memory
         while the engines generate. Before training step ``rests_until`` the actor does not learn.
-        ``verify`` compares checksums after every push.
+        ``lends`` is the shape of the actor if the engines get only its adapters: the directories'
+        roles are then played by the engines' own weights, which they keep while they sleep.
+        ``verify`` compares checksums after every push. Without ``restarts`` a lost engine is an
+        error.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
+        self._lends = lends
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
+        self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
         """The version that the engines have; None for weights that no push of ours has named."""
         self._models: list[ParallelModel] = []
@@ -77,9 +149,10 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self._named: tuple[int, int] | None = None
-        """Updates of the actor's model, and N of the version ``actor@N`` that they led to."""
+        self.versions = ActorVersions()
         self._reports: list[PushReport] = []
+        self.pushed: int | None = None
+        """N of the actor's weights that were pushed last; None before the first push."""
         self.to_trainer()
 
     def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
@@ -98,14 +171,19 @@ class DeviceOwner:
 
     def read_from(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
-        self._sources[role] = DirectorySource(directory, self._layout, self._groups)
+        self._sources[role] = (
+            DirectorySource(directory, self._layout, self._groups)
+            if self._lends is None
+            else NoAdapters(self._lends, self._layout, self._groups)
+        )
         self._loaded = None
 
     def to_trainer(self) -> None:
         """Let the engine sleep, if it is awake and shares the device. Collective.
 
         Its weights are copied to host memory only if the next completion needs the same ones; else
-        they are dropped, since a push comes before the next completion.
+        they are dropped, since a push comes before the next completion. Engines with adapters keep
+        what they have.
         """
         if self._handing_over:
             raise RuntimeError(
@@ -116,16 +194,21 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        keeps = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        same = self._step < self._rests_until and self._loaded not in (None, "proxy")
+        keeps = same or self._lends is not None
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
         sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
-        self._waiting.together(
-            self._loop.submit(sleep) if sleep else None, "the engines to free the device"
-        )
-        self._asleep = set(ENGINE_MEMORY)
         if not keeps:
             self._loaded = None
+        self._asleep = set(ENGINE_MEMORY)
+        try:
+            self._waiting.together(
+                self._loop.submit(sleep) if sleep else None, "the engines to free the device"
+            )
+        except ServiceLost as lost:
+            # One that is lost has freed it too.
+            self.lose(lost)
 
     def to_engine(self, role: Role, step: int) -> str:
         """Let the engine generate with the role's weights; returns their version. Collective.
@@ -133,11 +216,50 @@ class DeviceOwner:
         The version is ``proxy``, or ``actor@N`` for the actor's weights after N training steps.
         ``step`` is the number of training steps that are finished.
         """
+        if step != self._step:
+            self._losses = 0
+        while True:
+            restored = self._restore()
+            try:
+                return self._to_engine(role, step, verify=self._verify or restored)
+            except ServiceLost as lost:
+                self.lose(lost)
+
+    def lose(self, lost: ServiceLost) -> None:
+        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ``lost`` where
+        engines are not started again, or where that has not helped."""
+        if self._restarts is None or self._losses == _MOST_LOSSES:
+            raise lost
+        self._losses += 1
+        self._suspect, self._loaded, self._handing_over = True, None, False
+
+    def _restore(self) -> bool:
+        """Whether an engine was lost; all run again. Collective."""
+        if self._restarts is None:
+            return False
+        (lost,) = self._groups.on_any(self._suspect or self._restarts.lost())
+        if not lost:
+            return False
+        self._let_go()
+        # An engine takes its memory when it starts.
+        torch.cuda.empty_cache()
+        self._groups.barrier()
+        restored = self._loop.submit(self._restarts.restore(self._asleep)) if self._engine else None
+        count = self._waiting.together(restored, "the engines to start again")
+        if any(self._groups.on_any(bool(count))):
+            self._losses = 0
+        self._suspect, self._loaded = False, None
+        return True
+
+    def _to_engine(self, role: Role, step: int, *, verify: bool) -> str:
         version, self._step = self.version(role, step), step
         if self._loaded != version:
             sent = self._sources[role].model
             if sent is not None and "weights" in sent.away:
                 # They return to the memory of the engine's weights, which the push overwrites.
+                if self._asleep != set(ENGINE_MEMORY):
+                    # A push was lost after its weights had left.
+                    self._wake_all()
                 self.to_trainer()
                 sent.onload("weights")
             self._handing_over = True
@@ -152,16 +274,21 @@ class DeviceOwner:
                 self._sender,
                 self._waiting,
                 version=version,
-                verify=self._verify,
+                verify=verify,
             )
             self._reports.append(report)
             self._loaded = version
+            if role == "actor":
+                self.pushed = int(version.removeprefix("actor@"))
         self._handing_over = True
         self._let_go()
-        for memory in ENGINE_MEMORY:
-            self._wake(memory)
+        self._wake_all()
         self._handing_over = False
         return version
+
+    def _wake_all(self) -> None:
+        for memory in ENGINE_MEMORY:
+            self._wake(memory)
 
     def take_reports(self) -> list[PushReport]:
         """The pushes since the last call."""
@@ -177,15 +304,13 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        if role == "proxy":
-            return role
-        model = self._sources[role].model
-        updates = 0 if model is None else model.updates
-        if self._named is None:
-            self._named = updates, step
-        elif self._named[0] != updates:
-            self._named = updates, max(step, self._named[1] + 1)
-        return f"{role}@{self._named[1]}"
+        return role if role == "proxy" else self.versions.name(self.updates, step)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the actor's model in this process."""
+        model = self._sources["actor"].model
+        return 0 if model is None else model.updates
 
     def _let_go(self, but: ParallelModel | None = None) -> None:
         for model in self._models:
@@ -201,5 +326,6 @@ class DeviceOwner:
         torch.cuda.empty_cache()
         self._groups.barrier()
         woken = self._loop.submit(self._engine.wake((memory,))) if self._engine else None
-        self._waiting.together(woken, f"the engines to take memory for their {memory}")
+        # Engines that are not lost have woken in any case.
         self._asleep.remove(memory)
+        self._waiting.together(woken, f"the engines to take memory for their {memory}")

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
+from typing import Literal
 
-from ctrl_megatron.models.rules import hf_buffers, hf_shapes
+from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -17,6 +18,9 @@ from ctrl_megatron.resharding.shard_plan import EngineCut
 from ctrl_megatron.rollout.weight_chunks import aligned, spec_bytes
 from ctrl_megatron.types import TensorSpec
 
+Sent = Literal["merged", "trained"]
+"""The tensors of a model that are sent: its weights, with adapters merged into them; or those that
+training changes, adapters by themselves."""
 ONE_ENGINE = Placement(engines=(EnginePlace(number=0, host=0, devices=(0,)),))
 """An engine of one worker on the first host."""
 WHOLE = EngineCut()
@@ -34,6 +38,7 @@ class EngineLayout:
     """The engines that take the weights."""
     cut: EngineCut = WHOLE
     """How every engine's workers cut the model, for media that bring a worker only its part."""
+    sends: Sent = "merged"
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -69,12 +74,14 @@ class TensorPlace:
     """The rectangles that it consists of, if the host for which the plan was made writes it."""
 
 
-def hf_specs(shape: ModelShape, dtype: str) -> list[TensorSpec]:
-    """Every HF tensor of the model in checkpoint order, in ``dtype`` but for buffers."""
+def hf_specs(shape: ModelShape, dtype: str, sends: Sent = "merged") -> list[TensorSpec]:
+    """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers."""
     own = hf_buffers(shape)
+    names = hf_shapes(shape.base).keys() if sends == "merged" else trained_names(shape)
     return [
         TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
         for name, size in hf_shapes(shape).items()
+        if name in names
     ]
 
 
@@ -144,7 +151,8 @@ def plan(
 
     load_of_host, load_of_rank = [0] * (1 + max(host_of_rank)), [0] * train.world_size
     readers, places = frozenset(engine.hosts), []
-    for place in place_in_buckets(hf_specs(shape, engine.dtype), engine.bucket_bytes):
+    specs = hf_specs(shape, engine.dtype, engine.sends)
+    for place in place_in_buckets(specs, engine.bucket_bytes):
         name, size = place.spec.name, spec_bytes(place.spec)
         parts = held[name]
         givers, takers = givers_and_takers(frozenset((part.mesh, part.at) for part in parts))

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import Sender
@@ -44,7 +45,8 @@ def push(
     and on hosts without engines; its calls run on ``loop``, and the ranks wait for them on the
     conditions of ``waiting``. With ``verify`` threads compute
     checksums of what is sent while engines read it. Those of every engine must be equal:
-    RuntimeError names the first tensors that differ.
+    RuntimeError names the first tensors that differ. Raises ServiceLost, on all ranks, if an engine
+    is lost meanwhile.
     """
     groups = sender.groups
     # The engines' weights must not change while another rank still generates.
@@ -110,7 +112,8 @@ class ChunkQueue:
 
     def wait_until_read(self, bucket: int) -> None:
         """Block until the engine has read the chunk of that number, counted from 0; raises what
-        made its update fail."""
+        made its update fail. A lost engine reads nothing more, which ``finish`` tells all ranks
+        when they have exchanged the rest."""
 
         def is_read(seconds: float) -> bool:
             with self._changed:
@@ -120,7 +123,7 @@ class ChunkQueue:
 
         what = f"the engines to read bucket {bucket + 1} of {self._version}"
         self._waiting.alone(is_read, what)
-        if self._update.done():
+        if self._update.done() and not isinstance(self._update.exception(), ServiceLost):
             self._update.result()
 
     def finish(self) -> Future[None]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -37,7 +37,7 @@ class ShardBuckets:
     """
 
     def __init__(self, source: MegatronSource, groups: ProcessGroups, placement: Placement) -> None:
-        layout, shape, of_rank = source.layout, source.model.shape, groups.hosts.of_rank
+        layout, shape, of_rank = source.layout, source.model.shape.base, groups.hosts.of_rank
         self._source = source
         self.plan = plan = ShardPlan(
             shape,
@@ -46,7 +46,7 @@ class ShardBuckets:
             takers_of_engines(placement, of_rank),
             of_rank,
             dtype=layout.dtype,
-            te_names=has_transformer_engine(),
+            te_names=fuses_norms(source.model.shape),
         )
         shapes, dtypes = hf_shapes(shape), {p.spec.name: p.spec.dtype for p in source.places}
         self.parts = plan.buckets(layout.bucket_bytes)
@@ -74,9 +74,9 @@ class ShardBuckets:
 
     def weights(self, transfer: Transfer) -> Iterator[torch.Tensor]:
         """The values of a transfer's rectangles, of which this rank has the shard."""
-        chunk = self._source.weights[transfer.part.chunk]
         for rectangle in transfer.rectangles:
-            yield chunk[rectangle.param].detach()[rectangle.piece.slices]
+            weight = self._source.weight(transfer.part.chunk, rectangle.param)
+            yield weight.detach()[rectangle.piece.slices]
 
     def wholes(self, number: int, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) of a bucket, put together from the parts of all workers."""

@@ -9,10 +9,12 @@ from typing import Protocol
 
 import torch
 
+from ctrl_megatron.models.adapters import merged
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.layer_spec import has_transformer_engine
+from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
@@ -55,27 +57,42 @@ class MegatronSource:
             model.shape,
             groups.layout,
             layout,
-            has_transformer_engine(),
+            fuses_norms(model.shape),
             groups.hosts.of_rank,
             groups.here,
         )
-        self.weights = chunks = [
-            {**dict(chunk.named_parameters()), **dict(chunk.named_buffers())}
-            for chunk in model.models
-        ]
-        """Name -> parameter or buffer of this rank, for every virtual stage."""
-        self._copies: dict[int, list[tuple[TensorPlace, Piece, torch.Tensor]]]
-        self._copies = defaultdict(list)
+        self._copies: dict[int, dict[tuple[int, str], list[tuple[TensorPlace, Piece]]]]
+        self._copies = defaultdict(lambda: defaultdict(list))
         for place in self.places:
             for source in place.sources:
                 if source.rank == groups.rank:
-                    weight = chunks[source.chunk][source.param]
-                    self._copies[place.bucket].append((place, source.piece, weight))
+                    pieces = self._copies[place.bucket][source.chunk, source.param]
+                    pieces.append((place, source.piece))
+
+    def weight(self, chunk: int, param: str) -> torch.Tensor:
+        """A parameter or buffer of this rank's virtual stage ``chunk``, with its adapter merged."""
+        return merged(self.model.models[chunk], param)
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        for place, piece, weight in self._copies[bucket]:
-            whole = tensor_at(memory, place.spec, place.offset)
-            whole[piece.hf_slices].copy_(weight.detach()[piece.slices])
+        for param, pieces in self._copies[bucket].items():
+            weight = self.weight(*param)
+            for place, piece in pieces:
+                whole = tensor_at(memory, place.spec, place.offset)
+                whole[piece.hf_slices].copy_(weight[piece.slices])
+
+
+class NoAdapters:
+    """Adapters that change nothing: with them an engine computes what its base does."""
+
+    def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
+        self.model = None
+        specs = hf_specs(shape, layout.dtype, layout.sends)
+        self.places = place_in_buckets(specs, layout.bucket_bytes)
+        self._fills = groups.is_first_here
+
+    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        if self._fills:
+            memory.zero_()
 
 
 class DirectorySource:

@@ -1,5 +1,5 @@
-"""A cache of verdicts, in memory or in a file. Callers that request a verdict while its program is
-running share the run.
+"""A cache of results, in memory or in a file: verdicts, and other results that cost time or money.
+Callers that request a result while it is computed share the run.
 
 The file is an SQLite database that several processes and runs may share. It must be on a local
 disk: SQLite's write-ahead log does not work on network file systems.
@@ -17,15 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Verdict
 
 APPLICATION_ID = 0x43545243
-"""SQLite's application id of this cache, in the file's header."""
+"""SQLite's application id of a cache of verdicts, in the file's header."""
 LAYOUT_VERSION = 2
 """Version in the file's header. Raise it when the table or the text of a verdict changes."""
+T = TypeVar("T")
 _TABLE = """CREATE TABLE results (
     number INTEGER PRIMARY KEY,
     key TEXT NOT NULL UNIQUE,
@@ -80,19 +81,20 @@ class CacheCounters:
 
 
 @dataclass(slots=True)
-class _Flight:
-    task: asyncio.Task[Verdict]
+class _Flight(Generic[T]):
+    task: asyncio.Task[T]
     waiters: int = 0
 
 
-class VerdictCache:
-    """Runs every key once: later callers get the stored verdict, and callers at the same time share
+class ResultCache(Generic[T]):
+    """Runs every key once: later callers get the stored result, and callers at the same time share
     one run.
 
     The error of a run reaches all callers that wait for it and is not stored. A cancelled caller
-    leaves the run to the others; the last one cancels it. Verdicts with a time-out are not stored,
-    because a busy machine can cause them. Verdicts are stored in memory or in the SQLite file
-    ``path``, which is created where it does not exist: at most ``capacity`` verdicts and
+    leaves the run to the others; the last one cancels it. The results for which ``keeps`` is true
+    are stored as the text that ``encode`` makes of them and ``decode`` reads, in memory or in the
+    SQLite file ``path``, which is created where it does not exist and has the id ``application``
+    and the version ``layout`` in its header: at most ``capacity`` results and
     ``capacity_bytes`` bytes, the oldest are deleted first. A method waits up to ``busy_seconds``
     for another process that writes to the file. The cache may change to another event loop while
     nothing runs on the former one. Every method raises ``CacheFileError``.
@@ -102,6 +104,11 @@ class VerdictCache:
         self,
         path: str | PathLike[str] | None = None,
         *,
+        encode: Callable[[T], str],
+        decode: Callable[[str], T],
+        keeps: Callable[[T], bool],
+        application: int,
+        layout: int,
         capacity: int = 200_000,
         capacity_bytes: int = 512 << 20,
         busy_seconds: float = 30.0,
@@ -114,7 +121,9 @@ class VerdictCache:
         self.counters = CacheCounters()
         self._capacity, self._busy_seconds = capacity, busy_seconds
         self._pages = capacity_bytes // _PAGE_BYTES
-        self._flights: dict[str, _Flight] = {}
+        self._encode, self._decode, self._keeps = encode, decode, keeps
+        self._application, self._layout = application, layout
+        self._flights: dict[str, _Flight[T]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         if self.path is not None and not self.path.parent.is_dir():
             raise CacheFileError(f"{path}: the folder {self.path.parent} does not exist; create it")
@@ -131,8 +140,8 @@ class VerdictCache:
                 self._connection.close()
                 raise
 
-    async def get(self, key: str, run: Callable[[], Awaitable[Verdict]]) -> tuple[Verdict, bool]:
-        """The verdict of ``key``, and True where ``run`` was not started for it."""
+    async def get(self, key: str, run: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+        """The result of ``key``, and True where ``run`` was not started for it."""
         self._enter_loop()
         remembered = self.recall(key)
         if remembered is not None:
@@ -157,24 +166,24 @@ class VerdictCache:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
-    def recall(self, key: str) -> Verdict | None:
-        """The stored verdict of ``key``; None where there is none."""
+    def recall(self, key: str) -> T | None:
+        """The stored result of ``key``; None where there is none."""
         with self._refusing("be used"):
             row = self._connection.execute(
                 "SELECT value FROM results WHERE key = ?", (key,)
             ).fetchone()
         try:
-            return None if row is None else decode_verdict(row[0])
+            return None if row is None else self._decode(row[0])
         except ValueError as error:
             raise self._unusable(f"contains a result that cannot be read: {error}") from error
 
-    def remember(self, key: str, verdict: Verdict) -> None:
-        """Store a verdict. A key that is stored already keeps its verdict."""
+    def remember(self, key: str, result: T) -> None:
+        """Store a result. A key that is stored already keeps its result."""
         with self._refusing("be used"), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.execute(
                 "INSERT INTO results (key, value) VALUES (?, ?) ON CONFLICT (key) DO NOTHING",
-                (key, encode_verdict(verdict)),
+                (key, self._encode(result)),
             )
             # A new row has the largest number plus one, so no count of the rows is needed.
             self._connection.execute(
@@ -204,12 +213,12 @@ class VerdictCache:
         """Close the file. No other method may be called afterwards."""
         self._connection.close()
 
-    async def _run(self, key: str, run: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        verdict = await run()
-        if not verdict.timed_out:
+    async def _run(self, key: str, run: Callable[[], Awaitable[T]]) -> T:
+        result = await run()
+        if self._keeps(result):
             # Stored here and not in a callback, so that an error of the file reaches the callers.
-            self.remember(key, verdict)
-        return verdict
+            self.remember(key, result)
+        return result
 
     def _enter_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -217,7 +226,7 @@ class VerdictCache:
             return
         if self._flights and self._loop is not None and self._loop.is_running():
             raise RuntimeError(
-                "the reward cache is in use by another event loop; use it on one event loop only"
+                "the cache is in use by another event loop; use it on one event loop only"
             )
         self._flights = {}  # the loop of the old runs has ended
         self._loop = loop
@@ -229,8 +238,8 @@ class VerdictCache:
             execute("BEGIN IMMEDIATE")  # another process may create the file now
             if not self._is_ours():
                 execute(_TABLE)
-                execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                execute(f"PRAGMA user_version = {LAYOUT_VERSION}")
+                execute(f"PRAGMA application_id = {self._application}")
+                execute(f"PRAGMA user_version = {self._layout}")
         if self.path is None:
             return
         self._enter_wal()
@@ -250,11 +259,11 @@ class VerdictCache:
         application, version, tables = (
             self._connection.execute(query).fetchone()[0] for query in queries
         )
-        if application == APPLICATION_ID and version != LAYOUT_VERSION:
-            raise self._unusable(f"has layout {version}, this release reads {LAYOUT_VERSION}")
-        if application != APPLICATION_ID and (application or version or tables):
+        if application == self._application and version != self._layout:
+            raise self._unusable(f"has layout {version}, this release reads {self._layout}")
+        if application != self._application and (application or version or tables):
             raise self._unusable("is a database of another program")
-        return application == APPLICATION_ID
+        return application == self._application
 
     def _enter_wal(self) -> None:
         deadline = time.monotonic() + self._busy_seconds
@@ -282,5 +291,31 @@ class VerdictCache:
     def _unusable(self, why: str) -> CacheFileError:
         return CacheFileError(
             f"cache file {self.path} {why}; name another file, or delete it "
-            "if its verdicts are not needed"
+            "if its results are not needed"
+        )
+
+
+class VerdictCache(ResultCache[Verdict]):
+    """A ``ResultCache`` of verdicts. Those with a time-out are not stored, because a busy machine
+    can cause them.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        capacity: int = 200_000,
+        capacity_bytes: int = 512 << 20,
+        busy_seconds: float = 30.0,
+    ) -> None:
+        super().__init__(
+            path,
+            encode=encode_verdict,
+            decode=decode_verdict,
+            keeps=lambda verdict: not verdict.timed_out,
+            application=APPLICATION_ID,
+            layout=LAYOUT_VERSION,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
+            busy_seconds=busy_seconds,
         )

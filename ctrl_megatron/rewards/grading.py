@@ -236,7 +236,8 @@ class Graded:
     verdict: Verdict | None
     """None where the judge failed."""
     cached: bool = False
-    """True where the verdict came from the cache or from a run that another caller started."""
+    """True where the verdict, or the failure, came from the cache or from a run that another caller
+    started."""
     error: str = ""
     """Message of the judge's failure; empty where there is a verdict."""
     silent: bool = False
@@ -312,6 +313,7 @@ class CachedJudge:
         attempt of every job.
         """
         semaphore = asyncio.Semaphore(max_requests)
+        failures: list[SandboxError] = []
 
         async def attempt(job: GradingJob) -> Graded:
             try:
@@ -319,7 +321,10 @@ class CachedJudge:
             except SandboxError as error:
                 text = " ".join(str(error).split()) or "no message"
                 silent = isinstance(error, SandboxSilent)
-                return Graded(verdict=None, error=text, silent=silent)
+                # All callers of a run get the same error.
+                shared = any(error is other for other in failures)
+                failures.append(error)
+                return Graded(verdict=None, cached=shared, error=text, silent=silent)
             return Graded(verdict=verdict, cached=cached)
 
         async def first(job: GradingJob | None) -> Graded | None:

@@ -38,7 +38,8 @@ class RewardOutcome:
     copying: Copying = "measure"
     """The treatment that was applied to the reward because of ``copied``; "measure" is none."""
     cached: bool = False
-    """True where the verdict came from the cache or from an equal program of the same batch."""
+    """True where the verdict, or the judge's failure, came from the cache or from an equal program
+    of the same batch."""
     error: str = ""
     """Message of the judge's failure; empty unless it is the reason why ``reward`` is None."""
 

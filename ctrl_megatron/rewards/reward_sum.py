@@ -44,6 +44,8 @@ class Judging:
 
     asked: int = 0
     failed: int = 0
+    cached: int = 0
+    """Further answers for which it was not asked: from the cache, or to an equal program."""
     error: str = ""
     """Message of the last failure."""
 
@@ -51,6 +53,7 @@ class Judging:
         return Judging(
             asked=self.asked + other.asked,
             failed=self.failed + other.failed,
+            cached=self.cached + other.cached,
             error=other.error or self.error,
         )
 
@@ -58,8 +61,14 @@ class Judging:
     def of(cls, outcomes: Iterable[RewardOutcome | None]) -> Judging:
         """The sum over ``outcomes``."""
         judged = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
-        errors = [outcome.error for outcome in judged if outcome.error]
-        return cls(asked=len(judged), failed=len(errors), error=errors[-1] if errors else "")
+        asked = [outcome for outcome in judged if not outcome.cached]
+        errors = [outcome.error for outcome in asked if outcome.error]
+        return cls(
+            asked=len(asked),
+            failed=len(errors),
+            cached=len(judged) - len(asked),
+            error=errors[-1] if errors else "",
+        )
 
 
 class RewardSum:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -58,19 +58,34 @@ def engine_died(address: EngineAddress, what: str) -> EngineDied:
     )
 
 
+class Launched(Protocol):
+    """The engine's process, in its launcher."""
+
+    @property
+    def address(self) -> EngineAddress:
+        """The present address: a process that is launched again has another id."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        ...
+
+
 class RemoteEngine:
     """``Engine`` at an address. It belongs to the event loop of its first call, in any thread.
 
     Connection errors become EngineDied with the engine's name, process id, exit and last log lines.
-    ``exit_code`` returns the exit code of the engine's process where it is known: in its launcher.
+    ``launched`` is the engine's process where it is known: in its launcher.
     """
 
-    def __init__(
-        self, address: EngineAddress, exit_code: Callable[[], int | None] | None = None
-    ) -> None:
-        self.address = address
-        self._exit_code = exit_code
+    def __init__(self, address: EngineAddress, launched: Launched | None = None) -> None:
+        self._address, self._launched = address, launched
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def address(self) -> EngineAddress:
+        """The address of the engine, of which host, port and token never change."""
+        return self._address if self._launched is None else self._launched.address
 
     async def generate(
         self,
@@ -197,11 +212,11 @@ class RemoteEngine:
         what = f"{type(error).__name__}: {error}"
         if address.home != host_identity():
             return engine_died(address, f"is not reached from {os.uname().nodename} ({what})")
-        exit_code = self._exit_code or (lambda: None)
         # The process that launched the engine gets its exit code once it has reaped it.
         while not (gone := process_gone(address.pid)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        if (code := exit_code()) is not None:
+        code = None if self._launched is None else self._launched.exit_code()
+        if code is not None:
             ending = describe_exit(code)
         elif gone:
             ending = "is gone"

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.rollout.counters import Counters
-from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
+from ctrl_megatron.types import Completion, Lora, SamplingParams, TensorSpec
 
 if TYPE_CHECKING:
     # The server's process imports torch only after it has begun to watch its parent.
@@ -40,13 +40,18 @@ class EngineError(RuntimeError):
     """The engine failed, or its state does not allow the call."""
 
 
-class EngineDied(EngineError):
+class EngineDied(EngineError, ServiceLost):
     """The engine's process has ended or no longer answers; launch it again."""
 
 
-class EngineBroken(EngineError):
+class EngineBroken(EngineError, ServiceLost):
     """A weight update failed half-way; the engine's weights are a mixture, and it refuses to
     generate."""
+
+
+class EngineEmpty(EngineError, ServiceLost):
+    """The engine has no weights to generate with, because it was launched or slept without them;
+    update it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,8 @@ class EngineSpec:
     """The engine's name in errors; empty for ``name``."""
     host: str = "127.0.0.1"
     """Address of this machine at which the engine is reached."""
+    port: int = 0
+    """Port at which it listens; 0 takes a free one."""
     devices: tuple[int, ...] = ()
     """The GPUs of the launching process that the engine may use; empty for all."""
     model_path: str
@@ -81,6 +88,9 @@ class EngineSpec:
     awaits_weights: bool = False
     """An update comes before the first completion, and the server refuses to generate until then.
     ``vllm`` and ``sglang`` then start with random weights instead of reading the directory's."""
+    lora: Lora | None = None
+    """Adapters beside the directory's weights, which updates replace in place of the weights; zero
+    at first. ``sleep`` must keep the weights then."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0

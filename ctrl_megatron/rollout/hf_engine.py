@@ -23,6 +23,7 @@ from ctrl_megatron.rollout.engine import (
     SleepLevel,
     TokenListener,
 )
+from ctrl_megatron.rollout.hf_adapters import add_adapters
 from ctrl_megatron.rollout.hf_weights import views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
@@ -30,8 +31,8 @@ from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
     checksums,
-    read_manifest,
     read_model_config,
+    updated_tensors,
 )
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
@@ -51,7 +52,7 @@ class HfEngine:
             torch.set_num_threads(spec.threads)
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
+        self._state = WeightState(updated_tensors(spec))
         model: Any = AutoModelForCausalLM.from_pretrained(
             spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
         )
@@ -60,7 +61,15 @@ class HfEngine:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
-        self._weights = views_by_name(self._model, self._state.manifest)
+        if spec.lora is None:
+            self._weights = views_by_name(self._model, self._state.manifest)
+        else:
+            dtype = getattr(torch, spec.dtype)
+            self._weights = {
+                tensor.name: torch.zeros(tensor.shape, dtype=dtype, device=_DEVICE)
+                for tensor in self._state.manifest
+            }
+            add_adapters(self._model, self._weights, spec.lora.scale)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None

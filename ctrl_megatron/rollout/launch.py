@@ -69,11 +69,12 @@ class EngineProcess:
 
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name, spec.python)
-        self._model_path = spec.model_path
+        self._spec, self._token = spec, secrets.token_urlsafe(32)
         read_manifest(spec.model_path, spec.dtype)
-        self._host = f"[{spec.host}]" if ":" in spec.host else spec.host
-        self._timeout, self._started = spec.startup_timeout, time.monotonic()
-        token = secrets.token_urlsafe(32)
+        self._launch()
+
+    def _launch(self) -> None:
+        spec, self._started = self._spec, time.monotonic()
         ready, ready_child = os.pipe()
         self._ready = os.fdopen(ready, "rb", buffering=0)
         python = spec.python or sys.executable
@@ -97,24 +98,40 @@ class EngineProcess:
         os.close(ready_child)
         assert self._popen.stdin is not None
         # The engine ends when this pipe is closed.
-        start = json.dumps({"spec": asdict(spec), "token": token})
+        start = json.dumps({"spec": asdict(spec), "token": self._token})
         self._popen.stdin.write(start.encode() + b"\n")
         self._popen.stdin.flush()
         self.pid = self._popen.pid
         """Process id of the server, which is also the id of its process group."""
         self.address = EngineAddress(
             name=spec.title or spec.name,
-            endpoint="",
+            endpoint=self._endpoint(spec.port) if spec.port else "",
             home=host_identity(),
-            token=token,
+            token=self._token,
             pid=self.pid,
             log_path=log_path,
         )
         """The address for other ranks; its endpoint is known after ``wait_ready``."""
 
+    def launch_again(self) -> None:
+        """Start a process in place of one that ``stop`` has ended, at the same address and with the
+        same token, so that clients go on. ``wait_ready`` waits for it.
+        """
+        port = int(self.address.endpoint.rpartition(":")[2])
+        self._spec = replace(self._spec, port=port, log_path=self.address.log_path)
+        self._launch()
+
+    def _endpoint(self, port: int) -> str:
+        host = self._spec.host
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
     def connect(self) -> RemoteEngine:
         """A client that also reports how the process ended."""
-        return RemoteEngine(self.address, self._popen.poll)
+        return RemoteEngine(self.address, self)
+
+    def exit_code(self) -> int | None:
+        """The server's exit code; None while it runs."""
+        return self._popen.poll()
 
     def alive(self) -> bool:
         """Whether the server still runs."""
@@ -125,8 +142,8 @@ class EngineProcess:
         its keys; EngineDied with the end of the log if it dies.
         """
         while self.alive() and not select.select([self._ready], [], [], 0.2)[0]:
-            if time.monotonic() > self._started + self._timeout:
-                self._fail(f"was not ready within {self._timeout:g} s")
+            if time.monotonic() > self._started + self._spec.startup_timeout:
+                self._fail(f"was not ready within {self._spec.startup_timeout:g} s")
         text = os.read(self._ready.fileno(), 4096) if self.alive() else b""
         if not text:
             # The server has ended or is about to, so nothing else will arrive.
@@ -134,8 +151,7 @@ class EngineProcess:
         answer = json.loads(text)
         if "error" in answer:
             self._refused(answer["error"], is_bug=answer["is_bug"])
-        endpoint = f"http://{self._host}:{answer['port']}"
-        self.address = replace(self.address, endpoint=endpoint)
+        self.address = replace(self.address, endpoint=self._endpoint(answer["port"]))
 
     def _refused(self, cause: str, *, is_bug: bool) -> None:
         """Raise the cause. The process still waits: ``FailureWatch`` would report its death
@@ -144,7 +160,7 @@ class EngineProcess:
         if is_bug:
             raise engine_died(address, f"could not start ({cause})")
         raise UserError(
-            f"engine {address.name} refuses the model {self._model_path}: "
+            f"engine {address.name} refuses the model {self._spec.model_path}: "
             f"{root_cause(cause, address.log_path)} (its log is {address.log_path})",
             remedy="take another engine or model, or other settings of the engine",
         )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
@@ -38,14 +39,34 @@ class _Member:
     """Tokens drawn since the last ``take_drawn``."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """A part of a call, and the engine that draws it."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    finished: CompletionListener | None
+    member: _Member | None = None
+    """None while the part waits for an engine."""
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts)) + self.sequences * self.params.max_tokens
+
+
 class EnginePool:
     """Distributes prompts over all engines.
 
     Each prompt goes to the engine with the fewest outstanding tokens; all its completions come from
     there, so the prompt is computed once. Where all engines have ``at_once`` completions of this
     pool under way, further prompts wait until an engine has room: long answers hold up their own
-    engine only. Draws do not depend on the engine (``SamplingParams.rows``). The first
-    failure of an engine ends the call at once.
+    engine only. Draws do not depend on the engine (``SamplingParams.rows``), so what
+    an engine was asked for goes to the others if it is lost. Any other failure of an engine, and
+    the loss of all, ends the call at once.
 
     ``joins_calls`` says that the engines draw for several calls together; engines that serve one
     call after another get their share in few large calls. ``first`` is the number of the engine
@@ -75,23 +96,20 @@ class EnginePool:
         finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         calls, tasks = self._calls(len(prompts), params.n), []
-        names = params.names(len(prompts))
+        names, lost = params.names(len(prompts)), set[str]()
         try:
             async with asyncio.TaskGroup() as group:
                 for call in range(calls):
                     start, end = (len(prompts) * i // calls for i in (call, call + 1))
-                    part = prompts[start:end]
-                    sequences = len(part) * params.n
-                    member = await self._with_room_for(sequences)
-                    tokens = sum(map(len, part)) + sequences * params.max_tokens
-                    member.sequences += sequences
-                    member.tokens += tokens
-                    named = replace(params, rows=names[start:end])
-                    heard = None if finished is None else _from(start * params.n, finished)
-                    draws = member.engine.generate(part, named, finished=heard)
-                    task = group.create_task(draws)
+                    part = _Part(
+                        prompts=prompts[start:end],
+                        params=replace(params, rows=names[start:end]),
+                        finished=None if finished is None else _from(start * params.n, finished),
+                    )
+                    await self._take_room(part, lost)
+                    task = group.create_task(self._draw(part, lost))
                     # Also one that is cancelled before it has begun.
-                    task.add_done_callback(partial(self._release, member, sequences, tokens))
+                    task.add_done_callback(partial(self._release, part))
                     tasks.append(task)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -104,28 +122,48 @@ class EnginePool:
         in_a_round = len(self._members) * max(1, self._at_once // n)
         return min(prompts, len(self._members) * -(-prompts // in_a_round))
 
-    async def _with_room_for(self, sequences: int) -> _Member:
+    async def _draw(self, part: _Part, lost: set[str]) -> list[list[Completion]]:
+        """The part's completions; ``lost`` are the names of the engines that its call has lost."""
+        while True:
+            assert part.member is not None
+            try:
+                return await part.member.engine.generate(
+                    part.prompts, part.params, finished=part.finished
+                )
+            except ServiceLost:
+                lost.add(part.member.name)
+                if len(lost) == len(self._members):
+                    raise
+            self._release(part)
+            await self._take_room(part, lost)
+
+    async def _take_room(self, part: _Part, lost: Collection[str]) -> None:
+        """Wait for an engine with room for the part and take it."""
         while True:
             free = [
                 member
                 for member in [*self._members[self._first :], *self._members[: self._first]]
-                if not member.sequences or member.sequences + sequences <= self._at_once
+                if member.name not in lost
+                and (not member.sequences or member.sequences + part.sequences <= self._at_once)
             ]
             if free:
-                return min(free, key=lambda member: member.tokens)
+                part.member = min(free, key=lambda member: member.tokens)
+                part.member.sequences += part.sequences
+                part.member.tokens += part.tokens
+                return
             self._freed.clear()
             await self._freed.wait()
 
     def _release(
-        self,
-        member: _Member,
-        sequences: int,
-        tokens: int,
-        task: asyncio.Task[list[list[Completion]]],
+        self, part: _Part, task: asyncio.Task[list[list[Completion]]] | None = None
     ) -> None:
-        member.sequences -= sequences
-        member.tokens -= tokens
-        if not task.cancelled() and task.exception() is None:
+        """Give the part's room back; ``task`` has drawn it if it ended with a result."""
+        member, part.member = part.member, None
+        if member is None:
+            return
+        member.sequences -= part.sequences
+        member.tokens -= part.tokens
+        if task is not None and not task.cancelled() and task.exception() is None:
             member.drawn += sum(len(c.token_ids) for group in task.result() for c in group)
         self._freed.set()
 
@@ -144,10 +182,13 @@ class EnginePool:
         The next chunk is requested when all of them have read the one before.
         """
         shared = _SharedChunks(chunks, len(self._members))
-        readers = {id(member.engine): i for i, member in enumerate(self._members)}
-        await self._all(
-            lambda engine: engine.update(specs, shared.read(readers[id(engine)]), version)
-        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for reader, member in enumerate(self._members):
+                    group.create_task(member.engine.update(specs, shared.read(reader), version))
+        except BaseExceptionGroup as failures:
+            # The others wait for the one that failed, and are cancelled half-way.
+            raise failures.exceptions[0] from None
 
     async def pause(self, mode: PauseMode) -> None:
         await self._all(lambda engine: engine.pause(mode))
@@ -184,17 +225,14 @@ class EnginePool:
         await self._all(lambda engine: engine.close())
 
     async def _all(self, ask: Callable[[CountedEngine], Awaitable[T]]) -> list[T]:
-        """Call every engine at the same time; the first failure cancels the other calls."""
-
-        async def one(engine: CountedEngine) -> T:
-            return await ask(engine)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(member.engine)) for member in self._members]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        """Call every engine at the same time; a failure is raised when all calls have ended, so
+        that the state of the other engines is known."""
+        calls = [ask(member.engine) for member in self._members]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for failure in found:
+            if isinstance(failure, BaseException):
+                raise failure
+        return cast("list[T]", found)
 
 
 def _from(first: int, finished: CompletionListener) -> CompletionListener:

@@ -36,7 +36,7 @@ from ctrl_megatron.rollout.engine import (
     EngineSpec,
 )
 from ctrl_megatron.rollout.imports import without_collections
-from ctrl_megatron.types import Completion, SamplingParams
+from ctrl_megatron.types import Completion, Lora, SamplingParams
 
 if TYPE_CHECKING:
     from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -246,7 +246,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
     # A client that disconnects cancels its request, so that the engine stops drawing.
     runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, spec.host, 0).start()
+    await web.TCPSite(runner, spec.host, spec.port).start()
     os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
     os.close(ready_fd)
     await end_with_engine(engine)
@@ -262,7 +262,9 @@ def main() -> None:
     end_with_parent()
     os.set_inheritable(arguments.ready_fd, False)
     try:
-        asyncio.run(serve(EngineSpec(**started["spec"]), started["token"], arguments.ready_fd))
+        lora = started["spec"].pop("lora")
+        spec = EngineSpec(**started["spec"], lora=lora and Lora.read(lora))
+        asyncio.run(serve(spec, started["token"], arguments.ready_fd))
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

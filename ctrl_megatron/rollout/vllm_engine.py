@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +25,7 @@ from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
     EngineDied,
+    EngineError,
     EngineMemory,
     EngineSpec,
     PauseMode,
@@ -32,9 +34,10 @@ from ctrl_megatron.rollout.engine import (
     next_tokens,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.vllm_adapters import PushedAdapters, lora_args
 from ctrl_megatron.rollout.vllm_counters import VllmCounters
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
-from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
+from ctrl_megatron.rollout.weight_update import WeightState, read_model_config, updated_tensors
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 # A name, not an import: the worker module must first be imported by vLLM's workers.
@@ -66,6 +69,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
     }
+    chosen |= lora_args(spec.lora)
     if current_platform.is_cpu():
         # vLLM rewinds the request's generator for a prompt in several parts. CPU generators cannot
         # be rewound, so prompts stay whole.
@@ -120,8 +124,9 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec, llm: AsyncLLM, counted: VllmCounters) -> None:
         self._spec, self._llm, self._counted = spec, llm, counted
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
-        self._resume_after = True
+        self._state = WeightState(updated_tensors(spec))
+        self._adapters = PushedAdapters(llm, spec.lora) if spec.lora else None
+        self._resume_after, self._running = True, 0
 
     @classmethod
     async def build(cls, spec: EngineSpec) -> VllmEngine:
@@ -178,9 +183,12 @@ class VllmEngine:
             for sample in range(params.n)
         ]
         try:
+            self._running += 1
             done = await gathered(draws)
         except EngineDeadError as error:
             raise _died(error) from error
+        finally:
+            self._running -= 1
         self._state.require_whole()
         return params.grouped(done)
 
@@ -191,7 +199,10 @@ class VllmEngine:
         show: Callable[[Sequence[int]], None] | None,
     ) -> Completion:
         stream = self._llm.generate(
-            {"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex
+            {"prompt_token_ids": prompt},
+            params,
+            request_id=uuid.uuid4().hex,
+            lora_request=self._adapters and self._adapters.request,
         )
         outputs = []
         async for request in stream:
@@ -218,7 +229,8 @@ class VllmEngine:
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """Frozen completions recompute their KV cache afterwards."""
+        """Frozen completions recompute their KV cache afterwards. Adapters are only replaced while
+        no completion runs: each carries the adapter with which it began."""
         try:
             await self._state.replace(self, specs, chunks, version)
         except EngineDeadError as error:
@@ -226,17 +238,27 @@ class VllmEngine:
 
     async def begin_update(self) -> None:
         self._resume_after = not await self._llm.is_paused()
+        if self._adapters and self._running:
+            raise EngineError(f"{self._running} calls still draw with the adapters of before")
         # A step with half-loaded weights kills vLLM's engine core. ``pause_generation`` does the
         # same as this call and sleeps 20 ms.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await self._llm.start_weight_update()
+        if not self._adapters:
+            await self._llm.start_weight_update()
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
         """``vllm_worker.ChunkTransfer`` reads the chunk in every worker."""
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
+        if self._adapters:
+            await asyncio.to_thread(self._adapters.read, chunk)
+        else:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
 
     async def commit_update(self, version: str) -> None:
-        await self._llm.finish_weight_update(weight_version=version)
+        if self._adapters:
+            await self._adapters.use(version)
+            await self._llm.update_weight_version(version)
+        else:
+            await self._llm.finish_weight_update(weight_version=version)
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not flush its prefix cache")
         if self._resume_after:
@@ -272,6 +294,8 @@ class VllmEngine:
         RuntimeError if the layers do not have exactly the manifest's tensors.
         """
         self._state.require_held()
+        if self._adapters:
+            return self._state.require_names(await self._adapters.checksums(), "vLLM")
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
         held = {name: checksum for part in parts for name, checksum in part.items()}
         return self._state.require_names(held, "vLLM")
@@ -289,4 +313,6 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes."""
+        if self._adapters:
+            self._adapters.close()
         self._llm.shutdown()

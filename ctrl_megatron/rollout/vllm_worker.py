@@ -32,12 +32,13 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
-from ctrl_megatron.rollout.weight_update import read_model_config
+from ctrl_megatron.rollout.weight_update import checksums, read_model_config
 
 _PROBE_ROWS = 2048
 _READABLE = {
@@ -241,6 +242,26 @@ class VllmWorkerExtension:
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
         if self.device.type == "cpu":
             vllm_cpu.spare(self.model_runner.get_model(), sampler)
+
+    def ctrl_adapter_checksums(self: Any) -> dict[str, str]:
+        """Checksums, by PEFT's names, of the adapters from which this worker computes; RuntimeError
+        unless it has one set of them in use."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        (number,) = manager.list_adapters()
+        if list(manager._active_adapters) != [number]:
+            raise RuntimeError(f"vLLM has loaded adapters {number} but does not use them")
+        fused = manager.packed_modules_mapping
+        found = {}
+        for module, held in manager.get_adapter(number).loras.items():
+            parent, _, leaf = module.rpartition(".")
+            packed = leaf in fused
+            names = fused[leaf] if packed else [leaf]
+            downs, ups = (part if packed else [part] for part in (held.lora_a, held.lora_b))
+            for name, down, up in zip(names, downs, ups, strict=True):
+                if down is not None:
+                    weight = f"{parent}.{name}.weight"
+                    found |= {adapter_name(weight, "A"): down, adapter_name(weight, "B"): up}
+        return checksums(found.items())
 
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors, on the first tensor rank only."""

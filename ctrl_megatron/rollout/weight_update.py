@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +19,17 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.rules import hf_shapes, trained_names
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
     EngineBroken,
+    EngineEmpty,
     EngineError,
     EngineMemory,
+    EngineSpec,
     SleepLevel,
 )
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, specs_of
@@ -52,6 +57,18 @@ def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
         TensorSpec(name=name, dtype=dtype, shape=shape)
         for name, shape in SafetensorsDirectory(model_path).shapes().items()
         if not name.endswith(".inv_freq") and not (tied and name == "lm_head.weight")
+    )
+
+
+def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
+    """What an update of the engine replaces: ``read_manifest``, or the adapters of ``spec``."""
+    if spec.lora is None:
+        return read_manifest(spec.model_path, spec.dtype)
+    shape = replace(read_model_shape(spec.model_path), lora=spec.lora)
+    return tuple(
+        TensorSpec(name=name, dtype=spec.dtype, shape=size)
+        for name, size in hf_shapes(shape).items()
+        if name in trained_names(shape)
     )
 
 
@@ -127,12 +144,12 @@ class WeightState:
             raise EngineBroken(self._broken)
 
     def require_held(self) -> None:
-        """EngineBroken; or EngineError if the weights sleep, were dropped for a sleep, or have not
-        come yet."""
+        """EngineBroken; EngineError if the weights sleep; EngineEmpty if they were dropped for a
+        sleep or have not come yet."""
         self.require_whole()
         self._require_awake({"weights"})
         if self._missing:
-            raise EngineError(f"the engine {self._missing}; update them first")
+            raise EngineEmpty(f"the engine {self._missing}; update them first")
 
     def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
         """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are

@@ -38,7 +38,7 @@ INSIDE_A_CHECKPOINT = {
     "hf/",
     "trainer_state.json",
     "config.json",
-    "optimizer.json",
+    *("optimizer.json", "policy/adapters.json", "adapter_config.json"),
 }
 INSIDE_A_DUMP = {
     *("dump.json", "config.yaml", "metrics.json", "texts_0000.jsonl", "replay/replay.json"),

@@ -48,7 +48,7 @@ HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "r
 OWNERS = {
     "torch": (
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
-        *("pipeline/", "sft/", "metrics/flops.py", "commands/start.py"),
+        *("pipeline/", "sft/", "metrics/flops.py", "commands/launcher.py"),
         "commands/check_env.py",
     ),
     "tensordict": ("pipeline/", "sft/"),

@@ -35,14 +35,19 @@ SLURM_NODEID=0 exec "$@"
 """
 SCONTROL = """
 echo "$*" >> "$STUBS/scontrol.calls"
-[[ $1 != show ]] || printf 'gpu%02d\\n' $(seq 1 "$HOSTS")
+[[ $1 != show ]] || printf 'gpu%02d\\n' $(seq 1 "${!3}")
 """
 SQUEUE = """
+[[ $* != *format=%N ]] || { echo LEFT; exit; }
 echo "$STATE"
+"""
+SINFO = """
+echo idle; [[ -e "$STUBS/asked" ]] || echo 'mix*'; touch "$STUBS/asked"
 """
 PYTHON = """
 printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
 [[ $1 != *check_env.py ]] || exit "$HEALTH"
+[[ $* != *--left* ]] || { echo "$USED"; exit; }
 [[ $1 != *plan.py ]] || exit "$PLAN"
 [[ $1 != -c ]] || echo "$STUBS/run"
 """
@@ -51,6 +56,12 @@ printf '%s\\n' "$@" > "$STUBS/torchrun.args"
 env > "$STUBS/torchrun.env"
 ulimit -S -n > "$STUBS/torchrun.files"
 exit "$STATUS"
+"""
+FAILING_TORCHRUN = """
+echo "$*" >> "$STUBS/starts"
+env > "$STUBS/torchrun.env"
+touch "$STUBS/up"
+(($(wc -l < "$STUBS/starts") > FAILS)) || exit 1
 """
 WAITING_TORCHRUN = """
 trap 'touch "$STUBS/asked"; exit 1' TERM
@@ -72,7 +83,8 @@ def write_program(path: Path, body: str) -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, str]:
     """The environment of a job of 8 machines; programs and their records lie in STUBS."""
-    for name, body in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
+    slurm = {"srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "sinfo": SINFO}
+    for name, body in slurm.items():
         write_program(tmp_path / "bin" / name, body)
     write_program(tmp_path / "venv/bin/torchrun", TORCHRUN)
     write_program(tmp_path / "venv/bin/python", PYTHON)
@@ -84,13 +96,18 @@ def job(tmp_path: Path) -> dict[str, str]:
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "STUBS": str(tmp_path),
         "HOSTS": "8",
+        "LEFT": "8",
+        "MAX_RESTARTS": "0",
+        "RESTART_SECONDS": "0",
+        "SLURM_RETRY_SECONDS": "0",
         "STATUS": "0",
         "HEALTH": "0",
         "PLAN": "0",
         "STATE": "RUNNING",
         "CTRL_VENV": str(tmp_path / "venv"),
         "SLURM_JOB_ID": "31234",
-        "SLURM_JOB_NODELIST": "gpu[01-08]",
+        # The stand-in for scontrol takes the number of machines from the variable of that name.
+        "SLURM_JOB_NODELIST": "HOSTS",
         "SLURM_JOB_NUM_NODES": "8",
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_CPUS_ON_NODE": "192",
@@ -176,19 +193,20 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     assert done.returncode == 0, done.stderr
     text = "\n".join(lines(job, "srun.args"))
     health, run = (part.strip().splitlines() for part in text.split("\n--\n")[:2])
+    names = ",".join(f"gpu{number:02}" for number in range(1, 9))
     everywhere = [
-        *("--nodes=8", "--ntasks=8", "--ntasks-per-node=1"),
+        *("--nodes=8", f"--nodelist={names}", "--ntasks=8", "--ntasks-per-node=1"),
         *("--cpus-per-task=192", "--cpu-bind=none", "--mem=0"),
     ]
-    assert health[:7] == [*everywhere, "--label"]
-    assert run[:8] == [*everywhere, "--kill-on-bad-exit=0", "--wait=120"]
+    assert health[:8] == [*everywhere, "--label"]
+    assert run[:9] == [*everywhere, "--kill-on-bad-exit=0", "--wait=120"]
     assert lines(job, "check_env.py.args") == [
         *("tools/check_env.py", "--config", config, "--purpose", purpose),
         *("--nproc-per-node", "8", *given),
     ]
     assert lines(job, "torchrun.args") == [
         *("--nnodes", "8", "--nproc-per-node", "8"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:21234", "--rdzv-id", "31234-0"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "gpu01:21234", "--rdzv-id", "31234-0-0"),
         *("--max-restarts", "0", "--shutdown-timeout", "3600"),
         *(program, "--config", config, *given),
     ]
@@ -199,7 +217,7 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert environment["PATH"].startswith(f"{job['CTRL_VENV']}/bin:")
     assert not [name for name in environment if name.startswith("CTRL_") or name == "CONFIG"]
-    assert lines(job, "scontrol.calls") == ["show hostnames gpu[01-08]"]
+    assert lines(job, "scontrol.calls") == ["show hostnames HOSTS"]
     hard = subprocess.run(["bash", "-c", "ulimit -H -n"], capture_output=True, text=True)
     assert lines(job, "torchrun.files") == [hard.stdout.strip()]
 
@@ -209,7 +227,7 @@ def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:
     assert submit(job).returncode == 0
     words = lines(job, "torchrun.args")
     assert words[words.index("--config") + 1] == "examples/ctrl_7b.yaml"
-    assert words[words.index("--rdzv-id") + 1] == "31234-2"
+    assert words[words.index("--rdzv-id") + 1] == "31234-2-0"
 
 
 def test_everything_runs_in_the_container_where_there_is_one(job: dict[str, str]) -> None:
@@ -292,6 +310,64 @@ def test_a_checkpoint_between_two_crashes_begins_the_count_anew(job: dict[str, s
     assert submit(crash).returncode == 13 and crashes(job) == "1"
     os.utime(saved, (1, 1))
     assert "given up after 1" in submit(crash).stderr
+
+
+def starts(job: Mapping[str, str], option: str) -> list[str]:
+    """The option's value in every start of torchrun."""
+    found = (line.split() for line in lines(job, "starts"))
+    return [words[words.index(option) + 1] for words in found]
+
+
+def test_a_crash_starts_the_ranks_again_in_the_job(job: dict[str, str]) -> None:
+    write_program(Path(job["STUBS"], "venv/bin/torchrun"), FAILING_TORCHRUN)
+    done = submit(job | {"MAX_RESTARTS": "2", "FAILS": "2"})
+    assert done.returncode == 0, done.stderr
+    assert starts(job, "--rdzv-id") == ["31234-0-0", "31234-0-1", "31234-0-2"]
+    assert starts(job, "--rdzv-endpoint") == ["gpu01:21234", "gpu01:22234", "gpu01:23234"]
+    assert "CTRL_RESTARTS=2" in lines(job, "torchrun.env")
+    assert not requeued(job) and crashes(job) is None
+    Path(job["STUBS"], "starts").unlink()
+    done = submit(job | {"MAX_RESTARTS": "2", "FAILS": "9"})
+    assert done.returncode == 1 and len(lines(job, "starts")) == 3
+    assert requeued(job) and crashes(job) == "1"
+
+
+def test_a_checkpoint_begins_the_count_of_restarts_anew(job: dict[str, str]) -> None:
+    save = 'mkdir -p "$STUBS/run/checkpoints/global_step_$(wc -l < "$STUBS/starts")"; sleep 0.02\n'
+    body = FAILING_TORCHRUN.replace("touch", save + "touch")
+    write_program(Path(job["STUBS"], "venv/bin/torchrun"), body)
+    done = submit(job | {"MAX_RESTARTS": "1", "FAILS": "3"})
+    assert done.returncode == 0 and len(lines(job, "starts")) == 4, done.stderr
+    assert done.stderr.count("restart 1 of at most 1 in a row, on 8 machines") == 3
+
+
+def test_a_job_that_has_lost_machines_goes_on_where_the_run_fits(job: dict[str, str]) -> None:
+    write_program(Path(job["STUBS"], "venv/bin/torchrun"), FAILING_TORCHRUN)
+    lost = {"MAX_RESTARTS": "1", "FAILS": "1", "LEFT": "7"}
+    done = submit(job | lost | {"USED": "6"})
+    assert done.returncode == 0, done.stderr
+    assert "7 of 8 machines are left: gpu01 gpu02 gpu03 gpu04 gpu05 gpu06 gpu07" in done.stderr
+    assert "on 6 machines" in done.stderr
+    assert starts(job, "--nnodes") == ["8", "6"]
+    last = "\n".join(lines(job, "srun.args")).split("\n--\n")[-1]
+    assert "--nodelist=gpu01,gpu02,gpu03,gpu04,gpu05,gpu06\n--ntasks=6\n" in last
+    # A run that fits nowhere waits in the queue for as many machines as it had.
+    Path(job["STUBS"], "starts").unlink()
+    refuse = '[[ $* != *--left* ]] || { echo "does not fit" >&2; exit 2; }\n'
+    write_program(Path(job["STUBS"], "venv/bin/python"), refuse + PYTHON)
+    done = submit(job | lost)
+    assert done.returncode == 1 and len(lines(job, "starts")) == 1 and requeued(job)
+
+
+def test_a_stop_between_two_starts_prevents_the_second(job: dict[str, str]) -> None:
+    crash = FAILING_TORCHRUN.replace("up", "crashed")
+    write_program(Path(job["STUBS"], "venv/bin/torchrun"), crash)
+    write_program(
+        Path(job["STUBS"], "bin/squeue"), f'[[ $* != *%N* ]] || touch "$STUBS/up"{SQUEUE}'
+    )
+    job |= {"MAX_RESTARTS": "1", "FAILS": "9", "RESTART_SECONDS": "60"}
+    code, errors = signalled(job, signal.SIGUSR1)
+    assert code == 1 and len(lines(job, "starts")) == 1 and requeued(job), errors
 
 
 def test_a_job_that_is_being_cancelled_is_not_requeued(job: dict[str, str]) -> None:

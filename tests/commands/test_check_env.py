@@ -208,12 +208,15 @@ def test_attention_that_transformer_engine_does_not_compute_is_reported(
 def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
+    from ctrl_megatron.parallel import meeting
+
     def two_clocks(values: list[object], mine: object) -> None:
         now = time.time()
         values[:] = [(now, "gpu01"), (now + 42.0, "gpu02")]
 
     for name in ("init_process_group", "barrier", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(meeting, "rendezvous", lambda *args: {})
     monkeypatch.setattr(dist, "all_gather_object", two_clocks)
     launch = check_env.Launch("torchrun", 0, 2, 0, 1, "gpu01", 20000)
     clocks = by_item(check_env.meeting(launch))["clocks"]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ctrl_megatron.commands import start
+from ctrl_megatron.commands.launcher import End
 from ctrl_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -25,11 +26,17 @@ TORCHRUN = (
 MISSPELT = ("--config", CONFIG, "data.train_bach_size=4")
 
 PROGRAM = f"""
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from ctrl_megatron.commands.start import STOPPED, command, training_config
-from ctrl_megatron.errors import note_users_code, users_code
+from ctrl_megatron.commands import launcher
+from ctrl_megatron.commands.start import command, training_config
+from ctrl_megatron.config.environment import read_restarts
+from ctrl_megatron.errors import STOPPED, note_users_code, users_code
+
+launcher._LEFT_SECONDS = 1.0
+launcher._FROZEN_SECONDS = 2.0
+launcher._FIRST_PAUSE = 60.0 if "trainer.experiment_name=pausing" in sys.argv else 0.1
 
 asked = []
 
@@ -40,8 +47,10 @@ def on_signal(number, frame):
 def meet(how):
     # Rank 1 never arrives.
     import torch.distributed
+    from ctrl_megatron.parallel import stop as stops
     from ctrl_megatron.parallel.stop import StopFlag
 
+    stops._MEETING_SECONDS = 1.0
     stop = StopFlag().install()
     met = Path(__file__).with_name("meets")
     if os.environ["RANK"] == "1":
@@ -53,8 +62,30 @@ def meet(how):
     with stop.ends_meeting(lambda: os._exit(STOPPED)):
         torch.distributed.init_process_group("gloo")
 
+def restarted(run_dir):
+    # The first start and the first restart save a step each, the second restart saves none.
+    rank, restarts = os.environ["RANK"], read_restarts()
+    (run_dir / f"{{restarts}}.{{rank}}").mkdir(parents=True)
+    others = [run_dir / f"{{restarts}}.0", run_dir / f"{{restarts}}.1"]
+    while not all(other.exists() for other in others):
+        time.sleep(0.02)
+    if rank == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        none = subprocess.DEVNULL
+        left = subprocess.Popen(["sleep", "600"], stdout=none, stderr=none, start_new_session=True)
+        (run_dir / "left").open("a").write(f"{{left.pid}} ")
+        (run_dir / f"checkpoints/global_step_{{min(restarts, 1) + 3}}").mkdir(
+            parents=True, exist_ok=True
+        )
+        time.sleep(60)
+    while not (run_dir / f"checkpoints/global_step_{{min(restarts, 1) + 3}}").exists():
+        time.sleep(0.02)
+    os.kill(os.getpid(), 9)
+
 def train(config):
     how = config.trainer.experiment_name
+    if how == "restarted":
+        restarted(config.trainer.run_dir)
     if how == "waiting":
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -64,7 +95,7 @@ def train(config):
     print(f"rank {{os.environ['RANK']}} of {{os.environ['WORLD_SIZE']}}", flush=True)
     if how == "killed":
         os.kill(os.getpid(), 9)
-    if how == "failed":
+    if how in ("failed", "pausing"):
         os._exit(13)
     if how == "user":
         note_users_code()
@@ -76,6 +107,7 @@ def train(config):
         while not asked:
             time.sleep(0.02)
     return how == "finished"
+
 
 @command("program")
 def main(arguments):
@@ -131,6 +163,16 @@ def test_a_tool_refuses_from_a_checkout(
     [
         ("evaluate", ("--config", CONFIG, "no_equals_sign"), "STAGE=DIR"),
         ("evaluate", ("--config", CONFIG, "a=b", "--set", "data.sead=1"), "'data.sead'"),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "big=/nowhere"),
+            "--proxy big: '/nowhere' is no directory",
+        ),
+        (
+            "evaluate",
+            ("--config", CONFIG, "a=b", "--proxy", "own=shared", "--rows", "x=y"),
+            "--rows: 'x=y' must be NAME=FILE",
+        ),
         ("convert_hf_to_megatron", ("--hf", "nowhere"), "required: --out"),
         ("convert_megatron_to_hf", ("--model", "both"), "invalid choice: 'both'"),
     ],
@@ -158,7 +200,7 @@ def program(tmp_path: Path) -> list[str]:
     return [
         *(sys.executable, str(tmp_path / "program.py"), "--config", str(ROOT / CONFIG)),
         *(f"actor_rollout_ref.model.path={model}", f"sft.train_files=[{rows}]"),
-        f"sft.val_files=[{rows}]",
+        *(f"sft.val_files=[{rows}]", f"trainer.default_local_dir={tmp_path}"),
     ]
 
 
@@ -172,6 +214,77 @@ def test_started_ranks_end_the_command_with_their_code(
     assert done.returncode == code, done.stderr
     assert "of 2" in done.stdout and "Traceback" not in done.stderr
     assert ("program: rank" in done.stderr) == (how in ("failed", "killed"))
+
+
+def test_ranks_are_started_again_until_there_is_no_progress(
+    program: list[str], tmp_path: Path
+) -> None:
+    command = [*program, "trainer.experiment_name=restarted", "--nproc-per-node", "2"]
+    done = run(*command, "--max-restarts", "1")
+    assert done.returncode == 137
+    # Step 4 was saved after the first restart, so that another one followed.
+    killed = "program: rank 1 was killed by signal 9"
+    assert done.stderr.splitlines() == [
+        f"{killed}; restart 1 of at most 1 from the checkpoint of step 3 in 0 s",
+        f"{killed}; restart 1 of at most 1 from the checkpoint of step 4 in 0 s",
+        "program: given up: the last restart (1 of 1 in a row) has brought no new checkpoint",
+        killed,
+    ]
+    # What the ranks of a start have left ends before the next one.
+    left = (tmp_path / "restarted/left").read_text().split()
+    assert len(left) == 3 and not [pid for pid in left[:2] if psutil.pid_exists(int(pid))]
+    os.kill(int(left[2]), signal.SIGKILL)
+
+
+def test_a_signal_ends_the_pause_before_a_restart(program: list[str]) -> None:
+    command = [*program, "trainer.experiment_name=pausing", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*command, "--max-restarts", "1"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "exit code 13; restart 1 of at most 1 from the start, without a checkpoint" in line
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 130
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "restarts"),
+    [
+        (End(0), False),
+        (End(2), False),
+        (End(130), False),
+        (End(7, 1, ", while this ran: mine"), False),
+        (End(-9, 1, ", while this ran: mine"), True),
+        (End(-11), True),
+        (End(1), True),
+        (End(13), True),
+        (End(14), True),
+    ],
+    ids=str,
+)
+def test_a_restart_repairs_no_wrong_input_and_follows_no_stop(end: End, restarts: bool) -> None:
+    assert end.restarts == restarts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "add --nproc-per-node; under torchrun, give --max-restarts to torchrun"),
+        (
+            ("--nproc-per-node", "2", "trainer.resume_mode=disable"),
+            "trainer.resume_mode=disable lets every restart begin with step 1",
+        ),
+        (("--nproc-per-node", "2", "--max-restarts", "-1"), "must be at least 0"),
+    ],
+)
+def test_restarts_that_would_not_resume_are_refused(
+    program: list[str], arguments: tuple[str, ...], words: str
+) -> None:
+    given = ["--max-restarts", "1", *arguments, *program[2:]]
+    with pytest.raises(UserError, match=f"--max-restarts.*{re.escape(words)}"):
+        start.training_config("program", "sft", given, None, lambda config: None)
 
 
 def test_users_code_that_ends_a_rank_is_named(program: list[str]) -> None:

@@ -24,6 +24,12 @@ def test_the_examples_exist() -> None:
     assert {"qwen3_30b_a3b.yaml", "qwen3_235b.yaml"} <= names
 
 
+def test_the_weak_critic_has_a_stranger_of_its_own_engines() -> None:
+    keys = load_config(EXAMPLES / "weak_to_strong_cpu.yaml").actor_rollout_ref
+    assert keys.proxy.kind == "engine" and keys.proxy.engine.name == "vllm"
+    assert keys.proxy.model.path != keys.model.path
+
+
 def test_the_70b_example_is_the_papers_recipe_on_64_gpus() -> None:
     config = load_config(EXAMPLES / "ctrl_70b.yaml")
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

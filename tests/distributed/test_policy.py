@@ -18,6 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data": 2},
     "tp2": {"tensor": 2},
     "tp2_sp": {"tensor": 2, "sequence_parallel": True},
+    "pp2": {"pipeline": 2},
     "pp3": {"pipeline": 3},
     "vpp2": {"pipeline": 2, "virtual_pipeline": 2},
     "vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},

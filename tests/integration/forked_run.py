@@ -20,8 +20,6 @@ from tiny_run import REPOSITORY
 
 from ctrl_megatron.metrics import read_json_lines
 
-_RANKS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ForkedRun:
@@ -51,8 +49,9 @@ def run_forked(
     without: tuple[str, ...] = (),
     te: bool = False,
     draws: bool = False,
+    ranks: int = 2,
 ) -> ForkedRun:
-    """Two ranks from start to end; neither outlives the call. ``purpose`` is ``rl`` or ``sft``.
+    """All ranks from start to end; none outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
     The keys that the first rank reads are written to the file ``reads``, one a line; what
     ``record_phases(stop_at)`` notes on rank N to the file ``phases``/N; ``without`` names keys of
@@ -62,25 +61,25 @@ def run_forked(
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"{name}.{time.monotonic_ns()}.log"
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    launch |= {"WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS)}
+    launch |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     settings = job.sft_overrides(name, steps) if purpose == "sft" else job.overrides(name, steps)
     kept = [setting for setting in settings if setting.partition("=")[0] not in without]
     # Left out, every rank measures it.
     overrides = [*kept, "trainer.peak_tflops_per_device=0.1", *extra]
     forks = fork_context()
     given = (launch, overrides, str(log), purpose, reads, phases, stop_at, te, draws)
-    ranks = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(_RANKS)]
-    for process in ranks:
+    processes = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(ranks)]
+    for process in processes:
         process.start()
     deadline = time.monotonic() + timeout
-    for process in ranks:
+    for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    for process in ranks:
+    for process in processes:
         if process.is_alive():
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
             process.join()
-    codes = tuple(process.exitcode for process in ranks)
+    codes = tuple(process.exitcode for process in processes)
     return ForkedRun(codes=codes, output=log.read_text(errors="replace"), folder=job.folder / name)
 
 
@@ -120,7 +119,7 @@ def _rank(
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
     seen = record_reads(config) if reads and rank == 0 else set()
     check_files(config, purpose)
-    check_world_size(config, _RANKS, purpose)
+    check_world_size(config, int(launch["WORLD_SIZE"]), purpose)
     events = record_phases(stop_at if rank == 0 else 0) if phases else []
     run = train_sft if purpose == "sft" else train
     with te_stand_ins.installed(te):

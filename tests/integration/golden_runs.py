@@ -32,7 +32,7 @@ DIFFERENT_MACHINE = {"rel": 1e-3, "abs": 1e-5}
 """Tolerance where another processor rounds differently."""
 # Rounding must not draw other tokens. The tail's tokens have room in the last digits only, so none
 # of them is drawn; the temperature leaves the others enough to differ in.
-_DRAWN = ("actor_rollout_ref.rollout.top_k=8", "actor_rollout_ref.rollout.temperature=1.3")
+DRAWN = ("actor_rollout_ref.rollout.top_k=8", "actor_rollout_ref.rollout.temperature=1.3")
 _A = "actor_rollout_ref.actor."
 RL: dict[str, tuple[str, ...]] = {
     "ctrl_grpo": (),
@@ -69,7 +69,7 @@ def make_job(folder: Path) -> Job:
 def run_rl(job: Job, name: str, folder: str, stops: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     """The steps of the RL run of that name; it ends after each of ``stops`` and is resumed."""
     for steps in (*stops, STEPS):
-        run = run_forked(job, folder, steps=steps, extra=(*_DRAWN, *RL[name]))
+        run = run_forked(job, folder, steps=steps, extra=(*DRAWN, *RL[name]))
         assert run.codes == (0, 0), run.output[-8000:]
     return steps_of(run)
 

@@ -22,6 +22,13 @@ from tiny_run import REPOSITORY
 from ctrl_megatron.metrics import read_json_lines
 
 PRELOADED = Path(__file__).parents[1] / "preloaded.py"
+AGAIN = """
+until "$@"; do
+  [ "$PET_NODE_RANK" != 0 ] || exit 1
+  until [ -e "$0" ]; do sleep 0.2; done
+done
+"""
+"""The first host does not start its launcher again, since the others meet there."""
 PATIENCE = 280.0
 """Seconds; a machine may be several times slower than an idle one."""
 
@@ -76,8 +83,13 @@ class Job:
         hosts: int = 1,
         ranks: int = 2,
         preloaded: bool = False,
+        restarts: int = 0,
+        own: bool = False,
+        least: int | None = None,
     ) -> Iterator[Run]:
-        """``ranks`` on each host; nothing of them outlives the block.
+        """``ranks`` on each host; nothing of them outlives the block. torchrun starts them or, with
+        ``own``, the command itself, again after ``restarts`` failures. With ``least`` so many hosts
+        suffice, and a host whose torchrun has ended starts it again when ``run.back`` exists.
 
         ``preloaded`` is for tests that look at a run and not at how it comes up: torchrun and all
         processes below it are then forks of one that has imported everything (``preloaded.py``).
@@ -85,32 +97,46 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"{name}.{time.monotonic_ns()}.log"
         several = (str(Path(__file__).with_name("several_hosts.sh")), str(hosts))
-        torchrun = [
-            *("-m", "torch.distributed.run", "--nnodes", str(hosts)),
-            *("--nproc-per-node", str(ranks)),
-            *("--master-addr", "host0" if hosts > 1 else "127.0.0.1"),
-            *("--master-port", str(free_port())),
+        count = ("--nproc-per-node", str(ranks), "--max-restarts", str(restarts))
+        first = "host0" if hosts > 1 else "127.0.0.1"
+        meeting = ("--master-addr", first, "--master-port", str(free_port()))
+        nodes, back = str(hosts), self.folder / f"{name}.back"
+        if least is not None:
+            nodes = f"{least}:{hosts}"
+            meeting = (
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{free_port()}"),
+                *("--rdzv-conf", "keep_alive_interval=1,last_call_timeout=5"),
+                *("--shutdown-timeout", "120"),
+            )
+            several = (*several, "sh", "-c", AGAIN, str(back))
+        torchrun = ("-m", "torch.distributed.run", "--nnodes", nodes, *count, *meeting)
+        command = [
+            *(() if own else torchrun),
             *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
+            *(count if own else ()),
             *self.overrides(name, steps),
             *extra,
         ]
         process: subprocess.Popen[bytes] | ForkedProgram
         if preloaded and hosts == 1:
-            process = ForkedProgram(torchrun, log, below=(ranks, 1))
+            process = ForkedProgram(command, log, below=(ranks * (1 + restarts), 1))
         else:
             # On each host an engine per rank, of which it may need fewer.
             fork = (str(PRELOADED), str(ranks), str(ranks)) if preloaded else ()
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [*(several if hosts > 1 else ()), sys.executable, *fork, *torchrun],
+                    [*(several if hosts > 1 else ()), sys.executable, *fork, *command],
                     cwd=REPOSITORY,
-                    env=os.environ | ({"OMP_NUM_THREADS": "1"} if preloaded else {}),
+                    env=os.environ
+                    # torchrun sets it for several ranks of a host; other numbers round otherwise.
+                    | ({"OMP_NUM_THREADS": "1"} if preloaded or least is not None else {})
+                    | ({} if least is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        run = Run(process=process, log=log, folder=self.folder / name)
+        run = Run(process=process, log=log, folder=self.folder / name, back=back)
         try:
             yield run
         finally:
@@ -124,6 +150,8 @@ class Run:
     process: subprocess.Popen[bytes] | ForkedProgram
     log: Path
     folder: Path
+    back: Path | None = None
+    """Exists when hosts whose launcher has ended may start it again."""
     seen: dict[int, psutil.Process] = field(default_factory=dict)
 
     def output(self) -> str:
@@ -198,7 +226,8 @@ class Run:
         """Segments in /dev/shm that processes of this run have made."""
         pids = {self.process.pid, *self.seen}
         parts = {name: name.split("-") for name in os.listdir("/dev/shm")}
-        return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and int(p[1]) in pids]
+        ours = {str(pid) for pid in pids}
+        return [n for n, p in parts.items() if p[0] == "ctrl" and len(p) > 1 and p[1] in ours]
 
 
 def _runs(process: psutil.Process) -> bool:

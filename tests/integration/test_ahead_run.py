@@ -1,8 +1,9 @@
-"""Runs that draw the next step's critiques while a step trains."""
+"""Runs that draw the critiques of the next two steps while a step trains."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from launched_run import Job
 pytestmark = pytest.mark.timeout(900)
 
 AHEAD = (
-    "actor_rollout_ref.rollout.staleness=1",
+    "actor_rollout_ref.rollout.staleness=2",
     "actor_rollout_ref.rollout.placement=dedicated",
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
     "algorithm.rollout_correction.rollout_is=token",
@@ -32,26 +33,29 @@ def numbers(run: ForkedRun) -> dict[int, dict[str, float]]:
     return {record["step"]: {name: record["metrics"][name] for name in SAME} for record in steps}
 
 
-def test_a_step_trains_on_samples_one_update_old_and_a_resumed_run_on_the_same(
+def test_a_step_trains_on_samples_of_older_weights_and_a_resumed_run_on_the_same(
     job: Job, tmp_path: Path
 ) -> None:
     validated = (*AHEAD, f"data.val_files={job.data}", "trainer.test_freq=2")
     whole = run_forked(job, "ahead", steps=STEPS, extra=validated)
     assert whole.codes == (0, 0), whole.output[-6000:]
-    assert [known["rollout/staleness"] for known in numbers(whole).values()] == [0.0, 1.0, 1.0, 1.0]
+    assert [known["rollout/staleness"] for known in numbers(whole).values()] == [0.0, 1.0, 2.0, 1.0]
     # Fresh samples need no correction; older ones were drawn by other probabilities.
     drift = [known["rollout/kl"] for known in numbers(whole).values()]
     assert min(drift[1:]) > 10 * abs(drift[0])
-    # The critiques' engine calls are 1 and 3 in the first step, and 5 and 7 ahead of the third and
-    # the fourth; the stop reaches the third step while it revises.
+    # The critiques' engine calls are 1, 3 and 4, the revisions' 2, 5 and 6: the stop reaches the
+    # third step while it revises.
     stopped = run_forked(
         job, "stopped_ahead", steps=STEPS, extra=AHEAD, phases=tmp_path / "one", stop_at=6
     )
     assert stopped.codes == (130, 130), stopped.output[-6000:]
     assert re.search(r"the state after step 2 is saved", stopped.output), stopped.output[-3000:]
-    resumed = run_forked(job, "stopped_ahead", steps=STEPS, extra=AHEAD)
-    assert resumed.codes == (0, 0), resumed.output[-6000:]
+    shutil.copytree(job.folder / "stopped_ahead", job.folder / "on_one_rank")
     expected = numbers(whole)
-    for step, found in numbers(resumed).items():
-        assert found == pytest.approx(expected[step], rel=1e-6), step
-    assert sorted(numbers(resumed)) == [1, 2, 3, 4]
+    for name, ranks in (("stopped_ahead", 2), ("on_one_rank", 1)):
+        here = (*AHEAD, f"trainer.n_gpus_per_node={ranks}")
+        resumed = run_forked(job, name, steps=STEPS, extra=here, ranks=ranks)
+        assert resumed.codes == (0,) * ranks, resumed.output[-6000:]
+        for step, found in numbers(resumed).items():
+            assert found == pytest.approx(expected[step], rel=1e-6), (name, step)
+        assert sorted(numbers(resumed)) == [1, 2, 3, 4]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from in_process import in_process
 from launched_run import Job
-from tiny_run import REPOSITORY
+from scripted_server import serving
+from tiny_run import PROGRAM, REPOSITORY, byte_chat_model
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.eval.transcripts import read_evaluation
@@ -104,3 +105,31 @@ def test_written_critiques_are_revised_and_judged(job: Job, tmp_path: Path) -> N
     assert len(turns) == 8 and all(turn.critique == said[turn.attempt] for turn in turns)
     assert all(turn.judgment is False and turn.revision == "print(7)" for turn in turns)
     assert all(turn.after is not None for turn in turns)
+
+
+def test_one_critic_is_compared_over_several_proxies(job: Job, tmp_path: Path) -> None:
+    out, stranger = tmp_path / "generators", byte_chat_model(tmp_path / "stranger", ["print(8)"])
+    words = [*commands({})[0][1:3], f"ours={job.actor}", "--out", str(out), "--proxy"]
+    with serving(fails=False) as server:
+        places = ["own=shared", f"other={stranger}", f"served=stranger-7b@{server.url}"]
+        made = evaluate(job, [*words, *places], ())
+        asked = len(server.bodies)
+    assert made["code"] == 0, made["output"]
+    found = json.loads((out / "report.json").read_text())["critics"]
+    assert [one["critic"] for one in found] == ["own: ours", "other: ours", "served: ours"]
+    for one, name, solved in zip(found, ("own", "other", "served"), (7, 1, 7), strict=True):
+        turns = read_evaluation(out / name).turns
+        right = sum(t.after.accepted for t in turns if t.after)
+        assert len(turns) == 8 and right == solved, name
+        before = one["curves"][0]["pass@1"]["value"]
+        assert one["last"]["delta"]["value"] == one["last"]["pass@1"]["value"] - before
+        assert one["last"]["pass@1"]["value"] == right / 8
+    for name, text in (("own", PROGRAM), ("other", "print(8)"), ("served", PROGRAM)):
+        assert {t.revision for t in read_evaluation(out / name).turns} == {text}
+    assert asked > 0 and found[1]["gains"]
+    assert (out / "report.html").is_file() and "| served: ours |" in (out / "report.md").read_text()
+
+    # The server is gone, and everything is there.
+    again = evaluate(job, [*words, *places], ())
+    assert again["code"] == 0, again["output"]
+    assert "seed 0" not in again["output"]

@@ -1,4 +1,5 @@
-"""One process of a run is killed in the middle of a step; nothing of the run is left."""
+"""One process of a run, in which no service is started again, is killed in the middle of a step;
+nothing of the run is left."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
     cache = () if engine == "hf" else (rollout + "kv_cache_gib=0.1",)
     silent = victim.startswith("silent")
     patience = ("trainer.failure_timeout=8",) if silent else ()
-    extra = (f"{rollout}name={engine}", *cache, *patience)
+    # ``test_recovery`` is about services that are started again.
+    extra = (f"{rollout}name={engine}", *cache, *patience, "trainer.service_restarts=0")
     name = f"without {victim}".replace(" ", "_")
     # Another test covers the start of a launcher and its ranks; this one covers its death.
     preloaded = victim != "launcher"

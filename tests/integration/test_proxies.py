@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked_run import ForkedRun, run_forked
 from launched_run import Job
+from scripted_server import serving
 from tiny_run import PROGRAM, byte_chat_model
 
 from ctrl_megatron.config import KEYS
@@ -59,61 +54,6 @@ def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path, tmp_
     pushes = [record["metrics"]["sync/pushes"] for record in run.metrics()]
     assert pushes == [1.0, 1.0, 1.0]
     assert are_read(reads, f"{P}engine.")
-
-
-class Server(ThreadingHTTPServer):
-    """Answers every conversation with the program, and where it
-    ``fails``, each third attempt with status 500.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, *, fails: bool) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.fails, self.bodies, self.lock = fails, list[dict[str, Any]](), threading.Lock()
-        self.failures = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            fails = self.server.fails and len(self.server.bodies) % 3 == 0
-            self.server.failures += fails
-        answer: dict[str, Any] = {
-            "model": "stranger-7b-v2",
-            "choices": [{"message": {"content": PROGRAM}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 5},
-        }
-        text = json.dumps({"error": "no memory"} if fails else answer).encode()
-        self.send_response(500 if fails else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-
-@contextmanager
-def serving(*, fails: bool) -> Iterator[Server]:
-    server = Server(fails=fails)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path: Path) -> None:

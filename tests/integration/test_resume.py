@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(900)
 SAME = ("actor/loss", "actor/grad_norm", "actor/kl_loss", "critique/length", "reward/mean")
 
 
-def assert_same_steps(run: Run, whole: Run) -> None:
+def assert_same_steps(run: Run, whole: Run, rel: float = 1e-6) -> None:
     """Every recorded step, also one that was done twice, has the uninterrupted run's numbers."""
     expected = {record["step"]: record["metrics"] for record in whole.metrics()}
     for record in run.metrics():
         step, found = record["step"], record["metrics"]
         if step in expected:
-            wanted = {name: approx(expected[step][name], rel=1e-6) for name in SAME}
+            wanted = {name: approx(expected[step][name], rel=rel) for name in SAME}
             assert {name: found[name] for name in SAME} == wanted, f"step {step}"
 
 
@@ -47,6 +47,16 @@ def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) ->
     # Two are kept, and nothing that the killed run had half written.
     kept = sorted(path.name for path in (again.folder / "checkpoints").iterdir())
     assert kept == ["global_step_3", "global_step_4"]
+
+
+@pytest.mark.long
+def test_another_number_of_data_ranks_draws_the_same(job: Job, whole_run: Run) -> None:
+    for ranks, steps in ((2, 1), (1, 3), (2, 4)):
+        given = (f"trainer.n_gpus_per_node={ranks}",)
+        with job.launch("elastic", steps=steps, extra=given, ranks=ranks, preloaded=True) as run:
+            assert run.ends() == 0, run.output()[-8000:]
+    assert [record["step"] for record in run.metrics()] == [1, 2, 3, 4]
+    assert_same_steps(run, whole_run, rel=1e-5)
 
 
 def test_ctrl_c_saves_and_the_run_can_go_on(job: Job, whole_run: Run) -> None:

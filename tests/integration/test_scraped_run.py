@@ -50,6 +50,7 @@ def test_a_run_is_scraped_while_it_trains(job: Job) -> None:
             assert samples[series] == logged[name]
         assert logged["engine/tokens_per_second"] > 0 and "engine/cache_hit_rate" not in logged
         assert samples["ctrl_restarts",] == 0
+        assert samples["ctrl_weights_version",] >= samples["ctrl_step",] - 1 >= 1
         assert samples["ctrl_engine_completions", "hf"] >= 0
         (waiting,) = (value for names, value in samples.items() if "ctrl_sandbox_waiting" in names)
         assert waiting >= 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
-from launched_run import Job
+from launched_run import Job, Run
+from test_resume import assert_same_steps
 
 SCRIPT = Path(__file__).with_name("several_hosts.sh")
 
@@ -63,3 +66,38 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         assert metrics["perf/engine_balance"] > 0.0
         assert "sandbox/isolation" in metrics
     assert {path.name for path in run.folder.glob("engine*.log")} == engines
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> None:
+    saving = ("trainer.save_freq=1",)
+    with job.launch("with_all_hosts", steps=12, preloaded=True) as whole:
+        assert whole.ends() == 0, whole.output()[-8000:]
+    hosts = ("trainer.nnodes=2", "trainer.min_nnodes=1", "trainer.n_gpus_per_node=1", *saving)
+    with job.launch(
+        "hosts_come_and_go", steps=12, extra=hosts, hosts=2, ranks=1, restarts=3, least=1
+    ) as run:
+        run.wait_for_steps(2)
+        lost = [p for p in run.look() if p.name() != "sh" and host_of(p) == "1"]
+        assert len(lost) >= 4  # the launcher, a rank, an engine and a sandbox
+        for process in lost:
+            process.kill()
+        run.wait_for(lambda: len(starts(run)) == 1)
+        alone = starts(run)[0]
+        run.wait_for(lambda: run.metrics()[-1]["step"] > alone)
+        run.back.touch()
+        run.wait_for(lambda: len(starts(run)) == 2)
+        assert run.ends() == 0, run.output()[-8000:]
+    assert sorted({record["step"] for record in run.metrics()}) == list(range(1, 13))
+    assert starts(run)[1] > alone, "all ranks ran on one host for a step"
+    assert_same_steps(run, whole, rel=1e-5)
+
+
+def starts(run: Run) -> list[int]:
+    """The steps after which the run has been continued."""
+    return [int(step) for step in re.findall(r"continuing from \S+ after step (\d+)", run.output())]
+
+
+def host_of(process: psutil.Process) -> str | None:
+    """The number of the host on which a process of ``several_hosts.sh`` runs."""
+    return process.environ().get("PET_NODE_RANK")

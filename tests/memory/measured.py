@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.lora import adapted
 from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.types import Lora
 
 SMALL = {
     "model_type": "qwen2",
@@ -48,8 +50,10 @@ ROWS, PROMPT, RESPONSE = 4, 8, 120
 
 
 def small(**changes: Any) -> ModelShape:
-    """A model that takes milliseconds."""
-    return parse_model_shape({**SMALL, **changes})
+    """A model that takes milliseconds; ``lora`` is the rank of its adapters."""
+    rank = changes.pop("lora", 0)
+    lora = Lora(rank=rank, alpha=1.0, targets=("all-linear",)) if rank else None
+    return adapted(parse_model_shape({**SMALL, **changes}), lora)
 
 
 def count(function: str, *arguments: Any, folder: Path) -> Any:
@@ -192,8 +196,8 @@ def batch(rows: int = ROWS, *, shared: bool = False) -> dict[str, torch.Tensor]:
 
 
 def held(model: Any) -> dict[str, int]:
-    """Bytes of a trained model's parameters, gradients, master weights and moments, and its number
-    of parameters."""
+    """Bytes of a trained model's parameters, gradients, master weights and moments, and the number
+    of parameters that are trained."""
     adams = [inner.optimizer for inner in model.optimization.optimizer.chained_optimizers]
     weights = {storage(p) for m in model.models for p in m.parameters()}
     stepped = [p for adam in adams for group in adam.param_groups for p in group["params"]]
@@ -205,7 +209,7 @@ def held(model: Any) -> dict[str, int]:
         if isinstance(value, torch.Tensor) and value.dim()
     ]
     return {
-        "count": sum(p.numel() for m in model.models for p in m.parameters()),
+        "count": sum(p.numel() for m in model.models for p in m.parameters() if p.requires_grad),
         "parameters": total([p for m in model.models for p in m.parameters()]),
         "gradients": total([buffer.grad_data for buffer in buffers_of(model)]),
         "master": total([p for p in stepped if storage(p) not in weights]),

@@ -127,6 +127,8 @@ STATES = {
     "tied": case({"tensor": 2}, {"tie_word_embeddings": True}),
     "virtual stages": case({"pipeline": 2, "virtual_pipeline": 2}),
     "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
+    "adapters": case({"tensor": 2, "data": 2}, {"lora": 8, "tie_word_embeddings": True}),
+    "adapters over stages": case({**SEQUENCE, "pipeline": 2}, {"lora": 8}),
     "experts": case({"data": 2}, EXPERTS),
     "expert ranks": case({"data": 4, "expert": 2}, EXPERTS),
     "expert ranks of stages": case({"pipeline": 2, "data": 2, "expert": 2}, EXPERTS),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.background import AbandonableCall, BackgroundLoop, all_awaited, awaited, one_done
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel import waiting as waiting_file
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import WaitedTooLong, Waiting
@@ -93,6 +94,42 @@ def test_what_the_work_raises_is_raised_at_once(loop: BackgroundLoop) -> None:
 
     with pytest.raises(LookupError, match="no such row"):
         alone()[0].together(loop.submit(fails()), "an answer")
+
+
+def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: BackgroundLoop) -> None:
+    async def lost() -> None:
+        raise ServiceLost("engine 1 died")
+
+    others, meet, found = threading.Barrier(2), threading.Lock(), list[list[Any]]()
+
+    def gathered(value: Any) -> list[Any]:
+        with meet:
+            if not found or len(found[-1]) == 2:
+                found.append([])
+            mine = found[-1]
+            mine.append(value)
+        others.wait(10)
+        return mine
+
+    groups: Any = SimpleNamespace(
+        is_first=False,
+        from_all=gathered,
+        on_any=lambda *flags: tuple(map(any, zip(*gathered(flags), strict=True))),
+    )
+    waiting = Waiting(groups=groups, stop=SimpleNamespace(is_set=False), limit=60.0)  # type: ignore[arg-type]
+    slow, said = loop.submit(asyncio.sleep(0.5, 3)), list[str]()
+
+    def rank(work: Any) -> None:
+        with pytest.raises(ServiceLost) as caught:
+            waiting.together(work, "an answer")
+        said.append(str(caught.value))
+
+    ranks = [threading.Thread(target=rank, args=(work,)) for work in (loop.submit(lost()), slow)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(20)
+    assert said == ["engine 1 died"] * 2 and slow.result(0) == 3
 
 
 def test_an_abandoned_call_has_a_place_and_keeps_nothing_waiting() -> None:

@@ -1,4 +1,4 @@
-"""The next step's samples are drawn while a step trains, and a checkpoint holds them."""
+"""Samples of later steps are drawn while a step trains, and a checkpoint holds them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.ahead import SavedDraws, begin_ahead, report_staleness
 from ctrl_megatron.pipeline.batch import DrawsAhead, Sample, make_batch
 from ctrl_megatron.pipeline.sampling import draw_samples
+from ctrl_megatron.resharding.device import ActorVersions
 from ctrl_megatron.types import Completion, VersionSpan
 
 R = "actor_rollout_ref.rollout."
@@ -31,37 +32,58 @@ AHEAD = [
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]
+TWO = f"{R}staleness=2"
+IN_FLIGHT = f"{R}update_in_flight=true"
 ROWS = 12
 
 
 class Slow:
-    """An engine whose every call takes ``seconds``."""
+    """An engine whose every call takes ``seconds``. The weights of its end draw the last token."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.version = seconds, "actor@0"
+    def __init__(self, seconds: float, *first: float) -> None:
+        """The calls take as long as ``first`` says, and ``seconds`` afterwards."""
+        self.seconds, self.first = seconds, first
+        self.version, self.calls = "actor@0", 0
 
     async def generate(self, prompts: Any, params: Any, *, finished: Any) -> list[Any]:
-        version = self.version
-        await asyncio.sleep(self.seconds)
+        begun, number, self.calls = self.version, self.calls, self.calls + 1
+        await self._draw(number)
+        spans = (VersionSpan(begun, 0, 3),)
+        if self.version != begun:
+            spans = (VersionSpan(begun, 0, 2), VersionSpan(self.version, 2, 3))
         return [
             [
                 Completion(
                     token_ids=(prompt[0], sample, params.seed % 97),
                     log_probs=(-1.0, -0.5, -0.25),
                     finish_reason="stop",
-                    spans=(VersionSpan(version, 0, 3),),
+                    spans=spans,
                 )
                 for sample in range(params.n)
             ]
             for prompt in prompts
         ]
 
+    async def _draw(self, number: int) -> None:
+        await asyncio.sleep(self.first[number] if number < len(self.first) else self.seconds)
+
+
+class Crossed(Slow):
+    """An engine whose calls after the first one end when other weights arrive."""
+
+    async def _draw(self, number: int) -> None:
+        begun = self.version
+        while number and self.version == begun:
+            await asyncio.sleep(0.005)
+
 
 class Rank:
     """One of ``ranks`` data ranks; ``others`` are the workers whose values it can gather."""
 
-    def __init__(self, engine: Slow, *, rank: int = 0, ranks: int = 1, steps: int = 100) -> None:
-        self.config = load_config(None, AHEAD, "none")
+    def __init__(
+        self, engine: Slow, *more: str, rank: int = 0, ranks: int = 1, steps: int = 100
+    ) -> None:
+        self.config = load_config(None, [*AHEAD, *more], "none")
         rows = tuple(Row(id=f"row/{number}") for number in range(ROWS))
         prompts = tuple((number,) for number in range(ROWS))
         self.train = PromptTable(rows=rows, prompts=prompts, dropped=0)
@@ -70,7 +92,10 @@ class Rank:
         self.background, self.engine = BackgroundLoop(), engine
         self.codec = SimpleNamespace(eos_token_ids=(0,))
         self.ahead = DrawsAhead()
-        self.device = SimpleNamespace(to_engine=self._push, version=self._version)
+        self.device = SimpleNamespace(
+            to_engine=self._push, version=self._version, versions=ActorVersions(), updates=0
+        )
+        self.steps_per_update = 1
         self.gathered: list[Any] = []
         self.groups: Any = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
@@ -84,7 +109,7 @@ class Rank:
         self.waiting = SimpleNamespace(together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
-        return f"{role}@{step}"
+        return self.device.versions.name(step // self.steps_per_update, step)
 
     def _push(self, role: str, step: int) -> str:
         self.engine.version = self._version(role, step)
@@ -102,6 +127,7 @@ class Rank:
     def rollout(self, *, ahead: bool = True) -> tuple[list[Sample], float]:
         """(the samples of the next step, how many updates old they are)."""
         worker: Any = self
+        self.device.updates = self.step // self.steps_per_update
         rows = self.sampler.next_batch(4)
         samples = draw_samples(worker, rows, mini_batch_size=4)
         if ahead:
@@ -110,19 +136,62 @@ class Rank:
         return samples, report_staleness(worker, batch).metrics["rollout/staleness"]
 
 
-def test_a_step_takes_the_longer_of_drawing_and_training() -> None:
-    seconds, steps, took = 0.3, 6, dict[bool, float]()
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), [0, 1, 1, 1, 1, 1]),
+        ((TWO,), [0, 1, 2, 1, 2, 1]),
+        ((f"{R}staleness=3",), [0, 1, 2, 3, 1, 2]),
+    ],
+)
+def test_a_step_takes_the_longer_of_drawing_and_training(
+    more: tuple[str, ...], expected: list[int]
+) -> None:
+    seconds, steps, took = 0.2, 6, dict[bool, float]()
     for ahead in (False, True):
-        rank = Rank(Slow(seconds), steps=steps)
+        rank = Rank(Slow(seconds), *more, steps=steps)
         began, ages = time.monotonic(), list[float]()
         for step in range(steps):
             rank.step = step
             ages.append(rank.rollout(ahead=ahead)[1])
             time.sleep(seconds)
         took[ahead] = time.monotonic() - began
-        assert ages == [0.0] + [float(ahead)] * (steps - 1)
+        assert ages == (expected if ahead else [0.0] * steps)
+        assert rank.engine.calls == steps
         rank.background.close()
     assert took[False] - took[True] >= 0.8 * seconds * (steps - 1)
+
+
+def test_two_steps_ahead_a_quick_draw_makes_up_for_the_slow_one_after_it() -> None:
+    took = list[float]()
+    for more in ((), (TWO,)):
+        slow = 0.4
+        rank, steps = Rank(Slow(0.0, *[slow, 0.0] * 4), *more), 7
+        began = time.monotonic()
+        for step in range(steps):
+            rank.step = step
+            rank.rollout()
+            time.sleep(slow / 2)
+        took.append(time.monotonic() - began)
+        rank.background.close()
+    # One step ahead, the three slow draws after the first take longer than the training beside
+    # them; two steps ahead, they have two trainings to end.
+    assert took[0] - took[1] >= 0.8 * 3 * slow / 2
+
+
+def test_updates_in_flight_reach_what_is_being_drawn_and_keep_the_bound() -> None:
+    rank = Rank(Crossed(0.0), TWO, IN_FLIGHT, steps=6)
+    for step in range(6):
+        rank.step = step
+        samples, age = rank.rollout()
+        versions = {span.version for one in samples for span in one.completion.spans}
+        # Weights draw two tokens, and those of the next step the third.
+        begun = max(0, step - 2)
+        assert versions == ({f"actor@{begun}", f"actor@{begun + 1}"} if step else {"actor@0"})
+        assert age == pytest.approx([0, 2 / 3, 5 / 3][min(step, 2)])
+        while rank.engine.calls < min(6, step + 3):
+            time.sleep(0.005)  # until the draws that this step has begun are being drawn
+    rank.background.close()
 
 
 def test_samples_do_not_depend_on_when_they_are_drawn_but_for_their_weights() -> None:
@@ -136,35 +205,66 @@ def test_samples_do_not_depend_on_when_they_are_drawn_but_for_their_weights() ->
         assert one == two and len(one) == 8
 
 
+@pytest.mark.parametrize("more", [(), (TWO,), (TWO, IN_FLIGHT)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_save_holds_the_next_step_for_any_number_of_data_ranks(ranks: int) -> None:
-    savers: Any = [Rank(Slow(0.01), rank=rank, ranks=ranks) for rank in range(ranks)]
+def test_a_save_holds_later_steps_for_any_number_of_data_ranks(
+    ranks: int, more: tuple[str, ...]
+) -> None:
+    savers: Any = [Rank(Slow(0.01), *more, rank=rank, ranks=ranks) for rank in range(ranks)]
     for saver in savers:
         saver.rollout()
         saver.step = 1
     for other in savers[1:]:
-        # What the other rank gives when all gather.
-        SavedDraws(other).state_dict()
-        mine = SavedDraws(other)._mine(other.ahead.of(1))
-        savers[0].gathered.append(
-            [(p, g) for (p, _), g in zip(mine, other.ahead.of(1).groups.result(), strict=True)]
-        )
+        # What the other rank gives when all gather, draw by draw.
+        saved = SavedDraws(other)
+        other.waiting_draws = [
+            [(p, g) for (p, _), g in zip(saved._mine(d.rows), d.groups.result(20), strict=True)]
+            for d in saved._there(other.ahead.every())
+        ]
+        gathered = iter(other.waiting_draws)
+        savers[0].groups.from_data_ranks = lambda value, more=gathered: [value, next(more)]
     state = json.loads(json.dumps(SavedDraws(savers[0]).state_dict()))
-    assert (state["step"], state["version"], len(state["groups"])) == (1, "actor@0", 4)
-    expected = {s.uid: s for saver in savers for s in saver.rollout()[0]}
-    for count in (1, 2):
-        found: dict[str, Sample] = {}
-        for number in range(count):
-            rank: Any = Rank(Slow(60.0), rank=number, ranks=count)  # draws nothing itself
-            rank.step = 1
+    count = 2 if more else 1
+    assert state["versions"] == [0, 1]
+    assert [(d["step"], d["version"], len(d["groups"])) for d in state["draws"]] == [
+        (step, "actor@0", 4) for step in range(1, count + 1)
+    ]
+    expected = list[dict[str, Sample]]()
+    for step in range(1, count + 1):
+        for saver in savers:
+            saver.step = step
+        expected.append({s.uid: s for saver in savers for s in saver.rollout(ahead=False)[0]})
+    for data in (1, 2):
+        found: list[dict[str, Sample]] = [{} for _ in expected]
+        for number in range(data):
+            # Draws nothing itself.
+            rank: Any = Rank(Slow(60.0), *more, rank=number, ranks=data)
             rank.sampler.next_batch(4)
+            rank.step = rank.device.updates = 1
             SavedDraws(rank).load_state_dict(state)
-            drawn = draw_samples(rank, rank.sampler.next_batch(4), mini_batch_size=4)
-            found |= {sample.uid: sample for sample in drawn}
+            for step, samples in enumerate(found, start=1):
+                rank.step = step
+                drawn, age = rank.rollout(ahead=False)
+                assert age == step
+                samples.update({sample.uid: sample for sample in drawn})
             rank.background.close()
-        assert {u: (s.row_id, s.completion) for u, s in found.items()} == {
-            u: (s.row_id, s.completion) for u, s in expected.items()
-        }
+        for samples, others in zip(found, expected, strict=True):
+            assert {u: (s.row_id, s.completion) for u, s in samples.items()} == {
+                u: (s.row_id, s.completion) for u, s in others.items()
+            }
+
+
+def test_a_run_with_a_lower_bound_leaves_older_draws_out() -> None:
+    saver: Any = Rank(Slow(0.0), TWO)
+    saver.rollout()
+    saver.step = 1
+    state = SavedDraws(saver).state_dict()
+    assert [draw["step"] for draw in state["draws"]] == [1, 2]
+    rank: Any = Rank(Slow(0.0))
+    SavedDraws(rank).load_state_dict(state)
+    assert [draw.step for draw in rank.ahead.every()] == [1]
+    for one in (saver, rank):
+        one.background.close()
 
 
 def test_a_stop_saves_without_texts_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,20 +274,40 @@ def test_a_stop_saves_without_texts_that_do_not_come(monkeypatch: pytest.MonkeyP
     rank.ahead.of(1).groups.result(20)
     rank.step, rank.engine.seconds = 1, 60.0
     rank.rollout()
-    rank.step = 2
     rank.stop.agreed = lambda groups: True
-    assert SavedDraws(rank).state_dict() == {}
-    rank.step = 1  # the step before, which was stopped, is there
-    assert SavedDraws(rank).state_dict()["step"] == 1
+    # Step 1, which was stopped, is there, and what it has begun is drawn again when it is repeated.
+    assert [draw["step"] for draw in SavedDraws(rank).state_dict()["draws"]] == [1]
+    rank.step = 2
+    assert SavedDraws(rank).state_dict()["draws"] == []
     rank.background.close()
 
 
 def test_samples_that_are_too_old_end_the_run() -> None:
     rank: Any = Rank(Slow(0.0))
     samples, _ = rank.rollout()
-    rank.step = 2
+    for rank.step in (1, 2):
+        rank.device.version("actor", rank.step)
     with pytest.raises(RuntimeError, match="samples are 2 to 2 updates old, and at most"):
         report_staleness(rank, make_batch(samples, pad_token_id=0))
+    rank.background.close()
+
+
+@pytest.mark.parametrize("saved_after", [3, 4])
+def test_steps_without_an_update_make_no_sample_older(saved_after: int) -> None:
+    """Also across a resume, where the weights keep their name. Only the fourth step updates."""
+    rank: Any = Rank(Slow(0.0))
+    resumed: Any = Rank(Slow(60.0))  # draws nothing itself
+    for one in (rank, resumed):
+        one.steps_per_update = 4
+    for rank.step in range(saved_after):
+        assert rank.rollout()[1] == 0.0
+    rank.step = resumed.step = saved_after
+    resumed.sampler.load_state_dict(rank.sampler.state_dict())
+    resumed.device.updates = saved_after // 4
+    SavedDraws(resumed).load_state_dict(SavedDraws(rank).state_dict())
+    for one in (rank, resumed):
+        assert one.rollout(ahead=False)[1] == saved_after // 4
+        one.background.close()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +318,7 @@ def test_samples_that_are_too_old_end_the_run() -> None:
         ("algorithm.filter_groups.enable=true", "turn one off"),
         ("algorithm.adv_estimator=remax", "greedy baseline would come from other weights"),
         ("dag.custom_pipeline_fn=mine:build", "only the built-in pipelines do"),
-        (f"{R}staleness=2", "must be 0 or 1"),
+        (f"{R}staleness=-1", "must be 0 or more"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changed: str, said: str) -> None:

@@ -14,6 +14,7 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.models.parallel_model import SkippedUpdate
+from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.siirl_names import NodeType
@@ -24,6 +25,7 @@ class Found:
 
     def __init__(self, bad: set[int], *, limit: int, total: int = 8) -> None:
         self.saved: list[int] = []
+        self.states: dict[int, Any] = {}
         self.exported: list[int] = []
         self.said: list[str] = []
         self.counted: dict[int, float] = {}
@@ -50,7 +52,7 @@ class Found:
             **dict.fromkeys(("begin_step", "log", "add_stage"), nothing),
         )
         store: Any = SimpleNamespace(
-            save=lambda models, step, state: self.saved.append(step),
+            save=self._save,
             export=lambda models, step: self.exported.append(step),
             wait=nothing,
             take_report=nothing,
@@ -75,6 +77,10 @@ class Found:
     def _end(self, step: int, metrics: dict[str, float], *_: Any) -> None:
         if "update/skipped" in metrics:
             self.counted[step] = metrics["update/skipped"]
+
+    def _save(self, models: Any, step: int, state: dict[str, Any]) -> None:
+        self.saved.append(step)
+        self.states[step] = state
 
     def _keep(self, step: int, batch: TensorDict) -> Path:
         self.kept.append((step, sorted(map(str, batch.keys()))))
@@ -104,6 +110,22 @@ def test_a_run_goes_on_after_bad_steps_and_saves_when_one_is_good() -> None:
     assert warnings[0] == (
         "warning: step 2 does not update policy: the loss is nan; rows: second, other"
     )
+
+
+def test_a_stop_after_the_update_saves_the_rows_with_the_weights() -> None:
+    class Stopping:
+        def begin(self, step: int) -> None: ...
+        def before_update(self, step: int, batch: TensorDict) -> None: ...
+        def end(self, step: int, batch: TensorDict, metrics: Any) -> None:
+            if step == 2:
+                raise StopRequested
+
+    found, sampler = Found(set(), limit=3), ResumableSampler(10, seed=1)
+    found.loop.watchers = (Stopping(),)
+    assert not found.loop.run()
+    for _ in range(2):
+        sampler.next_batch(2)
+    assert found.saved == [1, 2] and found.states[2]["sampler"] == sampler.state_dict()
 
 
 @pytest.mark.parametrize("limit", [1, 2])

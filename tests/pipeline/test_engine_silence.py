@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.pipeline.services import LoopHeld, ProbedEngine, ProbedSandbox, SilentService
+from ctrl_megatron.pipeline.keeping import ProbedEngine, ProbedSandbox, SilentService
+from ctrl_megatron.pipeline.services import LoopHeld
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
 LIMIT = 0.6
@@ -62,6 +63,16 @@ def test_an_engine_that_does_not_answer_is_named(probes: BackgroundLoop) -> None
     )
 
 
+def test_another_process_is_not_blamed_for_the_silence_of_the_one_before(
+    probes: BackgroundLoop,
+) -> None:
+    silence = watched(probes, never)
+    wait_for_words(silence)
+    silence.begin_again()
+    assert silence() is None
+    wait_for_words(silence)
+
+
 def test_a_coroutine_that_holds_the_loop_of_requests_is_named_and_no_engine(
     probes: BackgroundLoop,
 ) -> None:
@@ -97,7 +108,7 @@ def test_a_frozen_sandbox_is_named_and_a_busy_process_is_not_blamed_for_its_own_
     probes: BackgroundLoop,
 ) -> None:
     with EmbeddedSandbox.start(workers=1) as box:
-        silence = SilentService(ProbedSandbox(box, None), probes, LIMIT + 2.5)
+        silence = SilentService(ProbedSandbox(lambda: box, None), probes, LIMIT + 2.5)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert silence() is None

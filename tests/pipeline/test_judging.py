@@ -115,6 +115,8 @@ def outcome(kind: str) -> RewardOutcome:
         return RewardOutcome(reward=None, verdict=PASSED, copying="mask")
     if kind == "failed":
         return RewardOutcome(reward=None, error="gone")
+    if kind == "cached":
+        return RewardOutcome(reward=1.0, verdict=PASSED, cached=True)
     return RewardOutcome(reward=0.0)
 
 
@@ -136,13 +138,14 @@ def workers(*counts: Judging, limit: float = 0.2) -> list[Any]:
     return ranks
 
 
-@given(st.lists(st.sampled_from(["judged", "masked", "failed", "none"])))
+@given(st.lists(st.sampled_from(["judged", "masked", "failed", "cached", "none"])))
 def test_every_sample_is_judged_or_failed_or_had_nothing_to_judge(kinds: list[str]) -> None:
     rewards = RewardSum({"code": Judged([outcome(kind) for kind in kinds])})
     scores = asyncio.run(rewards.score([RewardItem(text="") for _ in kinds]))
     counted = rewards.take_judging()
     assert counted.failed == kinds.count("failed")
-    assert counted.asked == len(kinds) - kinds.count("none")
+    assert counted.cached == kinds.count("cached")
+    assert counted.asked == len(kinds) - kinds.count("none") - counted.cached
     assert [total is None for total in scores.totals] == [k in ("masked", "failed") for k in kinds]
     assert rewards.judging == Judging()
 
@@ -155,9 +158,10 @@ def test_the_share_is_that_of_all_ranks() -> None:
             RolloutWorker.take_judging(worker)
 
 
-def test_critiques_without_a_program_do_not_hide_a_dead_service() -> None:
-    # 90 critiques contain no judgment; the other 10 could not be judged.
-    kinds = ["none"] * 90 + ["failed"] * 10
+@pytest.mark.parametrize("other", ["none", "cached"])
+def test_what_needs_no_judge_does_not_hide_a_dead_service(other: str) -> None:
+    # 90 critiques contain no judgment, or their verdicts are known; the others are not judged.
+    kinds = [other] * 90 + ["failed"] * 10
     counted = Judging.of([outcome(kind) for kind in kinds])
     (worker,) = workers(counted)
     with pytest.raises(ServiceFault, match=r"^10 of 10 programs could not be judged"):
@@ -168,5 +172,7 @@ def test_the_rate_is_reported_once_and_only_where_there_was_something_to_judge()
     (worker,) = workers(Judging(asked=10, failed=1, error="a"))
     assert RolloutWorker.take_judging(worker) == {"reward/judged_rate": pytest.approx(0.9)}
     assert worker.rewards.judging == Judging()
+    (worker,) = workers(Judging(asked=10, failed=1, cached=10, error="a"))
+    assert RolloutWorker.take_judging(worker) == {"reward/judged_rate": pytest.approx(0.95)}
     (idle,) = workers(Judging())
     assert RolloutWorker.take_judging(idle) == {}

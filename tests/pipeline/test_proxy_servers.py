@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError
-from ctrl_megatron.pipeline.proxy import ApiProxy
+from ctrl_megatron.pipeline.proxy import ApiProxy, answer_cache
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure
+from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache
 
 
 class Scripted:
@@ -84,3 +86,32 @@ def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> 
     down = ApiProxy({"http://b": Scripted("b", fails=True)}, "m")
     with pytest.raises(UserError, match=r"no server of the proxy answers: b is down"):
         asyncio.run(down.greet())
+
+
+def test_a_file_of_answers_serves_the_next_run_for_equal_requests_only(tmp_path: Path) -> None:
+    file, server = tmp_path / "answers.sqlite", Scripted("a")
+
+    def run(text: str, *, model: str = "m", extra: dict[str, Any] | None = None) -> list[Any]:
+        cache = answer_cache(file)
+        proxy = ApiProxy({"http://a": server}, model, cache=cache, extra=extra)
+        found = [*answers(proxy, talks([text]), 5), cache.counters.hits]
+        asyncio.run(proxy.close())
+        return found
+
+    answer = Answer(text="X", tokens=2, version="api:a", finish_reason="stop")
+    assert run("x") == [answer, 0]
+    server.fails = True
+    assert run("x") == [answer, 1]
+    assert isinstance(run("x", model="other")[0], Failure)
+    assert isinstance(run("x", extra={"seed": 1})[0], Failure)
+    server.fails = False
+    assert run("x", extra={"seed": 1}) == [answer, 0], "a failure is not kept"
+    assert server.asked == ["x"] * 4
+    with pytest.raises(CacheFileError, match="database of another program"):
+        VerdictCache(file)
+
+
+def test_equal_requests_at_once_are_sent_once() -> None:
+    server = Scripted("a")
+    first, second = answers(ApiProxy({"http://a": server}, "m"), talks(["x", "x"]), 5)
+    assert first == second and server.asked == ["x"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from ctrl_megatron.pipeline.batch import (
     make_batch,
     pad_rows,
     sizes_of,
+    spans_of,
     tensors_of,
     texts,
     versions_of,
@@ -108,8 +110,16 @@ def test_a_batch_carries_what_is_known_of_its_critiques() -> None:
     assert tensors_of(batch)["prompts"].shape[0] == 2
 
 
-def test_all_versions_of_a_completion_are_named_once_in_order() -> None:
-    assert versions_of(completion((1,), "actor@2", "actor@3", "actor@2")) == "actor@2+actor@3"
+@given(st.lists(st.tuples(st.sampled_from(["actor@2", "actor@13"]), st.integers(1, 9)), max_size=4))
+def test_versions_of_a_completion_are_named_with_their_tokens(parts: list[tuple[str, int]]) -> None:
+    borders = list(accumulate([tokens for _, tokens in parts], initial=0))
+    spans = [VersionSpan(v, *b) for (v, _), b in zip(parts, pairwise(borders), strict=True)]
+    drawn = Completion(
+        token_ids=(7,) * borders[-1], log_probs=(), finish_reason="stop", spans=tuple(spans)
+    )
+    assert spans_of(versions_of(drawn), borders[-1]) == spans
+    if len(spans) == 1:
+        assert versions_of(drawn) == spans[0].version
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))

@@ -30,13 +30,15 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
             is_first=True,
             # The other rank has no engine pool to speak of either.
             from_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
+            from_all=lambda mine: [mine, {"sandbox/restarts": 1}],
         ),
         policy=model(100, 6000),
         reference=reference,
         value=None,
         engine=None,
         counted={},
-        ask=lambda work, what: asyncio.run(work()),
+        restarts=lambda: {"sandbox/restarts": 1, "engine/restarts": 0},
+        ask=lambda work, what, stoppable: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
     )
@@ -60,6 +62,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
     # The sum of the policy's passes and updates and the reference's passes, in seven seconds.
     assert "perf/engine_balance" not in found
+    assert found["sandbox/restarts"] == 2 and "engine/restarts" not in found
     assert found["perf/mfu"] == pytest.approx((100 + 6000 + 200 + 3) / (7 * 4 * 1e3))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.plan import EngineLayout, TensorPlace
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
+from ctrl_megatron.rollout.engine import EngineDied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
+from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import TensorSpec
 
 ALL = ("weights", "gradients", "optimizer")
@@ -38,6 +42,9 @@ class OneRank:
 
     def from_here(self, value: Any) -> dict[int, Any]:
         return {0: value}
+
+    def from_all(self, value: Any) -> list[Any]:
+        return [value]
 
     def on_any(self, *flags: bool) -> tuple[bool, ...]:
         self.meetings += 1
@@ -116,14 +123,15 @@ class Bench:
         shared: bool = True,
         linked: bool = True,
         rests_until: int = 0,
+        engine: Any = None,
+        restarts: Any = None,
     ) -> None:
         self.events: list[str] = []
         self.groups, groups = OneRank(), Any
         groups = self.groups
-        self.engine = NotedEngine(self.events)
-        engine: Any = self.engine if linked else None
+        self.engine = engine or NotedEngine(self.events)
         self.owner = DeviceOwner(
-            engine,
+            self.engine if linked else None,
             loop,
             SharedMemorySender(groups),  # type: ignore[arg-type]
             EngineLayout(dtype="float32", bucket_bytes=64),
@@ -132,6 +140,7 @@ class Bench:
             shared=shared,
             leaves=leaves,
             rests_until=rests_until,
+            restarts=restarts,
         )
         self.actor, self.reference = self.model("actor"), self.model("reference")
         self.owner.adopt(self.actor, "actor")
@@ -288,3 +297,83 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
         bench.use("actor")
         counts.append(bench.groups.meetings)
     assert counts[0] == counts[1] > 0
+
+
+class MortalEngine(NotedEngine):
+    """Dies in its call number ``dies_at``, and is its own ``EngineKeeper``."""
+
+    def __init__(self, dies_at: int) -> None:
+        super().__init__([])
+        self.dies_at, self.calls, self.restarts, self.dead = dies_at, 0, 0, False
+        self.held: str | None = None
+
+    def _lives(self) -> None:
+        self.calls += 1
+        if self.calls == self.dies_at:
+            self.dead, self.held = True, None
+        if self.dead:
+            raise EngineDied("engine mortal (pid 7) died")
+
+    async def update(self, specs: Any, chunks: Any, version: str) -> None:
+        self._lives()
+        await super().update(specs, chunks, version)
+        self.held = version
+
+    async def sleep(self, level: int) -> None:
+        self._lives()
+        await super().sleep(level)
+        self.held = self.held if level == 1 else None
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self._lives()
+        assert self.asleep.issuperset(tags)
+        await super().wake(tags)
+
+    async def checksums(self) -> dict[str, str]:
+        self._lives()
+        return {"w": tensor_checksum(torch.zeros(4))}
+
+    def lost(self) -> bool:
+        return False  # it has not been noticed yet, which is the harder case
+
+    async def restore(self, asleep: set[str]) -> int:
+        died, self.dead = self.dead, False
+        self.restarts += died
+        if died:
+            self.asleep = set(asleep)
+        return int(died)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("leaves", [(), ALL])
+def test_an_engine_that_dies_in_any_call_is_restored_with_the_right_weights(
+    loop: BackgroundLoop, shared: bool, leaves: tuple[str, ...]
+) -> None:
+    deaths = 0
+    for dies_at in range(2, 20):
+        engine = MortalEngine(dies_at)
+        bench = Bench(loop, shared=shared, leaves=leaves, engine=engine, restarts=engine)
+        for step in range(2):
+            bench.actor.updates = step
+            for role, version in (("actor", f"actor@{step}"), ("proxy", "proxy")):
+                assert bench.use(role, step) == engine.held == version
+                assert not engine.asleep and not engine.dead
+            bench.actor.onload(*ALL)
+        deaths += engine.restarts
+    assert deaths >= 3
+
+
+def test_without_restarts_and_where_they_do_not_help_the_loss_is_raised(
+    loop: BackgroundLoop,
+) -> None:
+    mortal = MortalEngine(2)
+    bench = Bench(loop, shared=False, engine=mortal)
+    bench.use("actor")
+    with pytest.raises(ServiceLost, match=r"engine mortal \(pid 7\) died"):
+        bench.use("proxy")
+    # It answers that it is lost, whatever is done.
+    hopeless = MortalEngine(1)
+    hopeless.restore = lambda asleep: asyncio.sleep(0, 0)  # type: ignore[method-assign]
+    with pytest.raises(ServiceLost, match="engine mortal"):
+        Bench(loop, shared=False, engine=hopeless, restarts=hopeless).use("actor")
+    assert hopeless.calls == 4

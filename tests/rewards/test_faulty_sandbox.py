@@ -17,9 +17,13 @@ ROW = function_row()
 NONE = "It looks fine."
 
 
-def score(service: Sandbox, *, patience: Patience | None = None) -> tuple[Scores, Judging]:
-    """The rewards of twenty critiques of different programs, and of one without a judgment."""
-    texts = [(CORRECT, n) for n in range(20)] + [(NONE, 20)]
+def score(
+    service: Sandbox, *, patience: Patience | None = None, programs: int = 20
+) -> tuple[Scores, Judging]:
+    """The rewards of twenty critiques of ``programs`` different programs, and of one without a
+    judgment.
+    """
+    texts = [(CORRECT, n % programs) for n in range(20)] + [(NONE, 20)]
     items = [RewardItem(text=block(f"x = {n}"), critique=c, row=ROW) for c, n in texts]
 
     async def run() -> tuple[Scores, Judging]:
@@ -51,6 +55,14 @@ def test_a_service_that_fails_three_of_ten_requests_is_asked_again(fault: Fault)
     scores, judging = score(Sandbox(fault, three_of_ten), patience=patience)
     assert scores.totals == [1.0] * 20 + [0.0]
     assert (judging.asked, judging.failed) == (20, 0)
+
+
+def test_equal_programs_are_asked_for_and_fail_once() -> None:
+    for fails in (always, lambda number: False):
+        scores, judging = score(Sandbox("empty", fails), programs=4)
+        assert scores.totals == [None if fails is always else 1.0] * 20 + [0.0]
+        assert (judging.asked, judging.cached) == (4, 16)
+        assert judging.failed == (4 if fails is always else 0)
 
 
 def test_what_stays_unknown_is_no_zero() -> None:

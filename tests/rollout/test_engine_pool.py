@@ -20,7 +20,9 @@ from ctrl_megatron.pipeline.performance import engine_balance
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
+    EngineBroken,
     EngineDied,
+    EngineEmpty,
     EngineError,
     EngineSpec,
 )
@@ -35,10 +37,10 @@ class Clockwork:
     A token takes one turn of the event loop; ``at_once`` is the most it ever drew together.
     """
 
-    def __init__(self, dies_at: int = -1) -> None:
+    def __init__(self, dies_at: int = -1, error: type[EngineError] = EngineDied) -> None:
         self.rows: list[int] = []
         self.calls = self.running = self.at_once = 0
-        self.dies_at = dies_at
+        self.dies_at, self.error = dies_at, error
 
     async def generate(
         self,
@@ -68,7 +70,7 @@ class Clockwork:
         for _ in range(length):
             await asyncio.sleep(0)
         if self.dies_at == row:
-            raise EngineDied(f"engine clock (pid 7) died at row {row}")
+            raise self.error(f"engine clock (pid 7) died at row {row}")
         return [
             Completion(
                 token_ids=(row * 10 + j,) * length,
@@ -144,18 +146,52 @@ def test_pools_over_the_same_engines_begin_with_different_ones() -> None:
 
 
 def test_the_first_failure_ends_the_call_and_leaves_no_request_behind() -> None:
-    clocks = [Clockwork(), Clockwork(dies_at=4), Clockwork()]
+    clocks = [Clockwork(), Clockwork(dies_at=4, error=EngineError), Clockwork()]
     pool = pool_of(clocks, at_once=2)
 
     async def fail_then_go_on() -> list[list[Completion]]:
         lengths = [5] * 6 + [10_000] * 20
-        with pytest.raises(EngineDied, match=r"engine clock \(pid 7\) died at row 4"):
+        with pytest.raises(EngineError, match=r"engine clock \(pid 7\) died at row 4"):
             await pool.generate([[i, k] for i, k in enumerate(lengths)], params())
         assert [clock.running for clock in clocks] == [0, 0, 0]
         clocks[1].dies_at = -1
         return await pool.generate([[i, 3] for i in range(30)], params())
 
     assert len(asyncio.run(fail_then_go_on())) == 30
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    dies_at=st.lists(st.integers(0, 39), min_size=1, max_size=4),
+    kind=st.sampled_from([EngineDied, EngineBroken, EngineEmpty]),
+    n=st.integers(1, 3),
+    at_once=st.integers(1, 9),
+    joins=st.booleans(),
+)
+def test_what_a_lost_engine_was_asked_for_goes_to_the_others(
+    lengths: list[int],
+    dies_at: list[int],
+    kind: type[EngineError],
+    n: int,
+    at_once: int,
+    joins: bool,
+) -> None:
+    # Each engine but the first is lost at one row, if it gets that row.
+    clocks = [Clockwork(), *(Clockwork(row, kind) for row in dies_at)]
+    pool = pool_of(clocks, at_once=at_once, joins=joins)
+    done = asyncio.run(pool.generate([[i, k] for i, k in enumerate(lengths)], params(n)))
+    told = [[(c.token_ids[0], len(c.token_ids)) for c in group] for group in done]
+    assert told == [[(i * 10 + j, k) for j in range(n)] for i, k in enumerate(lengths)]
+    assert sum(pool.take_drawn()) == n * sum(lengths)
+    assert all(clock.running == 0 for clock in clocks)
+    assert all(member.sequences == member.tokens == 0 for member in pool._members)
+
+
+def test_the_loss_of_all_engines_ends_the_call() -> None:
+    pool = pool_of([Clockwork(dies_at=1), Clockwork(dies_at=1)], at_once=1)
+    with pytest.raises(EngineDied, match="died at row 1"):
+        asyncio.run(pool.generate([[i, 5] for i in range(9)], params()))
 
 
 def test_two_calls_share_the_room() -> None:
@@ -266,9 +302,8 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
 
     async def hurt() -> None:
         pool = connected(processes)
-        endless = asyncio.create_task(
-            pool.generate([[1 + i] for i in range(6)], SamplingParams(max_tokens=500_000))
-        )
+        alone = processes[1].connect()
+        endless = asyncio.create_task(alone.generate([[1]], SamplingParams(max_tokens=500_000)))
         await asyncio.sleep(0.5)
         began = time.monotonic()
         os.kill(processes[1].pid, signal.SIGKILL)
@@ -277,6 +312,8 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
         with pytest.raises(EngineDied, match=ending):
             await endless
         assert time.monotonic() - began < 30
+        drawn = await pool.generate([[1 + i] for i in range(6)], SamplingParams(max_tokens=2))
+        assert [len(group) for group in drawn] == [1] * 6
         with pytest.raises(EngineDied, match="engine hf 1 on here"):
             await pool.health()
         elsewhere = replace(processes[1].address, home=("another machine", 0))
@@ -290,6 +327,7 @@ def test_a_sender_that_fails_breaks_every_engine_and_a_dead_one_is_named_at_once
         with pytest.raises(EngineError, match="half-way"):
             await rest.health()
         await rest.close()
+        await alone.close()
         await pool.close()
 
     asyncio.run(hurt())

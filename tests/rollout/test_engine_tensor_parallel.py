@@ -51,7 +51,8 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
     ("engine", "make"),
     [
         ("vllm", tiny_llama),
-        ("sglang", tiny_llama),
+        # Below, the same attention with experts.
+        pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
         ("vllm", tiny_mixtral),
         # The width of its experts is padded before it is cut.
         ("sglang", tiny_experts),

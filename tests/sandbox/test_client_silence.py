@@ -12,7 +12,7 @@ import pytest
 
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.client import SandboxSilent
-from ctrl_megatron.sandbox.wire import RunCodeRequest
+from ctrl_megatron.sandbox.wire import RunCodeRequest, RunCodeResponse, RunStatus
 
 REQUEST = RunCodeRequest(code="1", language="python")
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
@@ -93,6 +93,58 @@ def test_a_silent_service_holds_up_many_requests_only_once(monkeypatch: pytest.M
             answers = await asyncio.gather(*(one() for _ in range(12)), return_exceptions=True)
             assert all(isinstance(answer, SandboxSilent) for answer in answers)
             assert time.monotonic() - began < 2 * LIMIT
+
+    asyncio.run(scenario())
+
+
+def under_way(more: str = "") -> bytes:
+    return f"HTTP/1.1 202 OK\r\nLocation: /jobs/1\r\nContent-Length: 0\r\n{more}\r\n".encode()
+
+
+BUSY = b"HTTP/1.1 503 Full\r\nX-Sandbox-Busy: 1\r\nRetry-After: 0\r\nContent-Length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "text", [under_way(), under_way("X-Sandbox-Finished: 7\r\n"), BUSY], ids=["202", "7", "busy"]
+)
+def test_a_service_that_only_puts_off_is_given_up(text: bytes) -> None:
+    async def scenario() -> None:
+        async with (
+            answering(text, False) as url,
+            SandboxClient(url, silence=LIMIT, backoff=0.02) as client,
+        ):
+            began = time.monotonic()
+            with pytest.raises(SandboxSilent):
+                await client.run_code(REQUEST)
+            assert LIMIT - 0.1 < time.monotonic() - began < 2 * LIMIT + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_serves_others_meanwhile_is_waited_for() -> None:
+    began, served = time.monotonic(), 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        served += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.1)
+        done = RunCodeResponse(status=RunStatus.SUCCESS, message="").model_dump_json().encode()
+        late = time.monotonic() - began > 3 * LIMIT
+        writer.write(
+            HEAD % len(done) + done if late else under_way(f"X-Sandbox-Finished: {served}\r\n")
+        )
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with SandboxClient(url, silence=LIMIT, backoff=0.02) as client:
+            answer = await client.run_code(REQUEST)
+        assert answer.status is RunStatus.SUCCESS and time.monotonic() - began > 3 * LIMIT
+        server.close()
 
     asyncio.run(scenario())
 

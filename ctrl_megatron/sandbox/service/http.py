@@ -252,6 +252,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (QueueFull, Overloaded) as error:
         response = _busy(str(error))
         response.headers[wire.BUSY_HEADER] = "1"
+        response.headers[wire.FINISHED_HEADER] = str(request.app[STATE].works.finished)
         return response
     except WorkerFault as error:
         _log.error("%s failed: %s", request.path, error)
@@ -330,8 +331,8 @@ async def _answer_of(request: web.Request, work: Work) -> web.Response:
         seconds = min(wanted, MOST_WAIT_SECONDS)
     text = await works.wait(work, seconds)
     if text is None:
-        where = f"/jobs/{work.number}"
-        return web.json_response({"detail": "under way"}, status=202, headers={"Location": where})
+        told = {"Location": f"/jobs/{work.number}", wire.FINISHED_HEADER: str(works.finished)}
+        return web.json_response({"detail": "under way"}, status=202, headers=told)
     return web.Response(text=text, content_type="application/json")
 
 

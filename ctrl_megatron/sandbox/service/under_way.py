@@ -46,6 +46,8 @@ class WorkUnderWay:
     on_change: Callable[[], None] = lambda: None
     """Called when ``open`` has decreased."""
     open: int = 0
+    finished: int = 0
+    """Works that have ended with an answer or a fault."""
     _works: OrderedDict[str, Work] = field(default_factory=OrderedDict)
     _bytes: int = 0
     """Size of the answers that are kept."""
@@ -111,6 +113,7 @@ class WorkUnderWay:
             work.timer = loop.call_later(seconds, self.give_up, work)
 
     def _done(self, work: Work) -> None:
+        self.finished += not work.task.cancelled()
         failed = work.task.cancelled() or work.task.exception() is not None
         if failed:
             # A fault is not kept: the next request begins anew.

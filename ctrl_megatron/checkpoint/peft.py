@@ -1,0 +1,150 @@
+"""Adapters in checkpoints and as PEFT's files.
+
+A checkpoint of adapters lacks the weights beside which they were trained: it names their directory
+and has the hashes of its files, so that a resume and a conversion notice other weights. PEFT's
+files are ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
+from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.lora import Base
+from ctrl_megatron.models.rules import ADAPTED
+from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.types import Lora
+
+ADAPTERS_FILE = "adapters.json"
+"""The file in a model's folder of a checkpoint that says to which weights its adapters belong."""
+_WEIGHTS = "*.safetensors"
+_PATH = "actor_rollout_ref.model.path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapters:
+    """The content of ``ADAPTERS_FILE``."""
+
+    lora: Lora
+    base: Base
+
+    def write(self, folder: Path) -> None:
+        """Write the file."""
+        (folder / ADAPTERS_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_adapters(folder: Path) -> SavedAdapters | None:
+    """What a model's folder says about its adapters; None for a model without. DamagedFiles if the
+    file cannot be read."""
+    file = folder / ADAPTERS_FILE
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+        return SavedAdapters(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFiles(f"cannot be read: {error}", file=file) from error
+
+
+def require_same(folder: Path, shape: ModelShape, base: Base | None) -> None:
+    """UserError unless the adapters in a checkpoint's ``folder`` are those of a model of ``shape``
+    beside the weights ``base``."""
+    saved = read_adapters(folder)
+    if saved is None and shape.lora is None:
+        return
+    if saved is None or shape.lora is None:
+        has, remedy = ("whole weights", "0") if saved is None else ("adapters", "its rank")
+        raise UserError(
+            f"{folder} has {has}",
+            key="actor_rollout_ref.model.lora_rank",
+            remedy=f"resume with {remedy}, or start over with trainer.resume_mode=disable",
+        )
+    for name, key in (
+        ("rank", "lora_rank"),
+        ("alpha", "lora_alpha"),
+        ("targets", "target_modules"),
+    ):
+        then, now = getattr(saved.lora, name), getattr(shape.lora, name)
+        if then != now:
+            raise UserError(
+                f"the adapters in {folder} have {name} {then}, the run's {now}",
+                key=f"actor_rollout_ref.model.{key}",
+                remedy="resume with the value that saved them",
+            )
+    if base is not None:
+        require_base(saved.base, base, folder)
+
+
+def require_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) -> None:
+    """UserError unless the directory ``found`` has the weights of ``saved``."""
+    if saved.hashes != found.hashes:
+        raise UserError(
+            f"the adapters in {folder} were trained beside the weights of {saved.path}; those of "
+            f"{found.path} differ",
+            key=key,
+            remedy="name the directory with the same safetensors files",
+        )
+
+
+def base_of(directory: Path, groups: ProcessGroups | None) -> Base:
+    """The identity of a directory's weights. Collective: each rank reads a share of the files; one
+    process reads them alone for None."""
+    sizes = {path.name: path.stat().st_size for path in directory.glob(_WEIGHTS)}
+    world, rank = (1, 0) if groups is None else (groups.layout.world_size, groups.rank)
+    mine = in_shares(sizes, world)[rank]
+    found = dict[str, str]()
+    hashes = hash_files([directory / name for name in mine], hashing_threads())
+    for name, one in zip(mine, hashes, strict=True):
+        if isinstance(one, OSError):
+            raise one
+        found[name] = one
+    parts = [found] if groups is None else groups.from_all(found)
+    whole = {name: one for part in parts for name, one in part.items()}
+    return Base(path=str(directory.resolve()), hashes=dict(sorted(whole.items())))
+
+
+def peft_config(lora: Lora, base: Base | None, *, value_head: bool) -> dict[str, Any]:
+    """The content of ``adapter_config.json``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if value_head else "CAUSAL_LM",
+        "base_model_name_or_path": base and base.path,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "modules_to_save": ["score"] if value_head else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def write_peft(
+    folder: Path,
+    lora: Lora,
+    base: Base | None,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    value_head: bool,
+) -> None:
+    """Write PEFT's two files into ``folder``; ``tensors`` are a model's trained ones by their HF
+    names."""
+    named = {name if name.startswith(ADAPTED) else ADAPTED + name: t for name, t in tensors.items()}
+    file = folder / "adapter_model.safetensors"
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(named, file, metadata={"format": "pt"})
+    file.chmod(mode)  # safetensors creates files that only their owner can read
+    config = peft_config(lora, base, value_head=value_head)
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,184 @@
+"""Adapters of Megatron's linear layers (LoRA, arXiv 2106.09685) under tensor and sequence
+parallelism.
+
+A linear layer of Megatron's holds one or several projections of the Hugging Face model (queries,
+keys and values; gate and up). Its adapter has an A and a B for each of them that is adapted, as
+``models.rules`` lists them, so that they are PEFT's own matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from ctrl_megatron.models.rules import adapted_module, adapter_name
+from ctrl_megatron.models.shards import ShardParam
+from ctrl_megatron.types import Lora
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Consecutive rows of a linear layer's output that belong to one projection."""
+
+    rows: int
+    number: int | None
+    """Which of the adapter's projections it is; None if that one is not adapted."""
+
+
+class Adapter(torch.nn.Module):
+    """What a linear layer adds to its output: scale B A x for each adapted projection.
+
+    Under tensor parallelism B is cut as the output of a column-parallel layer, whose A every rank
+    has, and A as the input of a row-parallel one, whose B every rank has. Ranks exchange only
+    products with A, ``rank`` numbers per token and projection.
+    """
+
+    def __init__(
+        self,
+        lora: Lora,
+        weight: ShardParam,
+        down: ShardParam,
+        up: ShardParam,
+        like: torch.Tensor,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
+        """``weight`` is the linear layer's own parameter, ``like`` its tensor."""
+        super().__init__()
+        self.down = torch.nn.Parameter(like.new_empty(down.shape))
+        self.up = torch.nn.Parameter(like.new_empty(up.shape))
+        self.on = True
+        self._lora = lora
+        self._cuts_input, self._sequence_parallel = bool(down.cuts), sequence_parallel
+        # Each rank multiplies the matrix that it has whole with other tokens; the mark makes
+        # Megatron sum its gradient over the tensor ranks.
+        whole = self.up if self._cuts_input else self.down
+        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        numbers = {piece.hf: number for number, piece in enumerate(down.pieces)}
+        names = dict.fromkeys(piece.hf for piece in weight.pieces)
+        self._blocks = len(weight.pieces) // len(names)
+        self._parts = tuple(
+            _Rows(piece.extent[0], numbers.get(adapter_name(piece.hf, "A")))
+            for piece in weight.pieces[: len(names)]
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(T, 1, in) -> (T, 1, out), of the same ranks' tokens and columns as the layer's own input
+        and output."""
+        short = F.linear(hidden, self.down) * self._lora.scale
+        match self._cuts_input, self._sequence_parallel:
+            case True, True:
+                short = reduce_scatter_to_sequence_parallel_region(short)
+            case True, False:
+                short = reduce_from_tensor_model_parallel_region(short)
+            case False, True:
+                short = gather_from_sequence_parallel_region(
+                    short, tensor_parallel_output_grad=True
+                )
+            case _:
+                short = copy_to_tensor_model_parallel_region(short)
+        ups, shorts = self._ups(), short.split(self._lora.rank, dim=-1)
+        lead = short.shape[:-1]
+        parts = [
+            short.new_zeros((*lead, self._blocks, part.rows))
+            if part.number is None
+            else F.linear(shorts[part.number], ups[part.number]).view(*lead, self._blocks, -1)
+            for part in self._parts
+        ]
+        return torch.cat(parts, dim=-1).flatten(-2)
+
+    @torch.no_grad()
+    def delta(self) -> torch.Tensor:
+        """(out, in) float32: what merging adds to this rank's part of the layer's weight."""
+        ups, downs = self._ups(), self.down.float().split(self._lora.rank)
+        width = self.down.shape[1]
+        parts = [
+            self.down.new_zeros((self._blocks, part.rows, width), dtype=torch.float32)
+            if part.number is None
+            else (ups[part.number].float() @ downs[part.number]).view(self._blocks, -1, width)
+            for part in self._parts
+        ]
+        return self._lora.scale * torch.cat(parts, dim=1).flatten(0, 1)
+
+    def _ups(self) -> list[torch.Tensor]:
+        """B of each adapted projection, its rows one after the other."""
+        sizes = [part.rows for part in self._parts if part.number is not None]
+        blocks = self.up.view(self._blocks, -1, self._lora.rank).split(sizes, dim=1)
+        return [block.reshape(-1, self._lora.rank) for block in blocks]
+
+
+def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) -> None:
+    """Give the linear layers of a model chunk their adapters; ``params`` are its parameters."""
+    modules = {module for name in params if (module := adapted_module(name)) is not None}
+    for name in sorted(modules):
+        linear: Any = model.get_submodule(name)
+        weight, down, up = (params[f"{name}.{x}"] for x in ("weight", "adapter.down", "adapter.up"))
+        linear.adapter = Adapter(
+            lora,
+            weight,
+            down,
+            up,
+            linear.weight,
+            sequence_parallel=bool(model.config.sequence_parallel),
+        )
+        linear.register_forward_hook(_add)
+    if model.pre_process:
+        model.embedding.register_forward_hook(_begin_graph)
+
+
+def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    """A forward hook of a linear layer."""
+    if not linear.adapter.on:
+        return None
+    result, bias = output
+    return result + linear.adapter(inputs[0]), bias
+
+
+def _begin_graph(_: Any, __: Any, embedded: torch.Tensor) -> None:
+    """A forward hook of the embedding. Recomputed layers have gradients only if their input needs
+    one, which a frozen embedding's output does not."""
+    if torch.is_grad_enabled() and not embedded.requires_grad:
+        embedded.requires_grad_()
+
+
+@torch.no_grad()
+def merged(model: GPTModel, name: str) -> torch.Tensor:
+    """A parameter or buffer of a model chunk; a linear layer's weight with its adapter, if it has
+    one."""
+    module, _, leaf = name.rpartition(".")
+    owner: Any = model.get_submodule(module)
+    own: torch.Tensor = getattr(owner, leaf).detach()
+    adapter = getattr(owner, "adapter", None)
+    if adapter is None or leaf != "weight":
+        return own
+    return adapter.delta().add_(own).to(own.dtype)
+
+
+def adapters_of(model: torch.nn.Module) -> Iterator[Adapter]:
+    """The adapters in a model chunk."""
+    return (module for module in model.modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def adapters_off(models: list[GPTModel]) -> Iterator[None]:
+    """In the block the models compute what their own weights do."""
+    adapters = [adapter for model in models for adapter in adapters_of(model)]
+    for adapter in adapters:
+        adapter.on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.on = True

@@ -1,0 +1,188 @@
+"""Adapters against transformers' models with merged weights, in real gloo processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from adapting import random_adapters
+from safetensors.torch import load_file, save_file
+from tiny_models import random_batch, reference_log_probs, save_tiny
+from torch.func import functional_call
+from world import run_world
+
+from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
+from ctrl_megatron.checkpoint.sharded import saved_tensors
+from ctrl_megatron.errors import UserError
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence_parallel": True},
+    "pp2": {"pipeline": 2},
+    "dp2": {"data": 2},
+}
+FAMILIES = ("qwen2", "qwen3", "llama")
+SCALE, PREFIX = 5 / 3, "base_model.model."
+
+
+def ranks(layout: dict[str, Any]) -> int:
+    return layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
+
+
+def merged(weights: dict[str, Any], adapters: dict[str, Any]) -> dict[str, Any]:
+    """W + scale B A of every weight that has an adapter."""
+    whole = dict(weights)
+    for name in adapters:
+        if ".lora_A." in name:
+            up = adapters[name.replace(".lora_A.", ".lora_B.")]
+            own = name.removeprefix(PREFIX).replace(".lora_A.", ".")
+            whole[own] = weights[own] + SCALE * (up @ adapters[name])
+    return whole
+
+
+def expected(directory: Path, file: Path, batch: dict) -> tuple[torch.Tensor, dict[str, Any]]:
+    """(log-probs with merged weights, gradients of ``workers.weighted_loss``), in float64."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model.requires_grad_(False)
+    adapters = {n: t.double().requires_grad_() for n, t in load_file(file).items()}
+    weights = merged(dict(model.named_parameters()), adapters)
+    width = batch["response_mask"].shape[1]
+    log_probs = []
+    for ids, seen in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        own = functional_call(model, weights, (ids[seen][None],)).logits[0, :-1].log_softmax(-1)
+        row = own.gather(1, ids[seen][1:, None])[:, 0]
+        answer = int(seen[-width:].sum())
+        log_probs.append(torch.nn.functional.pad(row[len(row) - answer :], (0, width - answer)))
+    found = torch.stack(log_probs)
+    mask = batch["response_mask"]
+    loss = -(found * batch["advantages"] * mask).sum() / mask.sum()
+    grads = torch.autograd.grad(loss, list(adapters.values()))
+    return found.detach(), dict(zip(adapters, grads, strict=True))
+
+
+def check(
+    tmp_path: Path, layouts: dict[str, Any], families: tuple[str, ...], **further: Any
+) -> None:
+    """All layouts against transformers, and the adapters after three steps against each other."""
+    batch = random_batch(seed=3, group=3)
+    paths = {f: save_tiny(f, tmp_path / f) for f in families}
+    files = {
+        f: random_adapters(
+            path, tmp_path / f"{f}.safetensors", further.get("targets", ("all-linear",))
+        )
+        for f, path in paths.items()
+    }
+    wanted = {f: expected(path, files[f], batch) for f, path in paths.items()}
+    stepped: dict[str, dict[str, torch.Tensor]] = {}
+    for name, layout in layouts.items():
+        results = run_world(
+            "adapting:adapted_run",
+            ranks(layout),
+            layout=layout,
+            directories={f: str(path) for f, path in paths.items()},
+            adapters={f: str(file) for f, file in files.items()},
+            batch=batch,
+            out=str(tmp_path / name),
+            **further,
+        )
+        for family, path in paths.items():
+            log_probs, gradients = wanted[family]
+            out = tmp_path / name / family
+            plain, _ = reference_log_probs(path, batch, temperature=1.0)
+            again, _ = reference_log_probs(out / "merged", batch, temperature=1.0)
+            mask = batch["response_mask"]
+            for result in results:
+                assert (result[family]["on"] - log_probs)[mask].abs().max() < 1e-5, (name, family)
+                assert (result[family]["off"] - plain)[mask].abs().max() < 1e-5, (name, family)
+            assert (log_probs - plain)[mask].abs().max() > 0.1
+            assert (again - log_probs)[mask].abs().max() < 1e-5
+            found = load_file(out / "gradients" / "adapter_model.safetensors")
+            assert found.keys() == gradients.keys()
+            norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+            for one, grad in gradients.items():
+                # The second term is float32's rounding: keys' gradients nearly cancel.
+                gap, bound = (found[one] - grad).norm(), 1e-5 * grad.norm() + 1e-7 * norm
+                assert gap < bound, (name, family, one, float(gap), float(bound))
+            assert results[0][family]["step 0"]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+            after = load_file(out / "stepped" / "adapter_model.safetensors")
+            first = stepped.setdefault(family, after)
+            for one, tensor in first.items():
+                gap = (after[one] - tensor).norm() / tensor.norm()
+                assert gap < 1e-5, (name, family, one, float(gap))
+
+
+def test_adapters_are_merged_weights(tmp_path: Path) -> None:
+    check(tmp_path, {"tp2_sp": LAYOUTS["tp2_sp"]}, ("qwen2",))
+
+
+def test_adapters_are_saved_resumed_on_another_layout_and_exported(tmp_path: Path) -> None:
+    path, other = (
+        save_tiny("qwen2", tmp_path / name, num_hidden_layers=2) for name in ("base", "other")
+    )
+    for name, layout, resume in (("first", LAYOUTS["tp2_sp"], False), ("again", {}, True)):
+        (steps, *_) = run_world(
+            "adapting:save_or_resume",
+            ranks(layout),
+            layout=layout,
+            directory=str(path),
+            checkpoints=str(tmp_path / "checkpoints"),
+            resume=resume,
+            batch=random_batch(seed=3),
+            out=str(tmp_path / name),
+        )
+        assert all(step["grad_norm"] > 0 for step in steps.values())
+    (checkpoint,) = (tmp_path / "checkpoints").glob("global_step_*")
+    for model in ("policy", "value"):
+        first, again = tmp_path / "first" / model, tmp_path / "again" / model
+        assert_same(first / "saved", again / "saved", 0.0)
+        assert_same(first / "stepped", again / "stepped", 1e-4)
+        held = {n.split(".lora_")[0].split(".")[-1] for n in saved_tensors(checkpoint / model)}
+        assert held.isdisjoint({"embed_tokens", "norm"}) and "down_proj" in held
+        megatron_to_hf(checkpoint, tmp_path / f"{model}_hf", folder=model)
+        assert_same(first / "merged", tmp_path / f"{model}_hf", 1e-6)
+        megatron_to_peft(checkpoint, tmp_path / f"{model}_peft", folder=model)
+        assert_same(first / "saved", tmp_path / f"{model}_peft", 0.0)
+        config = json.loads((tmp_path / f"{model}_peft" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(path)
+    assert (config["r"], config["target_modules"]) == (2, ["q_proj", "down_proj"])
+    with torch.no_grad():
+        weights = load_file(other / "model.safetensors")
+        weights["model.norm.weight"] += 1
+        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"were trained beside the weights of .* differ"):
+        megatron_to_hf(checkpoint, tmp_path / "wrong", base=other)
+
+
+def assert_same(left: Path, right: Path, rel: float) -> None:
+    """Equal tensors in the only safetensors file of two directories."""
+    (one,), (two,) = (list(folder.glob("*.safetensors")) for folder in (left, right))
+    before, after = load_file(one), load_file(two)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert (after[name] - tensor).norm() <= rel * tensor.norm(), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "further",
+    [
+        {},
+        {"recompute_granularity": "full"},
+        {"targets": ("q_proj", "v_proj", "up_proj", "down_proj")},
+        {"targets": ("k_proj", "gate_proj", "o_proj")},
+    ],
+    ids=["all", "recompute", "some", "others"],
+)
+def test_every_layout_computes_and_learns_the_same(tmp_path: Path, further: dict) -> None:
+    check(tmp_path, LAYOUTS, FAMILIES, **further)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2"])
+def test_layers_of_transformer_engine_get_adapters_too(tmp_path: Path, name: str) -> None:
+    check(tmp_path, {name: LAYOUTS[name]}, FAMILIES, te=True)

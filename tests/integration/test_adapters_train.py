@@ -1,0 +1,62 @@
+"""Runs that train adapters: the objective's reference is the actor without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from forked_run import run_forked
+from launched_run import Job
+
+from ctrl_megatron.rollout.engine import available_engines
+
+PUSH = "actor_rollout_ref.rollout.adapter_push=true"
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.actor.optim.lr=1e-2",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
+
+
+def metrics_of(job: Job, name: str, steps: int, *extra: str) -> list[dict[str, Any]]:
+    run = run_forked(job, name, steps=steps, extra=(*LORA, *extra))
+    assert run.codes == (0, 0), run.output[-6000:]
+    found = [record["metrics"] for record in run.metrics()]
+    assert len(found) == steps
+    # The engine computed with the adapters of the trainer.
+    assert max(metrics["rollout/probs_diff_max"] for metrics in found) < 1e-4
+    return found
+
+
+def gigabytes(metrics: dict[str, Any]) -> float:
+    return metrics["sync/gigabytes_per_second"] * metrics["sync/seconds"]
+
+
+def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job) -> None:
+    """Every push compares checksums. The reference needs no second model, and begins equal to the
+    actor."""
+    proxy = "actor_rollout_ref.proxy.kind=engine", "actor_rollout_ref.proxy.engine.name=hf"
+    merged = metrics_of(job, "merged", 3, *proxy)
+    alone = metrics_of(job, "adapters", 3, *proxy, PUSH)
+    assert any(metrics["reward/mean"] > 0 for metrics in merged)
+    assert abs(merged[0]["actor/kl_loss"]) < 1e-6 < merged[2]["actor/kl_loss"]
+    for one, other in zip(merged, alone, strict=True):
+        assert one.keys() == other.keys()
+        for name in ("reward/mean", "critique/length", "actor/pg_loss", "actor/kl_loss"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name
+    assert gigabytes(alone[1]) < gigabytes(merged[1]) / 10
+
+
+def test_a_shared_proxy_is_the_actor_without_its_adapters(job: Job) -> None:
+    metrics_of(job, "shared", 2, f"actor_rollout_ref.proxy.model.path={job.actor}", PUSH)
+
+
+@pytest.mark.long
+def test_vllm_computes_with_the_newest_adapters(job: Job) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    proxy = f"actor_rollout_ref.proxy.model.path={job.actor}"
+    found = metrics_of(job, "vllm", 3, proxy, PUSH, "actor_rollout_ref.rollout.name=vllm")
+    assert found[0]["actor/kl_loss"] < 1e-6 < found[2]["actor/kl_loss"]
+    assert any(metrics["actor/grad_norm"] > 0 for metrics in found)

@@ -1,0 +1,165 @@
+"""A service that dies or falls silent is started again, a bounded number of times."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ctrl_megatron.pipeline import keeping
+from ctrl_megatron.pipeline.keeping import Keeper
+
+
+class Scripted:
+    """A ``Service`` whose starts succeed as ``starts`` says, then always."""
+
+    name = "engine scripted"
+
+    def __init__(self, *starts: bool) -> None:
+        self._starts, self.alive, self.log = list(starts), True, list[str]()
+        self.at_start = threading.Event()
+        self.at_start.set()
+
+    def died(self) -> str | None:
+        return None if self.alive else "the engine scripted died; its last words"
+
+    def stop(self) -> None:
+        self.alive = False
+        self.log.append("stop")
+
+    def launch_again(self) -> None:
+        self.log.append("launch")
+
+    def wait_ready(self) -> None:
+        self.at_start.wait()
+        if self._starts and not self._starts.pop(0):
+            raise RuntimeError("it does not start")
+        self.alive = True
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(keeping, "_LONGEST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[..., Keeper]]:
+    kept: list[Keeper] = []
+
+    def begin(service: Scripted, *, silent: Callable[[], str | None] = lambda: None, **options):
+        class Answers:
+            def __call__(self) -> str | None:
+                return silent()
+
+            def begin_again(self) -> None: ...
+
+        kept.append(Keeper(service, **{"most": 3, **options}))
+        kept[-1].begin(Answers())
+        return kept[-1]
+
+    yield begin
+    for keeper in kept:
+        keeper.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_restarts_are_bounded(
+    keep: Callable[..., Keeper], most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = Scripted()
+    keeper = keep(service, most=most)
+    for number in range(1, most + 1):
+        service.alive = False
+        until(lambda n=number: keeper.restarts == n and keeper.up and keeper.fresh)
+        keeper.fresh = False
+        assert keeper.died() is None and keeper.hangs() is None
+    service.alive = False
+    until(keeper.died)
+    assert keeper.died() == "the engine scripted died; its last words"
+    assert (service.log == ["stop", "launch"] * most and not keeper.up) or not most
+    said = capsys.readouterr().err
+    assert said.count("is started again (restart") == most
+    assert said.count("of at most") == said.count("its last words") == most
+
+
+def test_starts_that_fail_count(keep: Callable[..., Keeper]) -> None:
+    service = Scripted(False, False, True)
+    keeper = keep(service)
+    service.alive = False
+    until(lambda: keeper.restarts == 3 and keeper.up)
+    service = Scripted(False, False, False)
+    keeper = keep(service)
+    service.alive = False
+    until(keeper.died)
+    assert keeper.died() == "it does not start"
+
+
+def test_ends_an_hour_apart_do_not_add_up(
+    keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "_HOUR", 0.0)
+    service = Scripted()
+    keeper = keep(service, most=1)
+    for number in (1, 2, 3):
+        service.alive = False
+        until(lambda n=number: keeper.restarts == n and keeper.up)
+    assert keeper.died() is None
+
+
+def test_a_silent_service_is_ended_at_once_and_started_when_its_devices_are_free(
+    keep: Callable[..., Keeper],
+) -> None:
+    words = ["it is silent"]
+    service = Scripted()
+    keeper = keep(service, silent=lambda: words[0], waits=True)
+    until(lambda: service.log == ["stop"])
+    words[0] = ""
+    time.sleep(0.05)
+    assert service.log == ["stop"] and not keeper.up
+    keeper.allow()
+    until(lambda: keeper.up)
+    assert service.log == ["stop", "launch"]
+    # The permission was for that restart only.
+    service.alive = False
+    until(lambda: len(service.log) == 3)
+    time.sleep(0.05)
+    assert service.log == ["stop", "launch", "stop"]
+
+
+def test_a_silent_service_that_may_not_be_started_again_hangs(keep: Callable[..., Keeper]) -> None:
+    keeper = keep(Scripted(), silent=lambda: "it is silent", most=0)
+    until(keeper.hangs)
+    assert keeper.hangs() == "it is silent" and keeper.died() is None
+
+
+def test_a_doubt_from_before_a_restart_is_forgotten(keep: Callable[..., Keeper]) -> None:
+    service = Scripted()
+    keeper = keep(service)
+    keeper.doubt("its weights are a mixture", restarts=0)
+    assert not keeper.up
+    until(lambda: keeper.up)
+    assert keeper.restarts == 1 and service.log == ["stop", "launch"]
+    keeper.doubt("the same, noticed late", restarts=0)
+    assert keeper.up
+
+
+def test_the_end_of_a_run_ends_a_service_that_is_starting(keep: Callable[..., Keeper]) -> None:
+    service = Scripted()
+    service.at_start.clear()
+    keeper = keep(service)
+    service.alive = False
+    until(lambda: service.log == ["stop", "launch"])
+    keeper.stop()
+    service.at_start.set()
+    time.sleep(0.05)
+    assert service.log == ["stop", "launch", "stop"]
