@@ -266,11 +266,16 @@ def _parallelism(config: Config) -> Iterator[str]:
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
     if rollout.engine_kwargs.get("ep_size", 1) not in (1, rollout.tensor_model_parallel_size):
         others.append("ep_size")
-    if rollout.weight_transport == "shards" and others:
+    if rollout.weight_transport in ("shards", "cuda_ipc") and others:
         yield (
-            f"{_R}weight_transport=shards sends each worker the part that "
+            f"{_R}weight_transport={rollout.weight_transport} sends each worker the part that "
             f"tensor_model_parallel_size gives it, which {_R}engine_kwargs.{others[0]} changes; "
             "leave that out, or use weight_transport=shared_memory"
+        )
+    if rollout.weight_transport == "cuda_ipc" and rollout.placement == "dedicated":
+        yield (
+            f"{_R}weight_transport=cuda_ipc maps the memory of the trainer's own devices, which "
+            f"engines of {_R}placement=dedicated do not use; use shards or colocated engines"
         )
     yield from _engine(_R, rollout)
     yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)

@@ -26,7 +26,7 @@ from ctrl_megatron.rollout.engine import (
 from ctrl_megatron.rollout.hf_adapters import add_adapters
 from ctrl_megatron.rollout.hf_weights import views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
-from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
@@ -172,6 +172,7 @@ class HfEngine:
     def _copy(self, chunk: WeightChunk) -> None:
         for name, tensor in read_chunk(chunk):
             self._weights[name].copy_(tensor)
+        wait_until_copied(torch.device(_DEVICE))
 
     async def commit_update(self, version: str) -> None:
         self._state.version = version

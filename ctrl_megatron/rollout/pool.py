@@ -184,8 +184,8 @@ class EnginePool:
         shared = _SharedChunks(chunks, len(self._members))
         try:
             async with asyncio.TaskGroup() as group:
-                for member in self._members:
-                    group.create_task(member.engine.update(specs, shared.read(), version))
+                for reader, member in enumerate(self._members):
+                    group.create_task(member.engine.update(specs, shared.read(reader), version))
         except BaseExceptionGroup as failures:
             # The others wait for the one that failed, and are cancelled half-way.
             raise failures.exceptions[0] from None
@@ -247,8 +247,8 @@ class _SharedChunks:
         self._chunks, self._all_asked = chunks, asyncio.Barrier(readers)
         self._chunk: WeightChunk | None = None
 
-    async def read(self) -> AsyncIterator[WeightChunk]:
-        """Yield every chunk to one of the engines."""
+    async def read(self, reader: int) -> AsyncIterator[WeightChunk]:
+        """Yield every chunk to the engine of that number."""
         while True:
             # An engine that requests a chunk has read the one before.
             if await self._all_asked.wait() == 0:
@@ -256,4 +256,4 @@ class _SharedChunks:
             await self._all_asked.wait()
             if self._chunk is None:
                 return
-            yield self._chunk
+            yield {**self._chunk, "reader": reader}

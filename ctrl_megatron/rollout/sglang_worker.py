@@ -32,7 +32,7 @@ with without_collections():
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.held_tensors import HF_NAMES, HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
-from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 
 SAMPLER = "pytorch"
 """The name of our sampler: the only one that SGLang accepts on a CPU."""
@@ -126,7 +126,9 @@ def load_chunk(self: Any, chunk: str) -> None:
     """
     failure = ""
     try:
-        _model(self).load_weights(read_chunk(json.loads(chunk)))
+        model = _model(self)
+        model.load_weights(read_chunk(json.loads(chunk)))
+        wait_until_copied(next(model.parameters()).device)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     failures = [""] * dist.get_world_size(self.tp_cpu_group)

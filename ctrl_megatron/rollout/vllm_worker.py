@@ -36,7 +36,7 @@ from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
-from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import checksums, read_model_config
 
@@ -61,6 +61,7 @@ class ChunkInfo(WeightTransferUpdateInfo):
     receiver: str
     tensors: list[ChunkTensor]
     place: dict[str, Any]
+    reader: int = 0
 
 
 class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
@@ -87,6 +88,7 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
                 "receiver": update_info.receiver,
                 "tensors": update_info.tensors,
                 "place": update_info.place,
+                "reader": update_info.reader,
             }
             for name, view in read_chunk(chunk):
                 lent.add(_memory_of(view))
@@ -99,6 +101,7 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
                 for name, value in call.arguments.items():
                     if isinstance(value, torch.Tensor) and _memory_of(value) in lent:
                         call.arguments[name] = value.clone()
+        wait_until_copied(self.device)
 
     def finish_weight_update(self) -> None:
         """Convert the model to the form in which it computes."""

@@ -39,6 +39,8 @@ class WeightChunk(TypedDict):
     tensors: list[ChunkTensor]
     place: dict[str, Any]
     """Where the tensors' bytes are, as JSON that only the two halves of the medium understand."""
+    reader: int
+    """The number of the engine among those of its host that read the same chunks."""
 
 
 def weight_chunk(receiver: str, specs: Iterable[TensorSpec], place: dict[str, Any]) -> WeightChunk:
@@ -46,7 +48,7 @@ def weight_chunk(receiver: str, specs: Iterable[TensorSpec], place: dict[str, An
     tensors: list[ChunkTensor] = [
         {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape} for spec in specs
     ]
-    return {"receiver": receiver, "tensors": tensors, "place": place}
+    return {"receiver": receiver, "tensors": tensors, "place": place, "reader": 0}
 
 
 def specs_of(chunk: WeightChunk) -> list[TensorSpec]:

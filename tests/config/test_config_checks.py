@@ -336,6 +336,13 @@ def test_shards_are_refused_for_engines_that_cut_in_other_ways(argument: str, ta
         assert "weight_transport=shards" in line and f"engine_kwargs.{name}" in line
 
 
+def test_mapped_memory_is_refused_for_engines_on_other_devices() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    keys = [rollout + "weight_transport=cuda_ipc", rollout + "placement=dedicated"]
+    (line,) = messages(*keys, rollout + "n_gpus_per_node=1")
+    assert "cuda_ipc" in line and "placement=dedicated" in line
+
+
 def test_engines_take_whole_hosts() -> None:
     rollout = "actor_rollout_ref.rollout."
     vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")

@@ -18,6 +18,7 @@ from ctrl_megatron.resharding.shard_plan import EngineCut
 STAGES = {"tensor": 2, "pipeline": 2}
 
 
+@pytest.mark.parametrize("transport", ["shards", "cuda_ipc"])
 @pytest.mark.parametrize(
     ("family", "layout", "of_rank", "readers", "workers"),
     [
@@ -36,6 +37,7 @@ def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
     of_rank: tuple[int, ...],
     readers: tuple[int, ...],
     workers: int,
+    transport: str,
     tmp_path: Path,
 ) -> None:
     directory = save_tiny(family, tmp_path, vocab_size=96)
@@ -51,6 +53,7 @@ def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
         of_rank=of_rank,
         readers=readers,
         workers=workers,
+        transport=transport,
     )
     for host in readers:
         for factor, got in zip((1, 2), found[of_rank.index(host)], strict=True):

@@ -109,6 +109,7 @@ def push_shards(
     of_rank: tuple[int, ...],
     readers: tuple[int, ...],
     workers: int,
+    transport: str,
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Two pushes from shard to shard, of the weights and of their doubles. Returns what each
     worker's segment has after each push, with the tensors for checksums last; empty on ranks that
@@ -118,7 +119,8 @@ def push_shards(
     from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import MegatronSource
     from ctrl_megatron.resharding.transports import sender_class
-    from ctrl_megatron.rollout.transports import shards
+    from ctrl_megatron.rollout.transports.cuda_ipc import CudaIpcReceiver
+    from ctrl_megatron.rollout.transports.shards import ShardsReceiver
 
     groups = on_hosts(start(layout), of_rank)
     policy = make_policy(groups, directory)
@@ -129,26 +131,35 @@ def push_shards(
         placement=place_engines(there, tensor=workers),
         cut=EngineCut(tensor=workers),
     )
-    source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
-    found, receiver = [], shards.ShardsReceiver()
+    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
+    kind: Any = {"shards": ShardsReceiver, "cuda_ipc": CudaIpcReceiver}[transport]
+    receivers = [kind(lambda own=worker: (own, workers)) for worker in range(workers)]
+
+    def read_late(
+        offered: list[Any], read: list[int], got: list[dict[str, torch.Tensor]], number: int
+    ) -> None:
+        """Read a bucket at the last moment at which a sender must leave it alone."""
+        read.append(number)
+        if groups.is_first_here and groups.here in readers:
+            for worker, receiver in enumerate(receivers):
+                tensors = receiver.tensors(offered[number].chunk)
+                got[worker] |= {name: tensor.clone() for name, tensor in tensors}
+
+    found: list[list[dict[str, torch.Tensor]]] = []
     for _ in range(2):
-        waited: list[int] = []
+        offered: list[Any] = []
+        read: list[int] = []
         got: list[dict[str, torch.Tensor]] = [{} for _ in range(workers + 1)]
-        with sender.send(source, waited.append) as buckets:
-            count = 0
+
+        with sender.send(source, partial(read_late, offered, read, got)) as buckets:
             for bucket in buckets:
-                count += 1
+                offered.append(bucket)
                 if groups.is_first_here and groups.here in readers:
-                    for worker in range(workers):
-                        with pytest.MonkeyPatch.context() as patched:
-                            patched.setattr(
-                                shards, "worker_number", lambda own=worker: (own, workers)
-                            )
-                            read = dict(receiver.tensors(bucket.chunk))
-                        got[worker] |= {name: tensor.clone() for name, tensor in read.items()}
                     got[-1] |= {name: tensor.clone() for name, tensor in bucket.tensors}
-        # Three buckets are in memory at the same time.
-        assert waited == list(range(max(0, count - 3)))
+            # Three buckets are in memory at the same time.
+            assert read == list(range(max(0, len(offered) - 3)))
+            for number in range(len(read), len(offered)):
+                read_late(offered, read, got, number)
         found.append(got)
         with torch.no_grad():
             for model in policy.models:
@@ -158,7 +169,12 @@ def push_shards(
 
 
 def push_into(
-    rank: int, layout: dict[str, Any], directory: str, address: Any, cut: dict[str, Any]
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    address: Any,
+    cut: dict[str, Any],
+    transport: str,
 ) -> dict[str, dict[str, str]]:
     """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
     shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
@@ -183,7 +199,7 @@ def push_into(
         placement=place_engines([range(workers)], tensor=workers),
         cut=EngineCut(**cut),
     )
-    source, sender = MegatronSource(policy, engines), sender_class("shards")(groups)
+    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
     loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=200.0)
     engine = RemoteEngine(address) if groups.is_first else None
     found: dict[str, dict[str, str]] = {}

@@ -172,7 +172,10 @@ def test_a_medium_of_ones_own_is_named_by_its_class(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("carrier_pigeon", "is none of shards, shared_memory; name one of them, or module:Class"),
+        (
+            "carrier_pigeon",
+            "is none of cuda_ipc, shards, shared_memory; name one of them, or module:Class",
+        ),
         ("no_such_module_anywhere:Sender", "cannot import 'no_such_module_anywhere:Sender'"),
         ("ctrl_megatron.types:Sender", "cannot import 'ctrl_megatron.types:Sender'"),
     ],

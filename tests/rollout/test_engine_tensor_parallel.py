@@ -27,7 +27,7 @@ from world import run_world
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
 
 
-def check_shards(process: EngineProcess, directory: Path, cut: EngineCut) -> None:
+def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transport: str) -> None:
     """Two ranks, each with every second half of the weights, push to the engine shard by shard."""
     found, _ = run_world(
         "push_into",
@@ -36,6 +36,7 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut) -> Non
         directory=str(directory),
         address=process.address,
         cut=asdict(cut),
+        transport=transport,
     )
     files = load_file(directory / "model.safetensors")
     tensors = {spec.name: files[spec.name] for spec in read_manifest(directory, "float32")}
@@ -106,5 +107,6 @@ def test_two_tensor_ranks_hold_what_was_sent(
     with launch_engine(spec) as process:
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
         cut = engine_cut(engine, 2, {}, on_cpu=True)
-        check_shards(process, save(sent, tmp_path / "sent"), cut)
+        for transport in ("shards", "cuda_ipc"):
+            check_shards(process, save(sent, tmp_path / "sent"), cut, transport)
     assert group_members(process.pid) == []

@@ -35,6 +35,13 @@ def read_chunk(chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
     return _receiver(chunk["receiver"]).tensors(chunk)
 
 
+def wait_until_copied(device: torch.device) -> None:
+    """Return when every copy that this thread has begun on the device has ended; before that a
+    sender must not write the chunk's memory again."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 @cache
 def _receiver(reference: str) -> Receiver:
     # Not by config.import_path: an engine's environment may lack what config imports.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,20 @@ class ShardsReceiver:
     has a value; the rest is memory that was never written.
     """
 
-    def __init__(self) -> None:
-        self._memory = SharedMemoryReceiver()
+    def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
+        """``number`` is ``worker_number`` by default."""
+        self._number, self._memory = number or worker_number, SharedMemoryReceiver()
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the worker's segment. ValueError if the chunk is cut for an engine of
         another size."""
-        (worker, size), segments = worker_number(), chunk["place"]["segments"]
+        (worker, size), segments = self._number(), chunk["place"]["segments"]
         if size != len(segments):
             raise ValueError(
                 f"the chunk is cut for an engine of {len(segments)} workers; this one has {size}"
             )
         place = {"segment": segments[worker], "offsets": chunk["place"]["offsets"]}
-        return self._memory.tensors(
-            {"receiver": chunk["receiver"], "tensors": chunk["tensors"], "place": place}
-        )
+        return self._memory.tensors({**chunk, "place": place})
 
 
 def worker_number() -> tuple[int, int]:
