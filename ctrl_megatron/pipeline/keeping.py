@@ -110,7 +110,7 @@ class Keeper:
         self.restarts = 0
         """Restarts of the run."""
         self.fresh = False
-        """Whether it was started again, and nobody has brought it into the others' state yet."""
+        """Whether it was started again and is not in the others' state yet."""
         self.failure, self._hangs = "", False
         self._doubt, self._down = "", False
         self._times: list[float] = []
