@@ -79,6 +79,18 @@ def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
     )
 
 
+def shared_memory_prefix() -> str:
+    """How names that this process makes in ``SHARED_MEMORY`` begin: with its id and the namespace
+    inside which ids are unique, so that others recognise what a killed process has left.
+    """
+    return f"ctrl-{os.getpid()}-{pid_namespace()}-"
+
+
+def pid_namespace() -> int:
+    """The namespace inside which process ids are unique."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def host_identity() -> tuple[str, int]:
     """The identity of this process's host, for ``number_hosts``. A container with its own shared
     memory counts as another host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from blake3 import blake3
 from rollout_models import shared_chunk
 from tensor_specs import spec
 
-from ctrl_megatron.resharding.transports import shared_memory
+from ctrl_megatron.parallel import hosts
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY, shared_memory_prefix
 from ctrl_megatron.resharding.transports.shared_memory import (
     SharedSegment,
     remove_segment,
@@ -107,7 +109,7 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
 
 def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(shared_memory, "_pid_namespace", lambda: 1)
+        elsewhere.setattr(hosts, "pid_namespace", lambda: 1)
         (name,) = segment_names(1)
     path = Path("/dev/shm") / name
     path.symlink_to("/proc/1/fd/0")
@@ -116,6 +118,14 @@ def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyP
         assert path.is_symlink()
     finally:
         path.unlink()
+
+
+def test_directories_that_a_killed_engine_has_left_are_removed() -> None:
+    left = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(), dir=SHARED_MEMORY))
+    (left / "1").mkdir()
+    (left / "1/adapter_model.safetensors").touch()
+    remove_segments(lambda pid: pid == os.getpid())
+    assert not left.exists()
 
 
 def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:

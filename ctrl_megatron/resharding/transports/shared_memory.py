@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,14 +19,14 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.hosts import SHARED_MEMORY
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY, pid_namespace, shared_memory_prefix
 from ctrl_megatron.resharding.buckets import fill_buckets, filled_buckets
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
-_OURS = re.compile(r"ctrl-(\d+)-(\d+)-[^-]+-\d+")
+_OURS = re.compile(r"ctrl-(\d+)-(\d+)-[^-]+(-\d+)?")
 
 
 class SharedSegment:
@@ -164,15 +165,19 @@ class SharedMemorySender:
 
 def segment_names(count: int) -> list[str]:
     """New names for segments of this process, by which ``remove_segments`` recognises them."""
-    base = f"ctrl-{os.getpid()}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"
+    base = f"{shared_memory_prefix()}{uuid.uuid4().hex[:12]}"
     return [f"{base}-{number}" for number in range(count)]
 
 
 def remove_segment(name: str) -> None:
     """Remove the name; the memory is freed when the last process unmaps it."""
+    path = os.path.join(SHARED_MEMORY, name)
     # When a run fails, several processes clean up.
     with suppress(FileNotFoundError):
-        os.unlink(os.path.join(SHARED_MEMORY, name))
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)  # an engine's adapters
+        else:
+            os.unlink(path)
 
 
 def remove_segments(made_by: Callable[[int], bool]) -> None:
@@ -181,13 +186,8 @@ def remove_segments(made_by: Callable[[int], bool]) -> None:
 
     Names made in other containers stay: they may share /dev/shm and count process ids of their own.
     """
-    here = _pid_namespace()
+    here = pid_namespace()
     for name in os.listdir(SHARED_MEMORY):
         ours = _OURS.fullmatch(name)
         if ours and int(ours[2]) == here and made_by(int(ours[1])):
             remove_segment(name)
-
-
-def _pid_namespace() -> int:
-    """The namespace inside which process ids are unique."""
-    return os.stat("/proc/self/ns/pid").st_ino
