@@ -23,8 +23,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # Extra flags for pip install, e.g. where to find PyTorch's CPU wheels.
 PIP_FLAGS ?=
-# Test files that run at the same time; two need two cores because tests start processes.
-TEST_WORKERS ?= 2
+# Test files that run at the same time; three keep two cores busy, because many tests wait.
+TEST_WORKERS ?= 3
 BIN := $(VENV)/bin
 LOCK_env := cpu
 LOCK_env-cuda := cuda

@@ -47,7 +47,7 @@ class Service(Protocol):
         ...
 
 
-class Silence(Protocol):
+class SilenceProbe(Protocol):
     """Notices that a service is silent."""
 
     def __call__(self) -> str | None:
@@ -121,7 +121,7 @@ class Keeper:
         )
         self._thread: threading.Thread | None = None
 
-    def begin(self, silence: Silence) -> None:
+    def begin(self, silence: SilenceProbe) -> None:
         """Watch the service, which is ready, from now on."""
         keep = partial(self._keep, silence)
         self._thread = threading.Thread(target=keep, name="keeper", daemon=True)
@@ -159,7 +159,7 @@ class Keeper:
         with self._one:
             self.service.stop()
 
-    def _keep(self, silence: Silence) -> None:
+    def _keep(self, silence: SilenceProbe) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             cause = self.service.died() or self._doubt
             silent = None if cause else silence()

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.rules import hf_shapes, trained_names
+from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
@@ -62,14 +61,17 @@ def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
 
 def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
     """What an update of the engine replaces: ``read_manifest``, or the adapters of ``spec``."""
+    manifest = read_manifest(spec.model_path, spec.dtype)
     if spec.lora is None:
-        return read_manifest(spec.model_path, spec.dtype)
-    shape = replace(read_model_shape(spec.model_path), lora=spec.lora)
-    return tuple(
-        TensorSpec(name=name, dtype=spec.dtype, shape=size)
-        for name, size in hf_shapes(shape).items()
-        if name in trained_names(shape)
-    )
+        return manifest
+    adapters: list[TensorSpec] = []
+    for base in manifest:
+        if base.name.endswith(tuple(f".{target}.weight" for target in spec.lora.targets)):
+            out, width = base.shape
+            down, up = (spec.lora.rank, width), (out, spec.lora.rank)
+            adapters.append(replace(base, name=adapter_name(base.name, "A"), shape=down))
+            adapters.append(replace(base, name=adapter_name(base.name, "B"), shape=up))
+    return tuple(adapters)
 
 
 def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from in_process import in_process
 from launched_run import Job
-from scripted_server import serving
+from proxy_server import serving
 from tiny_run import PROGRAM, REPOSITORY, byte_chat_model
 
 from ctrl_megatron.commands.report import main as report

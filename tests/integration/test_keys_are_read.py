@@ -38,6 +38,9 @@ NOT_HERE = {
     "reward.provider_options": "services outside",
     "reward.function_timeout": "a run with a reward function of the user's",
     "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",
+    "actor_rollout_ref.model.lora_alpha": "a run with adapters, as in test_adapters_train.py",
+    "actor_rollout_ref.model.target_modules": "the same",
+    "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{
         key: "a proxy of that kind, as in test_proxies.py, which records its keys"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from forked_run import ForkedRun, run_forked
 from launched_run import Job
-from scripted_server import serving
+from proxy_server import serving
 from tiny_run import PROGRAM, byte_chat_model
 
 from ctrl_megatron.config import KEYS

@@ -47,10 +47,10 @@ class Slow:
 
     async def generate(self, prompts: Any, params: Any, *, finished: Any) -> list[Any]:
         begun, number, self.calls = self.version, self.calls, self.calls + 1
-        await self._draw(number)
+        ended = await self._draw(number)
         spans = (VersionSpan(begun, 0, 3),)
-        if self.version != begun:
-            spans = (VersionSpan(begun, 0, 2), VersionSpan(self.version, 2, 3))
+        if ended != begun:
+            spans = (VersionSpan(begun, 0, 2), VersionSpan(ended, 2, 3))
         return [
             [
                 Completion(
@@ -64,17 +64,28 @@ class Slow:
             for prompt in prompts
         ]
 
-    async def _draw(self, number: int) -> None:
+    async def _draw(self, number: int) -> str:
+        """The weights of the last token."""
         await asyncio.sleep(self.first[number] if number < len(self.first) else self.seconds)
+        return self.version
 
 
 class Crossed(Slow):
-    """An engine whose calls after the first one end when other weights arrive."""
+    """An engine whose calls after the first one end with the next weights."""
 
-    async def _draw(self, number: int) -> None:
-        begun = self.version
-        while number and self.version == begun:
+    pushed: list[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        pushed = self.__dict__.setdefault("pushed", [])
+        if name == "version" and value not in pushed:
+            pushed.append(value)
+
+    async def _draw(self, number: int) -> str:
+        before = len(self.pushed)
+        while number and len(self.pushed) == before:
             await asyncio.sleep(0.005)
+        return self.pushed[before] if number else self.version
 
 
 class Rank:
