@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from ctrl_megatron.config import load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.pipeline.replay import find_start
 from ctrl_megatron.pipeline.replay_comparison import (
     Comparison,
     FieldGap,
@@ -61,3 +67,10 @@ def test_what_is_printed_names_the_samples() -> None:
     assert comparison.record()["fields"] == [
         {"name": "advantages", "gaps": [0.0, 2.0, 0.5, *[0.25] * 5]}
     ]
+
+
+def test_a_base_without_its_adapters_is_no_start(tmp_path: Path) -> None:
+    config = load_config(None, ["actor_rollout_ref.model.lora_rank=8"], "none")
+    dump: Any = SimpleNamespace(step=3)
+    with pytest.raises(UserError, match=r"adapters need their base.*global_step_2"):
+        find_start(dump, config, tmp_path)
