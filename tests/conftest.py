@@ -15,7 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 _FIRST, _LAST = ("integration", "rollout"), ("distributed", "sandbox", "hostile")
 """Folders with long files: those whose tests keep all cores busy, and, from the end, those whose
 tests mostly wait for time limits. Short ones between them, where the workers meet."""
-_TOGETHER = {"test_rl_run.py": "whole_run", "test_resume.py": "whole_run"}
+_TOGETHER = dict.fromkeys(("test_rl_run.py", "test_resume.py", "test_restarts.py"), "whole_run")
 """Files that compare with the same long run, which each worker would repeat."""
 
 # A busy machine is not a failure: no test asserts how long an example takes.

@@ -51,9 +51,9 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
     ("engine", "make"),
     [
         ("vllm", tiny_llama),
-        # Below, the same attention with experts.
+        # With experts below, and in test_experts_train.py.
         pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
-        ("vllm", tiny_mixtral),
+        pytest.param("vllm", tiny_mixtral, marks=pytest.mark.long),
         # The width of its experts is padded before it is cut.
         ("sglang", tiny_experts),
         pytest.param("vllm", tiny_experts, marks=pytest.mark.long),
