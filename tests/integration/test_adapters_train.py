@@ -33,6 +33,7 @@ def gigabytes(metrics: dict[str, Any]) -> float:
     return metrics["sync/gigabytes"]
 
 
+@pytest.mark.long
 def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job) -> None:
     """Every push compares checksums. The reference needs no second model, and begins equal to the
     actor."""
