@@ -50,8 +50,8 @@ class FileScheduling(LoadFileScheduling):
     """Files stay whole in one worker, which makes their fixtures once.
 
     ``xdist_group`` would say so too, but xdist 3.8 writes groups into an attribute that pytest 9.2
-    no longer reads. The last worker begins at the back and the others at the front, so that some
-    compute while another waits.
+    no longer reads. The first worker begins at the front and the others at the back, so that one
+    computes while others wait: two that compute would disturb each other.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -59,7 +59,7 @@ class FileScheduling(LoadFileScheduling):
         return _TOGETHER.get(Path(file).name, file)
 
     def _assign_work_unit(self, node: Any) -> None:
-        if node is self.nodes[-1]:
+        if node is not self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 

@@ -14,7 +14,8 @@ from test_resume import assert_same_steps
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("own", marks=pytest.mark.long), "torchrun"])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["own", "torchrun"])
 def test_ranks_come_back_after_one_was_killed(job: Job, whole_run: Run, launcher: str) -> None:
     own, name = launcher == "own", f"restarted_by_{launcher}"
     saving = ("trainer.save_freq=1",)

@@ -197,12 +197,18 @@ def seconds(samples: int) -> st.SearchStrategy[list[tuple[float, float, float]]]
     return st.lists(one, min_size=samples, max_size=samples)
 
 
+def results(sample: Any) -> dict[str, Any]:
+    """The sample's fields; equal programs share a failure only if they are judged together."""
+    failed = sample.fields["score"] is None
+    return {k: v for k, v in sample.fields.items() if not (failed and k == "cached")}
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(1, 6).flatmap(lambda rows: seconds(rows * N)), st.booleans(), st.booleans())
 def test_results_do_not_depend_on_streaming(delays: Delays, beside: bool, code: bool) -> None:
     _, waited, one = run(delays, streaming=False, beside=beside, code=code)
     _, streamed, two = run(delays, streaming=True, beside=beside, code=code)
-    assert [s.fields for s in waited] == [s.fields for s in streamed]
+    assert [results(s) for s in waited] == [results(s) for s in streamed]
     assert [s.completion for s in waited] == [s.completion for s in streamed]
     # Nothing is asked for twice; only failures are not shared by those that come later.
     assert sorted(one.revised) == sorted(two.revised)
