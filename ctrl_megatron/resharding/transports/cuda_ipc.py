@@ -8,18 +8,16 @@ Processes on a CPU use host memory behind the same interface, and no GPU has run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import torch
 
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_buckets import HostExchange, ShardBuckets, run_push
-from ctrl_megatron.resharding.sources import MegatronSource, WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
-from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
+from ctrl_megatron.resharding.shard_buckets import ShardBuckets
+from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.transports.shards import Lend, ShardsSender
 from ctrl_megatron.rollout.device_memory import DriverName, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, aligned, tensor_at, weight_chunk
@@ -28,37 +26,13 @@ from ctrl_megatron.types import TensorSpec
 _RECEIVER = "ctrl_megatron.rollout.transports.cuda_ipc:CudaIpcReceiver"
 
 
-class CudaIpcSender:
-    """``Sender`` of a model of the trainer into memory that engines map; an HF directory goes as
-    whole tensors through shared memory."""
+class CudaIpcSender(ShardsSender):
+    """``ShardsSender`` into memory that engines map; it has no names and ends with its process."""
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self.groups = groups
-        self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[MegatronSource, ShardBuckets, _MappedBuckets] | None = None
-
-    @contextmanager
-    def send(
-        self,
-        source: WeightSource,
-        wait_until_read: Callable[[int], None] = lambda bucket: None,
-    ) -> Iterator[Iterator[SentBucket]]:
-        """The memory is kept from one push to the next."""
-        if not isinstance(source, MegatronSource):
-            with self._whole.send(source, wait_until_read) as sent:
-                yield sent
-            return
-        if self._prepared is None or self._prepared[0] is not source:
-            buckets = ShardBuckets(source, self.groups, source.layout.placement)
-            self._prepared = source, buckets, _MappedBuckets(buckets, self.groups)
-        _, buckets, memory = self._prepared
-        phases = HostExchange(buckets, self.groups, memory)
-        yield run_push(len(buckets.parts), phases, self.groups, wait_until_read)
-
-    def close(self) -> None:
-        """Remove the names that ranks of this host have left in /dev/shm; the memory of buckets has
-        none and ends with its process."""
-        self._whole.close()
+    def _prepare(self, source: MegatronSource) -> tuple[ShardBuckets, Lend]:
+        buckets = ShardBuckets(source, self.groups, source.layout.placement)
+        memory = _MappedBuckets(buckets, self.groups)
+        return buckets, lambda: nullcontext(memory)
 
 
 class _MappedBuckets:

@@ -9,14 +9,19 @@ while one is filled, the one before is exchanged and the one before that is load
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_buckets import HostExchange, ShardBuckets, run_push
+from ctrl_megatron.resharding.shard_buckets import (
+    BucketMemory,
+    HostExchange,
+    ShardBuckets,
+    run_push,
+)
 from ctrl_megatron.resharding.shard_plan import one_engine_of_each_host
 from ctrl_megatron.resharding.sources import MegatronSource, WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
@@ -33,6 +38,8 @@ from ctrl_megatron.rollout.weight_chunks import (
 )
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shards:ShardsReceiver"
+Lend = Callable[[], AbstractContextManager[BucketMemory]]
+"""Gives the memory of the buckets for a push."""
 
 
 class ShardsSender:
@@ -42,7 +49,7 @@ class ShardsSender:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[MegatronSource, ShardBuckets, HostSegments] | None = None
+        self._prepared: tuple[MegatronSource, ShardBuckets, Lend] | None = None
 
     @contextmanager
     def send(
@@ -50,21 +57,33 @@ class ShardsSender:
         source: WeightSource,
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
-        """The segments have names only within the context."""
+        """The memory of the buckets is kept from one push to the next."""
         if not isinstance(source, MegatronSource):
             with self._whole.send(source, wait_until_read) as sent:
                 yield sent
             return
         if self._prepared is None or self._prepared[0] is not source:
-            engines, workers = source.layout.placement, source.layout.cut.tensor
-            buckets = ShardBuckets(source, self.groups, one_engine_of_each_host(engines))
-            segments = HostSegments(self.groups, IN_FLIGHT * workers, sparse=workers > 1)
-            self._prepared = source, buckets, segments
-        _, buckets, segments = self._prepared
-        ends = (place.offset + spec_bytes(place.spec) for own in buckets.places for place in own)
-        with segments.named(max(ends)) as named:
-            phases = HostExchange(buckets, self.groups, _Segments(buckets, named))
+            self._prepared = source, *self._prepare(source)
+        _, buckets, lend = self._prepared
+        with lend() as memory:
+            phases = HostExchange(buckets, self.groups, memory)
             yield run_push(len(buckets.parts), phases, self.groups, wait_until_read)
+
+    def _prepare(self, source: MegatronSource) -> tuple[ShardBuckets, Lend]:
+        """The buckets of a source, and their memory for a push, whose segments have names only
+        meanwhile. Collective."""
+        engines, workers = source.layout.placement, source.layout.cut.tensor
+        buckets = ShardBuckets(source, self.groups, one_engine_of_each_host(engines))
+        segments = HostSegments(self.groups, IN_FLIGHT * workers, sparse=workers > 1)
+        ends = (place.offset + spec_bytes(place.spec) for own in buckets.places for place in own)
+        size = max(ends)
+
+        @contextmanager
+        def lend() -> Iterator[BucketMemory]:
+            with segments.named(size) as named:
+                yield _Segments(buckets, named)
+
+        return buckets, lend
 
     def close(self) -> None:
         """Remove the names that ranks of this host have left in /dev/shm."""
