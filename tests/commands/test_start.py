@@ -65,12 +65,13 @@ def meet(how):
 def restarted(run_dir):
     # The first start and the first restart save a step each, the second restart saves none.
     rank, restarts = os.environ["RANK"], read_restarts()
+    if rank == "0":  # ends in silence, however soon rank 1 is killed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     (run_dir / f"{{restarts}}.{{rank}}").mkdir(parents=True)
     others = [run_dir / f"{{restarts}}.0", run_dir / f"{{restarts}}.1"]
     while not all(other.exists() for other in others):
         time.sleep(0.02)
     if rank == "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         none = subprocess.DEVNULL
         left = subprocess.Popen(["sleep", "600"], stdout=none, stderr=none, start_new_session=True)
         (run_dir / "left").open("a").write(f"{{left.pid}} ")
