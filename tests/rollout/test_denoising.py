@@ -110,7 +110,7 @@ def test_blocks_are_denoised_one_after_the_other() -> None:
 
 
 def test_chance_orders_places_evenly_and_a_temperature_by_its_formula() -> None:
-    draws = 400
+    draws = 150
     options = DenoisingOptions(steps=2, alg="random")
     (prompt,), length = [[1, 2]], 4
 
