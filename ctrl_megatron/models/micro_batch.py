@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,7 +17,11 @@ Fields = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """T packed tokens of b rows, N of which are predicted response tokens."""
+    """T packed tokens of b rows, N of which are predicted response tokens.
+
+    Where context ranks share the rows (``packed_layout.SharedTokens``), T and N count this rank's
+    tokens.
+    """
 
     rows: torch.Tensor
     """(b,) int64: the rows' indices in the batch."""
@@ -24,8 +29,10 @@ class MicroBatch:
     """(1, T) int64."""
     positions: torch.Tensor
     """(1, T) int64, counted from 0 in every row."""
+    padding: torch.Tensor
+    """(1, T) bool: on for the tokens that belong to no row."""
     num_tokens: int
-    """T without the tokens that belong to no row, which come last."""
+    """Number of tokens that belong to rows, those of all context ranks together."""
     packed: PackedLayoutParams
     predictors: torch.Tensor
     """(N,) int64: index in T of the hidden state that predicts each response token."""
@@ -37,12 +44,6 @@ class MicroBatch:
     """(N,) int64: column of each response token in the (B, R) fields."""
     width: int
     """R."""
-
-    @property
-    def padding(self) -> torch.Tensor:
-        """(1, T) bool: on for the tokens that belong to no row."""
-        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return columns.unsqueeze(0) >= self.num_tokens
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values as a (b, R) matrix with zeros elsewhere; differentiable."""
@@ -58,14 +59,16 @@ def split_into_micro_batches(
     multiple: int,
     count: Callable[[int], int],
     device: torch.device,
+    context: Any = None,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
 
     batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
     on the left, responses on the right. ``shared_prefix``: rows with equal prompts follow one copy
     of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple of it
-    (sequence parallelism splits them over the tensor ranks). ``count``: from the number of
-    micro-batches with rows to the number of all; empty ones are appended.
+    (``Layout.token_multiple``). ``count``: from the number of micro-batches with rows to the number
+    of all; empty ones are appended. ``context``: the process group of the ranks that share the
+    rows, if there are several.
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
     mask is neither empty nor exactly the attended response tokens.
     """
@@ -87,7 +90,7 @@ def split_into_micro_batches(
     micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     return [
-        _pack(groups, prompts, responses, answers, width, multiple, device)
+        _pack(groups, prompts, responses, answers, width, multiple, device, context)
         for groups in micro_batches
     ]
 
@@ -122,6 +125,7 @@ def _pack(
     width: int,
     multiple: int,
     device: torch.device,
+    context: Any,
 ) -> MicroBatch:
     rows = [row for group in groups for row in group]
     parts = [t for group in groups for t in (prompts[group[0]], *(responses[r] for r in group))]
@@ -138,16 +142,23 @@ def _pack(
         targets.append(responses[row][: answers[row]])
         row_of.append(torch.full((answers[row],), local))
         columns.append(torch.arange(answers[row]))
-    packed = layout_params(layout, device)
+    packed = layout_params(layout, device, context)
+    own = torch.arange(layout.tokens) if packed.shared is None else packed.shared.own.cpu()
+    # Where a token is among this rank's, -1 for another rank's.
+    place_of = torch.full((layout.tokens,), -1)
+    place_of[own] = torch.arange(len(own))
+    places = place_of[torch.cat(predictors)]
+    here = places >= 0
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
-        tokens=torch.cat(parts).unsqueeze(0).to(device),
+        tokens=torch.cat(parts)[own].unsqueeze(0).to(device),
         positions=packed.positions.unsqueeze(0),
+        padding=(own >= total).unsqueeze(0).to(device),
         num_tokens=total,
         packed=packed,
-        predictors=torch.cat(predictors).to(device),
-        targets=torch.cat(targets).to(device),
-        row_of=torch.cat(row_of).to(device),
-        column_of=torch.cat(columns).to(device),
+        predictors=places[here].to(device),
+        targets=torch.cat(targets)[here].to(device),
+        row_of=torch.cat(row_of)[here].to(device),
+        column_of=torch.cat(columns)[here].to(device),
         width=width,
     )
