@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
@@ -32,7 +33,7 @@ _TOGETHER = 256
 the products among them are masked and wasted, but long matrices are faster."""
 
 
-class PackedCausalAttention(torch.nn.Module):
+class PackedAttention(torch.nn.Module):
     """Attention in plain torch, without a (T x T) mask or scores and without flops between tokens
     that do not see each other."""
 
@@ -133,12 +134,15 @@ class SegmentAttention(torch.autograd.Function):
         here = 0
         for prefix, members in layout.families():
             before, first = prefix.stop - prefix.start, here
+            apart = before >= _APART or not layout.causal
             for segment in members:
                 own, start = slice(segment.start, segment.end), here
                 here += segment.queries
-                if before == 0 or before >= _APART:
+                if before == 0 or apart:
                     rows = slice(start, here)
-                    out[rows], log_sum[rows] = attend(rows, keys[own], values[own], is_causal=True)
+                    out[rows], log_sum[rows] = attend(
+                        rows, keys[own], values[own], is_causal=layout.causal
+                    )
                     continue
                 k, v = (torch.cat([x[prefix], x[own]]) for x in (keys, values))
                 for piece in _pieces(segment):
@@ -147,7 +151,7 @@ class SegmentAttention(torch.autograd.Function):
                     mask = query.new_full((piece.stop - piece.start, seen), -torch.inf)
                     mask.triu_(before + piece.start + 1)
                     out[rows], log_sum[rows] = attend(rows, k[:seen], v[:seen], attn_mask=mask)
-            if before >= _APART:
+            if before and apart:
                 rows = slice(first, here)
                 there, sum_there = attend(rows, keys[prefix], values[prefix])
                 # Each part's share of the softmax over all these keys (arXiv 2310.01889).
@@ -188,7 +192,8 @@ class SegmentAttention(torch.autograd.Function):
                 own = slice(segment.start, segment.end)
                 family.bring(own, before)
                 for piece in _pieces(segment):
-                    count, seen = piece.stop - piece.start, before + piece.stop
+                    count = piece.stop - piece.start
+                    seen = before + piece.stop if layout.causal else segment.keys
                     rows = slice(here + piece.start, here + piece.stop)
                     q, g, o, log = (by_group(x[rows]) for x in (query, given, out, log_sum))
                     mean = (g.to(wide) * o).sum(-1, keepdim=True)
@@ -197,8 +202,10 @@ class SegmentAttention(torch.autograd.Function):
                     g_mean = torch.cat([g, low, (mean - low).to(g.dtype)], -1)
                     wide_probs, probs, grad = scratch.matrices(groups, q.shape[1], seen)
                     torch.bmm(q_log, family.scaled[:, :seen].mT, out=wide_probs)
-                    # Zeros replace infinite values for later tokens too.
-                    wide_probs.exp2_().view(heads, count, seen).tril_(seen - count)
+                    wide_probs.exp2_()
+                    if layout.causal:
+                        # Zeros replace infinite values for later tokens too.
+                        wide_probs.view(heads, count, seen).tril_(seen - count)
                     probs.copy_(wide_probs)
                     torch.bmm(g_mean, family.values[:, :seen].mT, out=grad).mul_(probs)
                     family.grad_values[:, :seen] += torch.bmm(probs.mT, g)
@@ -308,8 +315,8 @@ def variable_length_attention(
         bounds.max_seqlen_q,
         bounds.max_seqlen_kv,
         scale=factor,
-        # Causal; with more keys than queries flash attention aligns the mask at the bottom right.
-        window_size=(-1, 0),
+        # With more keys than queries flash attention aligns a causal mask at the bottom right.
+        window_size=(-1, 0) if packed.layout.causal else (-1, -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[..., : value.shape[2]]
@@ -352,7 +359,7 @@ def masked_attention(
         own, prefix = slice(segment.start, segment.end), segment.prefix
         shared = segment.prefix_end > segment.prefix_start
         mask = None
-        if shared:
+        if shared and packed.layout.causal:
             mask = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=query.device)
             mask = mask.tril(segment.keys - segment.queries)
         k, v = (torch.cat([x[prefix], x[own]]) if shared else x[own] for x in (key, value))
@@ -361,7 +368,7 @@ def masked_attention(
             _batched(k),
             _batched(v),
             attn_mask=mask,
-            is_causal=not shared,
+            is_causal=packed.layout.causal and not shared,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -418,7 +425,9 @@ def over_shared_prefixes(kernel: Any) -> type:
             value: torch.Tensor,
             packed: PackedLayoutParams,
         ) -> torch.Tensor:
-            if packed.key_index is not None:
+            if not packed.layout.causal:
+                mask_type = AttnMaskType.padding
+            elif packed.key_index is not None:
                 mask_type = _TeMask.padding_causal_bottom_right
             context = super().forward(
                 query,

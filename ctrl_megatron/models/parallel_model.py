@@ -35,6 +35,7 @@ from ctrl_megatron.models.forward_step import (
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
+from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
@@ -334,10 +335,10 @@ class ParallelModel:
         taken, self._flops = self._flops, (0, 0)
         return taken
 
-    def _count(self, rows: Fields, micro_batches: list[MicroBatch], *, backward: bool) -> None:
+    def _count(self, micro_batches: list[MicroBatch], *, backward: bool) -> None:
         layouts, shape = [micro.packed.layout for micro in micro_batches], self.shape
         # Only response tokens are multiplied with the vocabulary.
-        responses = 0 if shape.value_head else int(rows["response_mask"].sum())
+        responses = 0 if shape.value_head else sum(micro.num_predicted for micro in micro_batches)
         flops = model_flops(
             shape,
             tokens=sum(layout.tokens for layout in layouts),
@@ -350,17 +351,20 @@ class ParallelModel:
 
     def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
         """The micro-batches as arguments of Megatron's schedule."""
-        layout = self.groups.layout
-        micro_batches = split_into_micro_batches(
+        layout, diffusion = self.groups.layout, self.shape.diffusion
+        if diffusion is None:
+            split = partial(split_into_micro_batches, shared_prefix=self.options.shared_prefix)
+        else:
+            split = partial(split_into_masked_versions, diffusion=diffusion)
+        micro_batches = split(
             rows,
             token_budget=token_budget,
-            shared_prefix=self.options.shared_prefix,
             multiple=layout.token_multiple,
             count=self._micro_batches_together,
             device=self.groups.device,
             context=self.groups.context,
         )
-        self._count(rows, micro_batches, backward=backward)
+        self._count(micro_batches, backward=backward)
         if backward:
             tokens = sum(micro.num_tokens for micro in micro_batches)
             self._routers.start(self.options.router, tokens, self.groups)
