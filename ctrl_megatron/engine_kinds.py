@@ -31,6 +31,8 @@ class EngineKind:
     cpu_width_unit: int | None = None
     """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
     the number of workers must divide the width."""
+    quantised: bool = True
+    """Can compute with weights in 8 bits (``rollout.quantization``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
 
@@ -59,6 +61,7 @@ ENGINES: Mapping[str, EngineKind] = {
         counts_workspace=False,
         cpu_width_unit=32,
         adapters=False,
+        quantised=False,
     ),
     "hf": EngineKind(
         library="transformers",
