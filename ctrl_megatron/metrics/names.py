@@ -138,7 +138,7 @@ METRICS: dict[str, Metric] = {
         "share of the prompts' tokens whose keys an engine had already (vllm, sglang)"
     ),
     "engine/queue_length": Metric(
-        "completions that waited for room in an engine, the mean while it had requests (vllm)"
+        "completions that waited for room in an engine, the mean while it had requests (vllm, sglang)"
     ),
     "engine/restarts": Metric(_RESTARTS.format("engines")),
     "sandbox/restarts": Metric(_RESTARTS.format("sandboxes")),

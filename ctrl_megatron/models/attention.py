@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
@@ -30,7 +31,7 @@ _TOGETHER = 256
 the products among them are masked and wasted, but long matrices are faster."""
 
 
-class PackedCausalAttention(torch.nn.Module):
+class PackedAttention(torch.nn.Module):
     """Attention in plain torch, without a (T x T) mask or scores and without flops between tokens
     that do not see each other."""
 
@@ -132,7 +133,9 @@ class SegmentAttention(torch.autograd.Function):
             for segment in members:
                 own = slice(segment.start, segment.end)
                 if before == 0 or before >= _APART:
-                    out[own], log_sum[own] = attend(own, keys[own], values[own], is_causal=True)
+                    out[own], log_sum[own] = attend(
+                        own, keys[own], values[own], is_causal=layout.causal
+                    )
                     continue
                 k, v = (torch.cat([x[prefix], x[own]]) for x in (keys, values))
                 for piece in _pieces(segment):
@@ -181,7 +184,8 @@ class SegmentAttention(torch.autograd.Function):
                 own = slice(segment.start, segment.end)
                 family.bring(own, before)
                 for piece in _pieces(segment):
-                    count, seen = piece.stop - piece.start, before + piece.stop
+                    count = piece.stop - piece.start
+                    seen = before + piece.stop if layout.causal else segment.keys
                     rows = slice(segment.start + piece.start, segment.start + piece.stop)
                     q, g, o, log = (by_group(x[rows]) for x in (query, given, out, log_sum))
                     mean = (g.to(wide) * o).sum(-1, keepdim=True)
@@ -190,8 +194,10 @@ class SegmentAttention(torch.autograd.Function):
                     g_mean = torch.cat([g, low, (mean - low).to(g.dtype)], -1)
                     wide_probs, probs, grad = scratch.matrices(groups, q.shape[1], seen)
                     torch.bmm(q_log, family.scaled[:, :seen].mT, out=wide_probs)
-                    # Zeros replace infinite values for later tokens too.
-                    wide_probs.exp2_().view(heads, count, seen).tril_(seen - count)
+                    wide_probs.exp2_()
+                    if layout.causal:
+                        # Zeros replace infinite values for later tokens too.
+                        wide_probs.view(heads, count, seen).tril_(seen - count)
                     probs.copy_(wide_probs)
                     torch.bmm(g_mean, family.values[:, :seen].mT, out=grad).mul_(probs)
                     family.grad_values[:, :seen] += torch.bmm(probs.mT, g)
@@ -300,8 +306,8 @@ def variable_length_attention(
         bounds.max_seqlen_q,
         bounds.max_seqlen_kv,
         scale=factor,
-        # Causal; with more keys than queries flash attention aligns the mask at the bottom right.
-        window_size=(-1, 0),
+        # With more keys than queries flash attention aligns a causal mask at the bottom right.
+        window_size=(-1, 0) if packed.layout.causal else (-1, -1),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[..., : value.shape[2]]
@@ -352,7 +358,7 @@ def masked_attention(
             _batched(k),
             _batched(v),
             attn_mask=mask,
-            is_causal=not shared,
+            is_causal=packed.layout.causal and not shared,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -398,7 +404,9 @@ def over_shared_prefixes(kernel: Any) -> type:
             if kernel != "transformer_engine":
                 scale = self._packed_scale
                 return attend(query, key, value, packed_seq_params, scale).flatten(1)
-            if packed_seq_params.key_index is not None:
+            if not packed_seq_params.layout.causal:
+                attn_mask_type = AttnMaskType.padding
+            elif packed_seq_params.key_index is not None:
                 attn_mask_type = _TeMask.padding_causal_bottom_right
             return super().forward(
                 query,

@@ -16,7 +16,7 @@ Fields = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """T packed tokens of b rows, N of which are predicted response tokens."""
+    """T packed tokens of b rows, in N of whose places response tokens are predicted."""
 
     rows: torch.Tensor
     """(b,) int64: the rows' indices in the batch."""
@@ -37,6 +37,10 @@ class MicroBatch:
     """(N,) int64: column of each response token in the (B, R) fields."""
     width: int
     """R."""
+    weights: torch.Tensor | float = 1.0
+    """(N,) float32, or one number: the factor of a token's log-prob in its row."""
+    occurrences: int = 1
+    """How often every response token is predicted."""
 
     @property
     def padding(self) -> torch.Tensor:
@@ -45,9 +49,11 @@ class MicroBatch:
         return columns.unsqueeze(0) >= self.num_tokens
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) values as a (b, R) matrix with zeros elsewhere; differentiable."""
+        """(N,) values as a (b, R) matrix with zeros elsewhere, those of a token that is predicted
+        several times added up; differentiable."""
         out = values.new_zeros((len(self.rows), self.width))
-        return out.index_put((self.row_of, self.column_of), values)
+        places = (self.row_of, self.column_of)
+        return out.index_put(places, values, accumulate=self.occurrences > 1)
 
 
 def split_into_micro_batches(
@@ -75,7 +81,7 @@ def split_into_micro_batches(
     start = attended.shape[1] - width
     _check_responses(attended[:, start:], answered)
     answers = answered.sum(dim=1).tolist()
-    prompts, responses = _tokens(batch["input_ids"].cpu(), attended, start)
+    prompts, responses = attended_tokens(batch["input_ids"].cpu(), attended, start)
     for row, (prompt, response, answer) in enumerate(zip(prompts, responses, answers, strict=True)):
         if len(prompt) + len(response) <= answer:
             raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
@@ -92,25 +98,37 @@ def split_into_micro_batches(
     ]
 
 
-def _tokens(
-    ids: torch.Tensor, attended: torch.Tensor, start: int
+def attended_tokens(
+    values: torch.Tensor, attended: torch.Tensor, start: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The attended tokens of every row, before column ``start`` and from it on."""
-    pairs = zip(ids, attended, strict=True)
+    """``values`` (B, P+R) of the attended tokens of every row, before column ``start`` and from it
+    on."""
+    pairs = zip(values, attended, strict=True)
     split = [(row[:start][seen[:start]], row[start:][seen[start:]]) for row, seen in pairs]
     return [prompt for prompt, _ in split], [response for _, response in split]
 
 
 def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
-    """ValueError for a mask with gaps: log-probs are written back from column 0 on, so a gap would
-    shift them."""
-    holes = answered[:, 1:] & ~answered[:, :-1]
-    wrong = holes.any(dim=1) | (answered.any(dim=1) & (attended != answered).any(dim=1))
+    """ValueError for a mask that selects neither no token nor all attended ones."""
+    check_no_holes(answered)
+    wrong = answered.any(dim=1) & (attended != answered).any(dim=1)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise ValueError(
             f"row {row}: response_mask must select no token or all attended tokens of the response "
             "from its first column on"
+        )
+
+
+def check_no_holes(mask: torch.Tensor) -> None:
+    """ValueError for a (B, R) mask with gaps: log-probs are written back from column 0 on, so a gap
+    would shift them."""
+    wrong = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"row {row}: response_mask must select tokens of the response from its first column "
+            "on, without gaps"
         )
 
 

@@ -4,6 +4,9 @@ Rows with the same prompt are one group and share it: [prompt | r1 | r2 | ... | 
 of every response continue those of the prompt; a response sees the prompt and, causally, itself,
 never another response. So the prompt is computed once, forward and backward, and the gradients of
 the responses add up in it (arXiv 2506.05433). A group of one row is an ordinary causal sequence.
+
+In a layout that is not causal, for masked-diffusion models, every token sees its whole sequence,
+and no sequence shares anything.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens ``start`` to ``end``, which see the prefix's tokens and causally each other."""
+    """Tokens ``start`` to ``end``, which see the prefix's tokens and, causally unless the layout is
+    not causal, each other."""
 
     start: int
     end: int
@@ -65,6 +69,7 @@ class PackedLayout:
     segments: tuple[Segment, ...]
     rows: tuple[RowPlace, ...]
     """The rows of all groups, in their order."""
+    causal: bool = True
 
     @property
     def tokens(self) -> int:
@@ -74,6 +79,8 @@ class PackedLayout:
     @property
     def pairs(self) -> int:
         """Number of pairs of a token and a token that it sees, itself included."""
+        if not self.causal:
+            return sum(s.queries * s.keys for s in self.segments)
         return sum(
             s.queries * (s.keys - s.queries) + s.queries * (s.queries + 1) // 2
             for s in self.segments
@@ -97,7 +104,7 @@ class PackedLayout:
     def key_index(self) -> torch.Tensor:
         """(sum of the segments' keys,) int64: the tokens whose keys the segments see, one segment
         after the other. With queries and these keys a segment's mask is causal, aligned at the
-        bottom right."""
+        bottom right, or full."""
         return _joined(
             torch.cat([torch.arange(s.prefix_start, s.prefix_end), torch.arange(s.start, s.end)])
             for s in self.segments
@@ -108,11 +115,16 @@ def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 
-def lay_out(groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0) -> PackedLayout:
+def lay_out(
+    groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0, causal: bool = True
+) -> PackedLayout:
     """The layout of groups given as (tokens of the prompt, tokens of each response).
 
-    ``filler`` tokens, an additional sequence, come last.
+    ``filler`` tokens, an additional sequence, come last. ValueError for a group of several rows in
+    a layout that is not causal: its prompt would see every response.
     """
+    if not causal and any(len(responses) > 1 for _, responses in groups):
+        raise ValueError("rows share a prompt only in causal layouts")
     segments, rows, here = list[Segment](), list[RowPlace](), 0
     for prompt, responses in groups:
         start, end = here, here + prompt
@@ -128,7 +140,7 @@ def lay_out(groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0) -> 
         here = bounds[-1]
     if filler:
         segments.append(Segment(here, here + filler))
-    return PackedLayout(segments=tuple(segments), rows=tuple(rows))
+    return PackedLayout(segments=tuple(segments), rows=tuple(rows), causal=causal)
 
 
 @dataclass

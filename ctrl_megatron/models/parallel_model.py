@@ -35,6 +35,7 @@ from ctrl_megatron.models.forward_step import (
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
+from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
@@ -352,11 +353,14 @@ class ParallelModel:
 
     def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
         """The micro-batches as arguments of Megatron's schedule."""
-        layout = self.groups.layout
-        micro_batches = split_into_micro_batches(
+        layout, diffusion = self.groups.layout, self.shape.diffusion
+        if diffusion is None:
+            split = partial(split_into_micro_batches, shared_prefix=self.options.shared_prefix)
+        else:
+            split = partial(split_into_masked_versions, diffusion=diffusion)
+        micro_batches = split(
             rows,
             token_budget=token_budget,
-            shared_prefix=self.options.shared_prefix,
             multiple=layout.tensor if self.config.sequence_parallel else 1,
             count=self._micro_batches_together,
             device=self.groups.device,

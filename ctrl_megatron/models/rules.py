@@ -111,7 +111,20 @@ def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
         ParamRule("final_norm", "decoder.final_layernorm.weight", (norm,), "replicated"),
         *output,
     )
+    base = tuple(replace(rule, hf=_in_files(rule.hf, shape.file_names)) for rule in base)
     return base if shape.lora is None else tuple(_with_adapters(base, shape.lora))
+
+
+def _in_files(
+    tensors: tuple[HfTensor, ...], names: tuple[tuple[str, str], ...]
+) -> tuple[HfTensor, ...]:
+    """The tensors under the names of a family's files."""
+    return tuple(replace(tensor, name=file_name(tensor.name, names)) for tensor in tensors)
+
+
+def file_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """The name in a family's files of a tensor that is called ``name`` in Llama's."""
+    return next((b + name.removeprefix(a) for a, b in names if name.startswith(a)), name)
 
 
 def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]:

@@ -104,6 +104,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
+                _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -162,6 +163,14 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
     if config.needs_values:
         yield "critic.model.path", config.critic.model.path or actor
+
+
+def _refuse_diffusion(path: str, shape: ModelShape) -> None:
+    if shape.diffusion is not None:
+        raise UserError(
+            f"{path} is a masked-diffusion model, which no command trains",
+            remedy="name an autoregressive model",
+        )
 
 
 def _check_role(

@@ -224,7 +224,7 @@ class EmbeddedEngine(StreamingEngine, Protocol):
         """Refuse to generate until the next update; called once, after the start."""
         ...
 
-    def own_counters(self) -> Counters:
+    async def own_counters(self) -> Counters:
         """The counters that an engine of this kind has, beside those of its requests."""
         ...
 

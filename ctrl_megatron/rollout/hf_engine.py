@@ -231,7 +231,7 @@ class HfEngine:
             raise EngineDied(self._broken)
         self._state.require_whole()
 
-    def own_counters(self) -> Counters:
+    async def own_counters(self) -> Counters:
         """Nothing: it keeps no keys between calls and preempts no completion."""
         return {}
 

@@ -311,7 +311,7 @@ class VllmEngine:
             raise _died(error) from error
         self._state.require_whole()
 
-    def own_counters(self) -> Counters:
+    async def own_counters(self) -> Counters:
         return dict(self._counted.counters)
 
     async def close(self) -> None:

@@ -370,6 +370,33 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
             save_gradients(policy, f"{out}/{way}/{family}", directory)
 
 
+def coupled(
+    rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
+) -> dict[str, Any]:
+    """Per model the coupled scores and mean entropies of the batch, and below ``out`` the model
+    itself and the gradients of ``weighted_loss`` on its scores."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups, results = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    for name, directory in directories.items():
+        policy = make_policy(
+            groups, directory, optimizer=optimizer, token_budget=70, logprob_chunk=7
+        )
+        results[name] = policy.log_probs(batch, temperature)
+        for one, many in zip(
+            policy.log_probs(batch, temperature, token_budget=4096), results[name], strict=True
+        ):
+            torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
+        with pytest.raises(ValueError, match="the masks of its rows"):
+            policy.log_probs({k: v for k, v in batch.items() if k != "masked"})
+        save_hf(policy, f"{out}/{name}", side_files=directory)
+        policy.step(mine, weighted_loss, temperature)
+        save_gradients(policy, f"{out}/{name}_gradients", directory)
+    return results
+
+
 def save_gradients(policy: Any, out: str, directory: str) -> None:
     """Export the gradients of the last step in the place of the weights."""
     from ctrl_megatron.checkpoint.hf import save_hf

@@ -24,11 +24,16 @@ from ctrl_megatron.metrics import read_json_lines
 PRELOADED = Path(__file__).parents[1] / "preloaded.py"
 AGAIN = """
 until "$@"; do
-  [ "$PET_NODE_RANK" != 0 ] || exit 1
-  until [ -e "$0" ]; do sleep 0.2; done
+  [ "$PET_NODE_RANK" != 0 ] || { : > "$0.over"; exit 1; }
+  until [ -e "$0" ]; do
+    [ ! -e "$0.over" ] || exit 1
+    sleep 0.2
+  done
 done
+: > "$0.over"
 """
-"""The first host does not start its launcher again, since the others meet there."""
+"""The first host does not start its launcher again, since the others meet there; they wait for
+``back`` no longer than it runs."""
 PATIENCE = 280.0
 """Seconds; a machine may be several times slower than an idle one."""
 

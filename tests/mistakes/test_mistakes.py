@@ -390,6 +390,12 @@ CASES = [
         f"pushed to engine 'vllm'; set {_A}rollout.name",
         lambda f: write_model(f / "other", **LATENT),
     ),
+    rl(
+        "a masked-diffusion model",
+        "",
+        "is a masked-diffusion model, which no command trains",
+        _model(model_type="Dream", architectures=["DreamModel"], mask_token_id=63),
+    ),
     rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),
     rl("no chat template", "", "chat template", _remove("model/chat_template.jinja")),
     rl("template is broken", "", "template", _text("model/chat_template.jinja", "{% for %}")),

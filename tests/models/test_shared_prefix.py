@@ -118,7 +118,7 @@ def dense(
 
 
 def by_segments(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
-    module = attention.PackedCausalAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
+    module = attention.PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
     return module(q, k, v, None, packed_seq_params=layout_params(layout, CPU))
 
 
@@ -196,6 +196,33 @@ def test_every_way_of_attention_is_the_formula(
         grads = torch.autograd.grad(found, parts, given_back)
     for a, b in zip(grads, torch.autograd.grad(wanted, parts, given_back), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
+@settings(deadline=None, max_examples=8)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
+@example([9, 1, 4], 2)
+def test_in_a_layout_that_is_not_causal_every_token_sees_its_whole_sequence(
+    compute: Callable[..., torch.Tensor], lengths: list[int], filler: int
+) -> None:
+    layout = lay_out([(1, [length - 1]) for length in lengths], filler=filler, causal=False)
+    sizes = [*lengths, *([filler] if filler else [])]
+    sees = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool()
+    assert layout.pairs == int(sees.sum())
+    *parts, given_back = random_inputs(layout, torch.float64, 5)
+    wanted = dense(*parts, sees)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_TOGETHER", 3)
+        found = compute(*parts, layout)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        grads = torch.autograd.grad(found, parts, given_back)
+    for a, b in zip(grads, torch.autograd.grad(wanted, parts, given_back), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_only_causal_layouts_share_prompts() -> None:
+    with pytest.raises(ValueError, match="only in causal layouts"):
+        lay_out([(3, [2, 2])], causal=False)
 
 
 def test_gradcheck() -> None:
