@@ -49,7 +49,10 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _adapters, _ahead, _objective, _groups, _reward):
+    for relation in (
+        *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
+        *(_objective, _groups, _reward),
+    ):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -328,6 +331,30 @@ def _adapters(config: Config) -> Iterator[str]:
         yield (
             f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
             f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
+        )
+
+
+def _quantisation(config: Config) -> Iterator[str]:
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    key = f"{_R}quantization={rollout.quantization}"
+    if rollout.quantization is None:
+        return
+    if correction.rollout_is == "none" and correction.rollout_rs == "none":
+        yield (
+            f"{key} draws with weights that are not the trainer's; correct for it with "
+            "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
+        )
+    if not ENGINES[rollout.name].quantised:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.quantised)
+        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
+    if rollout.weight_transport in ("shards", "cuda_ipc"):
+        yield f"{key} sends whole tensors; use {_R}weight_transport=shared_memory"
+    if rollout.adapter_push:
+        yield f"{key} replaces whole weights; leave {_R}adapter_push out"
+    if rollout.name == "vllm" and config.trainer.verify_weight_sync:
+        yield (
+            f"{key} lets vLLM rearrange weights for its kernels, which cannot be read back; set "
+            "trainer.verify_weight_sync=false"
         )
 
 

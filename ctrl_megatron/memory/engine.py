@@ -77,7 +77,8 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, rollout.max_num_seqs) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
-    weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype)
+    quantised = rollout.quantization is not None
+    weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
     share = int(rollout.gpu_memory_utilization * gpu_memory)
