@@ -14,6 +14,9 @@
 #                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
 #
+# Where engines have GPUs of their own (rollout.placement=dedicated, proxy.kind=engine), the ranks get
+# the others of each machine; trainer.n_gpus_per_node is their number.
+#
 # A job runs the memory plan (on the first machine), a health check (on every machine) and the run
 # (torchrun on every machine). If the run is not finished, the job is requeued.
 #
@@ -203,6 +206,12 @@ plan() {
     --purpose "$purpose" "${overrides[@]}"
 }
 
+# count_ranks: sets ranks, the ranks of a machine: one on each GPU that does not belong to engines alone.
+count_ranks() {
+  ranks=$("${python[@]}" tools/plan.py --config "$config" --gpus-per-node "$SLURM_GPUS_ON_NODE" \
+    --purpose "$purpose" --ranks "${overrides[@]}") || fail "wrong input, see above"
+}
+
 # pause SECONDS: a signal ends it.
 pause() {
   sleep "$1" &
@@ -226,10 +235,11 @@ run_training() {
   # HUP: the terminal of an interactive allocation is gone; bash keeps an ignored HUP ignored.
   trap 'stop_training TERM' TERM HUP
 
+  count_ranks
   plan || fail "the memory plan refuses this configuration (exit code $?), see above"
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
-    --nproc-per-node "$SLURM_GPUS_ON_NODE" "$@"
+    --nproc-per-node "$ranks" "$@"
   ((status != 2)) || fail "wrong input, see above"
   if ((status != 0)); then
     say "the health check failed, see the lines with FAIL; their first number is the place in" \
@@ -273,7 +283,7 @@ train() {
   on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \
     "${container[@]}" "$CTRL_VENV/bin/torchrun" \
     --nnodes "${#nodes[@]}" \
-    --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+    --nproc-per-node "$ranks" \
     --rdzv-backend c10d \
     --rdzv-endpoint "${nodes[0]}:$port" \
     --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$1" \
