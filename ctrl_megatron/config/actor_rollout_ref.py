@@ -220,7 +220,8 @@ class EngineKeys:
     """Inference engines of one model."""
 
     name: EngineName = "hf"
-    """Engine; hf is transformers' own generation, embedded."""
+    """Engine; hf is transformers' own generation, embedded, and diffusion the sampler of
+    masked-diffusion models."""
     python: str | None = None
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""
