@@ -146,9 +146,12 @@ def _main(args: list[str], log: str, below: tuple[int, ...], environ: dict[str, 
 
 def wait_for_command(parent: socket.socket, below: tuple[int, ...]) -> None:
     """The life of a spare: ``parent`` sends descriptors and a command; does not return."""
+    # Until then it is in the group of its parent, which launchers signal as a whole.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, descriptors, _, _ = socket.recv_fds(parent, 1, 32)
     if not descriptors:
         os._exit(0)
+    signal.signal(signal.SIGTERM, before)
     with parent, parent.makefile("rb") as file:
         told = json.load(file)
     if "group" in told:

@@ -20,7 +20,7 @@ from world import run_world
 from ctrl_megatron.models.hf_config import read_model_shape
 
 SHIFTED = {"dream": True, "dream_tied": True, "llada": False}
-LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"]
+LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "cp2"]
 
 
 @pytest.mark.parametrize(

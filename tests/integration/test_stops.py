@@ -65,9 +65,9 @@ def test_a_stop_at_any_place_ends_the_run_and_loses_no_step(job: Job, place: str
         print(f"{place}: gone {time.monotonic() - asked:.1f} s after the signal")
         assert run.look() == [], run.output()[-8000:]
         assert run.shared_memory() == []
-    # A run that was asked too late has done its work.
+    # A run that was asked too late has done its work, but its launcher was stopped.
     done = place == "the report is written"
-    assert code == (0 if done else 130), run.output()[-8000:]
+    assert code == 130 or (done and code == 0), run.output()[-8000:]
     assert "Traceback" not in run.output(), run.output()[-8000:]
     recorded = [record["step"] for record in run.metrics() if "time/step" in record["metrics"]]
     saved = [
