@@ -105,7 +105,7 @@ async def generate(engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json) ->
 
 async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
     """The counters of the engine's process."""
-    return {**meter.counters(), **engine.own_counters()}
+    return {**meter.counters(), **await engine.own_counters()}
 
 
 async def outcome(

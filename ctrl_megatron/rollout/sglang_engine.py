@@ -45,7 +45,7 @@ from ctrl_megatron.rollout.engine import (
     next_tokens,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
-from ctrl_megatron.rollout.sglang_worker import SAMPLER, run_scheduler
+from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
@@ -270,10 +270,14 @@ class SglangEngine:
         for name, own in _COUNTED.items():
             self._counted[name] += info[own]
 
-    def own_counters(self) -> Counters:
-        """The queue's length is as old as the scheduler's last report."""
+    async def own_counters(self) -> Counters:
+        """``waiting`` is as old as the scheduler's last report; ``queued_seconds`` is there after
+        the scheduler's next pass.
+        """
         loads = self._control.load_snapshot_reader.read_all()
-        return {**self._counted, "waiting": sum(load.num_waiting_reqs for load in loads)}
+        queued = (await self._control.get_internal_state())[0][QUEUED]
+        waiting = sum(load.num_waiting_reqs for load in loads)
+        return {**self._counted, "queued_seconds": queued, "waiting": waiting}
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str

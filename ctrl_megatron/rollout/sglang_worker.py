@@ -25,6 +25,7 @@ with without_collections():
     from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.utils.weight_checker import WeightChecker
@@ -36,6 +37,8 @@ from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 
 SAMPLER = "pytorch"
 """The name of our sampler: the only one that SGLang accepts on a CPU."""
+QUEUED = "ctrl_queued_seconds"
+"""The seconds that requests of a scheduler have waited, in its internal state."""
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -59,6 +62,8 @@ def prepare() -> None:
         (WeightChecker, "_compute_checksum", hf_checksums),
         (Scheduler, "_record_scheduler_state_for_paused_engine", wait_while_paused),
         (Scheduler, "ctrl_spare_garbage", spare_garbage),
+        (SchedulerReqTimeStats, "set_forward_entry_time", Queueing.ends),
+        (Scheduler, "get_internal_state", Queueing.report),
         (Scheduler, "ctrl_load_chunk", load_chunk),
         (Scheduler, "ctrl_leave", leave),
         (Scheduler, "ctrl_come_back", come_back),
@@ -83,6 +88,28 @@ def no_stop_tokens(self: Any) -> set[int]:
 def wait_while_paused(self: Any) -> None:
     """Sleep until a request arrives: SGLang does so when it is idle, but not during a pause."""
     self.maybe_sleep_on_idle()
+
+
+class Queueing:
+    """Sums the time that requests wait, which SGLang tells only with Prometheus's collectors."""
+
+    seconds = 0.0
+    _end: Any = SchedulerReqTimeStats.set_forward_entry_time
+    _report: Any = Scheduler.get_internal_state
+
+    @staticmethod
+    def ends(request: Any, ts: float | None = None) -> None:
+        """A request is computed for the first time, or again after a retraction."""
+        before = request.queue_duration_s
+        Queueing._end(request, ts)
+        Queueing.seconds += request.queue_duration_s - before
+
+    @staticmethod
+    def report(scheduler: Any, asked: Any) -> Any:
+        """The scheduler's internal state with the sum."""
+        found = Queueing._report(scheduler, asked)
+        found.internal_state[QUEUED] = Queueing.seconds
+        return found
 
 
 class SglangSampler(Sampler):

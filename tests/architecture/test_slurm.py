@@ -45,9 +45,11 @@ SINFO = """
 echo idle; [[ -e "$STUBS/asked" ]] || echo 'mix*'; touch "$STUBS/asked"
 """
 PYTHON = """
+[[ $1 != -m ]] || { shift 2; exec "${0%/*}/torchrun" "$@"; }
 printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
 [[ $1 != *check_env.py ]] || exit "$HEALTH"
 [[ $* != *--left* ]] || { echo "$USED"; exit; }
+[[ $* != *--ranks* ]] || { echo "$RANKS"; exit; }
 [[ $1 != *plan.py ]] || exit "$PLAN"
 [[ $1 != -c ]] || echo "$STUBS/run"
 """
@@ -103,6 +105,7 @@ def job(tmp_path: Path) -> dict[str, str]:
         "STATUS": "0",
         "HEALTH": "0",
         "PLAN": "0",
+        "RANKS": "8",
         "STATE": "RUNNING",
         "CTRL_VENV": str(tmp_path / "venv"),
         "SLURM_JOB_ID": "31234",
@@ -200,6 +203,7 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     ]
     assert health[:8] == [*everywhere, "--label"]
     assert run[:9] == [*everywhere, "--kill-on-bad-exit=0", "--wait=120"]
+    assert f"{job['CTRL_VENV']}/bin/python\n-m\nctrl_megatron.commands.launcher\n--nnodes" in text
     assert lines(job, "check_env.py.args") == [
         *("tools/check_env.py", "--config", config, "--purpose", purpose),
         *("--nproc-per-node", "8", *given),
@@ -222,6 +226,15 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     assert lines(job, "torchrun.files") == [hard.stdout.strip()]
 
 
+def test_gpus_of_engines_get_no_ranks(job: dict[str, str]) -> None:
+    assert submit(job | {"RANKS": "6"}, "actor_rollout_ref.proxy.kind=engine").returncode == 0
+    for file in ("torchrun.args", "check_env.py.args"):
+        words = lines(job, file)
+        assert words[words.index("--nproc-per-node") + 1] == "6"
+    asked = lines(job, "plan.py.args")
+    assert asked.count("--ranks") == 1 and asked.count("actor_rollout_ref.proxy.kind=engine") == 2
+
+
 def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:
     job |= {"CONFIG": "examples/ctrl_7b.yaml", "SLURM_RESTART_COUNT": "2"}
     assert submit(job).returncode == 0
@@ -235,7 +248,7 @@ def test_everything_runs_in_the_container_where_there_is_one(job: dict[str, str]
     write_program(Path(job["STUBS"], "bin/apptainer"), f'{apptainer}; shift; exec "$@"')
     done = submit(job | {"CONTAINER": "apptainer exec --nv --bind /shared image.sif"})
     assert done.returncode == 0, done.stderr
-    assert lines(job, "inside") == ["plan.py", "check_env.py", "--nnodes"]
+    assert lines(job, "inside") == ["plan.py", "plan.py", "check_env.py", "-m"]
 
 
 NEEDED = (
@@ -273,6 +286,12 @@ def test_wrong_input_ends_the_job(job: dict[str, str]) -> None:
     done = submit(job | {"HEALTH": "2"})
     assert done.returncode == 2 and "wrong input" in done.stderr
     assert not lines(job, "torchrun.args") and not requeued(job) and crashes(job) is None
+
+
+def test_wrong_input_that_a_rank_finds_ends_the_job_too(job: dict[str, str]) -> None:
+    done = submit(job | {"STATUS": "2", "MAX_RESTARTS": "2"})
+    assert done.returncode == 2 and "wrong input, see above; not requeued" in done.stderr
+    assert "restart" not in done.stderr and not requeued(job) and crashes(job) is None
 
 
 def test_a_configuration_that_does_not_fit_ends_the_job(job: dict[str, str]) -> None:
