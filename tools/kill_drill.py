@@ -55,7 +55,7 @@ COMPARED = ("actor/loss", "actor/grad_norm", "reward/mean", "critique/length", "
 RANKS = 2
 HOSTS_DIFFER = 1e-5
 """The largest relative difference of a metric between runs of one and of two hosts, in float32."""
-_LONGEST = 400.0
+_LONGEST = 600.0
 """Seconds of a run, and of its end after a kill."""
 _GONE_SECONDS = 30.0
 _FIRST_STEP = "[step 1/"
@@ -144,7 +144,7 @@ class Range:
         if engine not in self._whole:
             name, began = f"whole_{engine}_{time.time_ns()}", time.monotonic()
             with self.started(name, engine, asynchronous=False) as run:
-                run.wait_for(lambda: _FIRST_STEP in run.output())
+                run.wait_for(lambda: _FIRST_STEP in run.output(), within=_LONGEST)
                 first = time.monotonic()
                 code = run.ends(_LONGEST)
             if code:
@@ -161,10 +161,15 @@ class Range:
         whole = self.undisturbed(drill.engine)
         name = f"drill_{drill.number}_{time.time_ns()}"
         with self.started(name, drill.engine, asynchronous=drill.asynchronous) as run:
-            if not drill.starting:
-                run.wait_for(lambda: _FIRST_STEP in run.output(), pause=0.02)
-            lasts = whole.starting if drill.starting else whole.stepping
-            victim = self._victim(run, drill, time.monotonic() + drill.moment * lasts)
+            if drill.starting:
+                wait = drill.moment * whole.starting
+            else:
+                # Counted in steps, because other work makes some runs slower than others.
+                passed, rest = divmod(drill.moment * self._steps, 1)
+                run.wait_for(lambda: _FIRST_STEP in run.output(), within=_LONGEST)
+                run.wait_for(lambda: len(metrics_of(run)) >= passed, pause=0.02, within=_LONGEST)
+                wait = rest * whole.stepping / self._steps
+            victim = self._victim(run, drill, time.monotonic() + wait)
             if victim is not None:
                 killed, steps = f"{victim.pid} {victim.name()}", len(metrics_of(run))
                 victim.kill()

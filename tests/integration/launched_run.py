@@ -113,7 +113,7 @@ class Job:
             nodes = f"{least}:{hosts}"
             meeting = (
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{free_port()}"),
-                *("--rdzv-conf", "keep_alive_interval=1,last_call_timeout=5"),
+                *("--rdzv-conf", "keep_alive_interval=1,last_call_timeout=30"),
                 *("--shutdown-timeout", "120"),
             )
             several = (*several, "sh", "-c", AGAIN, str(back))
@@ -199,9 +199,11 @@ class Run:
                     return process
         raise LookupError(f"no rank {number} among {self.look()}")
 
-    def wait_for(self, condition: Callable[[], bool], pause: float = 0.1) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], pause: float = 0.1, within: float = PATIENCE
+    ) -> None:
         """Return when the condition holds; fails with the output if the run ends before."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + within
         while not condition():
             assert self.process.poll() is None, self.output()[-8000:]
             assert time.monotonic() < deadline, self.output()[-8000:]
