@@ -18,7 +18,8 @@
 # the others of each machine; trainer.n_gpus_per_node is their number.
 #
 # A job runs the memory plan (on the first machine), a health check (on every machine) and the run
-# (torchrun on every machine). If the run is not finished, the job is requeued.
+# (torch's launcher on every machine, with the exit code of the rank that ended first; srun reports the
+# highest). If the run is not finished, the job is requeued.
 #
 # Time limit: --signal=B:USR1@N lets SLURM signal this script alone, N seconds before the end
 # (signalled as a whole, the run would lose its engines and sandboxes). torchrun on the first machine
@@ -33,15 +34,18 @@
 # After a crash the ranks are started again in the job, at most MAX_RESTARTS times in a row. Then the
 # job is requeued, at most MAX_CRASHES times in a row. That count is in a file beside the job's output.
 # Both counts begin anew after a checkpoint, the second one also after a stop at the time limit. Wrong
-# input (exit code 2 of the check) ends the job.
+# input (exit code 2 of the check or of a rank) ends the job: no restart mends it.
 #
 # After the loss of a machine SLURM requeues the job (--requeue). With `sbatch --no-kill` and
 # trainer.min_nnodes=M the job goes on instead, on as many machines as hold whole model copies that
 # share the batches equally, if these are M or more and the first machine is one of them.
 
+# The exit code of every command for wrong input.
+WRONG_INPUT=2
+
 fail() {
   echo "$name: $*" >&2
-  exit 2
+  exit "$WRONG_INPUT"
 }
 
 say() {
@@ -166,6 +170,8 @@ conclude() {
   elif [[ $stopping == USR1 ]]; then
     rm -f "$crash_file"
     requeue "stopped before the end"
+  elif ((status == WRONG_INPUT)); then
+    say "wrong input, see above; not requeued"
   else
     if [[ -s $crash_file ]] && ! saved_since "$crash_file"; then crashes=$(<"$crash_file"); fi
     crashes=$((crashes + 1))
@@ -240,7 +246,7 @@ run_training() {
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
     --nproc-per-node "$ranks" "$@"
-  ((status != 2)) || fail "wrong input, see above"
+  ((status != WRONG_INPUT)) || fail "wrong input, see above"
   if ((status != 0)); then
     say "the health check failed, see the lines with FAIL; their first number is the place in" \
       "${nodes[*]}. Keep a bad machine out with sbatch --exclude=HOST"
@@ -255,7 +261,7 @@ run_training() {
   while
     touch "$scratch/started"
     train "$restarts"
-    ((status != 0)) && [[ -z $stopping ]]
+    ((status != 0 && status != WRONG_INPUT)) && [[ -z $stopping ]]
   do
     if saved_since "$scratch/started"; then in_a_row=0; fi
     in_a_row=$((in_a_row + 1)) restarts=$((restarts + 1))
@@ -281,7 +287,7 @@ train() {
   # torchrun waits for ranks that save as long as SLURM lets it. A machine whose torchrun is still
   # there two minutes after the first has ended is hanging.
   on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \
-    "${container[@]}" "$CTRL_VENV/bin/torchrun" \
+    "${python[@]}" -m ctrl_megatron.commands.launcher \
     --nnodes "${#nodes[@]}" \
     --nproc-per-node "$ranks" \
     --rdzv-backend c10d \

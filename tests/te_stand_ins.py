@@ -102,7 +102,7 @@ def varlen_attn(
     query (Tq, A, D), key and value (Tk, G, D); causal masks are aligned at the bottom right, as in
     flash attention since 2.1 and Transformer Engine's ``padding_causal_bottom_right``.
     """
-    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert window_size in ((-1, 0), (-1, -1)) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert enable_gqa == (query.shape[1] != key.shape[1])
     queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
     assert len(queries) == len(keys) and (queries[-1], keys[-1]) == (len(query), len(key))
@@ -113,7 +113,9 @@ def varlen_attn(
         k, v = (x[c:d].double().repeat_interleave(times, dim=1) for x in (key, value))
         scores = torch.einsum("qad,kad->aqk", query[a:b].double(), k)
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-        seen = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a))
+        seen = torch.ones(b - a, d - c, dtype=torch.bool)
+        if window_size[1] == 0:
+            seen = seen.tril((d - c) - (b - a))
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("aqk,kad->qad", weights, v).to(query.dtype))
     return torch.cat(outputs)
@@ -151,10 +153,10 @@ class DotProductAttention(torch.nn.Module):
         assert packed_seq_params.qkv_format == "thd"
         bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
         # Megatron makes padding_causal of causal, which is aligned at the top left.
-        if attn_mask_type.name == "causal":
+        mask = attn_mask_type.name
+        assert mask in ("causal", "padding", "padding_causal_bottom_right")
+        if mask == "causal":
             assert torch.equal(*bounds)
-        else:
-            assert attn_mask_type.name == "padding_causal_bottom_right"
         longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
         return varlen_attn(
             query,
@@ -163,7 +165,7 @@ class DotProductAttention(torch.nn.Module):
             *bounds,
             *longest,
             scale=self.scale,
-            window_size=(-1, 0),
+            window_size=(-1, -1) if mask == "padding" else (-1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         ).flatten(1)
 

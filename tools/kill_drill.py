@@ -15,8 +15,12 @@ In both of the first two the metrics of every step must be those of a run that n
 equal to the last bit with ``--engines hf``; with others the largest relative difference is
 reported. Engine, victim, moment and way of saving follow from ``--seed`` and the drill's number.
 
+``--hosts 2`` starts a rank on each of two hosts in network namespaces, under torchrun, which may
+start the ranks three times again (as root). When the launcher of the second is killed, a run of one
+host is left; its metrics may differ by 1e-5 from those of two hosts.
+
 Every result is a line of ``results.jsonl`` in ``--out``; the command, given again, goes on after
-the last one. ``--launcher '--max-restarts 2'`` passes further flags to the launcher.
+the last one. ``--launcher=--max-restarts=2`` passes a further flag to the launcher of one host.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +53,14 @@ from ctrl_megatron.rollout.engine import available_engines
 VICTIMS = ("engine", "sandbox", "rank", "launcher")
 COMPARED = ("actor/loss", "actor/grad_norm", "reward/mean", "critique/length", "pass_rate/after")
 RANKS = 2
+HOSTS_DIFFER = 1e-5
+"""The largest relative difference of a metric between runs of one and of two hosts, in float32."""
 _LONGEST = 400.0
 """Seconds of a run, and of its end after a kill."""
 _GONE_SECONDS = 30.0
 _FIRST_STEP = "[step 1/"
+_SANDBOX = "ctrl_megatron.sandbox"
+_ENGINE = r"^engine|rollout\.server|EngineCore|sglang::(scheduler|detokenizer)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +123,10 @@ def drill_of(
 class Range:
     """The place of the drills: models, rows and runs in one folder."""
 
-    def __init__(self, folder: Path, steps: int, launcher: Sequence[str]) -> None:
-        self._launcher, self._steps = launcher, steps
+    def __init__(
+        self, folder: Path, steps: int, launcher: Sequence[str] = (), *, hosts: int = 1
+    ) -> None:
+        self._launcher, self._steps, self._hosts = launcher, steps, hosts
         model, models = smollm2(folder), folder / "models"
         for name, texts, probability in (("actor", JUDGMENTS, 0.8), ("proxy", [PROGRAM], 0.9)):
             if not (models / name / "model.safetensors").is_file():
@@ -132,13 +143,10 @@ class Range:
         """A run that nothing is killed in."""
         if engine not in self._whole:
             name, began = f"whole_{engine}_{time.time_ns()}", time.monotonic()
-            run = self._start(name, engine, asynchronous=False)
-            try:
+            with self.started(name, engine, asynchronous=False) as run:
                 run.wait_for(lambda: _FIRST_STEP in run.output())
                 first = time.monotonic()
                 code = run.ends(_LONGEST)
-            finally:
-                run.kill()
             if code:
                 raise RuntimeError(f"a run that is left alone ends with {code}:\n{run.output()}")
             self._whole[engine] = Whole(
@@ -152,56 +160,73 @@ class Range:
         """Do the drill."""
         whole = self.undisturbed(drill.engine)
         name = f"drill_{drill.number}_{time.time_ns()}"
-        run = self._start(name, drill.engine, asynchronous=drill.asynchronous)
-        try:
+        with self.started(name, drill.engine, asynchronous=drill.asynchronous) as run:
             if not drill.starting:
                 run.wait_for(lambda: _FIRST_STEP in run.output(), pause=0.02)
             lasts = whole.starting if drill.starting else whole.stepping
             victim = self._victim(run, drill, time.monotonic() + drill.moment * lasts)
-            if victim is None:
-                # Other work on the machine made the undisturbed run slower than this one.
-                return self.run(replace(drill, moment=0.7 * drill.moment))
-            killed, steps = f"{victim.pid} {victim.name()}", len(metrics_of(run))
-            victim.kill()
-            at = time.monotonic()
-            outcome, detail = self._outcome(run)
-            taken = time.monotonic() - at
-            if outcome == "ended":
-                again = self._start(name, drill.engine, asynchronous=drill.asynchronous)
-                try:
-                    if code := again.ends(_LONGEST):
-                        outcome, detail = "wrong", f"given again, it ends with {code}"
-                        print(again.output()[-4000:], file=sys.stderr)
-                finally:
-                    again.kill()
-            differing = difference(metrics_of(run), whole.metrics)
-            if outcome != "wrong" and len(metrics_of(run)) != self._steps:
-                outcome, detail = "wrong", f"{len(metrics_of(run))} of {self._steps} steps"
-            elif outcome != "wrong" and drill.engine == "hf" and differing:
-                outcome, detail = "wrong", f"a metric differs by {differing:.1e}"
-            return Result(
-                outcome=outcome,
-                detail=detail,
-                killed=killed,
-                steps=steps,
-                seconds=round(taken, 1),
-                difference=differing,
-            )
-        finally:
-            run.kill()
+            if victim is not None:
+                killed, steps = f"{victim.pid} {victim.name()}", len(metrics_of(run))
+                victim.kill()
+                at = time.monotonic()
+                outcome, detail = self._outcome(run)
+                taken = time.monotonic() - at
+        if victim is None:
+            # Other work on the machine made the undisturbed run slower than this one.
+            return self.run(replace(drill, moment=0.7 * drill.moment))
+        if outcome == "ended":
+            with self.started(name, drill.engine, asynchronous=drill.asynchronous) as again:
+                if code := again.ends(_LONGEST):
+                    outcome, detail = "wrong", f"given again, it ends with {code}"
+                    print(again.output()[-4000:], file=sys.stderr)
+        done = metrics_of(run)
+        differing = difference(done, whole.metrics)
+        allowed = 0.0 if self._hosts == 1 else HOSTS_DIFFER
+        if outcome != "wrong" and len(done) != self._steps:
+            outcome, detail = "wrong", f"{len(done)} of {self._steps} steps"
+        elif outcome != "wrong" and drill.engine == "hf" and differing > allowed:
+            outcome, detail = "wrong", f"a metric differs by {differing:.1e}"
+        return Result(
+            outcome=outcome,
+            detail=detail,
+            killed=killed,
+            steps=steps,
+            seconds=round(taken, 1),
+            difference=differing,
+        )
 
-    def _start(self, name: str, engine: str, *, asynchronous: bool) -> Run:
+    @contextmanager
+    def started(
+        self, name: str, engine: str, *, asynchronous: bool, extra: Sequence[str] = ()
+    ) -> Iterator[Run]:
+        """A run of which nothing outlives the block."""
         rollout = "actor_rollout_ref.rollout."
         cache = () if engine == "hf" else (rollout + "kv_cache_gib=0.1",)
-        settings = [
-            *self._job.overrides(name, self._steps),
+        settings = (
             *(f"{rollout}name={engine}", *cache, "trainer.save_freq=1"),
             *(f"trainer.async_save={str(asynchronous).lower()}", "trainer.failure_timeout=15"),
-            f"trainer.n_gpus_per_node={RANKS}",
-        ]
+            *extra,
+        )
+        if self._hosts > 1:
+            settings += (f"trainer.nnodes={self._hosts}", "trainer.min_nnodes=1")
+            settings += ("trainer.n_gpus_per_node=1",)
+            with self._job.launch(
+                name,
+                steps=self._steps,
+                extra=settings,
+                hosts=self._hosts,
+                ranks=1,
+                restarts=3,
+                least=1,
+                preloaded=True,
+            ) as run:
+                yield run
+            return
+        settings += (f"trainer.n_gpus_per_node={RANKS}",)
         command = [sys.executable, str(PRELOADED), str(RANKS), "1"]
         command += ["-m", "ctrl_megatron.commands.train_rl", "--nproc-per-node", str(RANKS)]
-        command += [*self._launcher, "--config", "examples/ctrl_smollm2_cpu.yaml", *settings]
+        command += [*self._launcher, "--config", "examples/ctrl_smollm2_cpu.yaml"]
+        command += [*self._job.overrides(name, self._steps), *settings]
         self._job.folder.mkdir(parents=True, exist_ok=True)
         log = self._job.folder / f"{name}.{time.monotonic_ns()}.log"
         with log.open("wb") as output:
@@ -214,7 +239,11 @@ class Range:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return Run(process=process, log=log, folder=self._job.folder / name)
+        run = Run(process=process, log=log, folder=self._job.folder / name)
+        try:
+            yield run
+        finally:
+            run.kill()
 
     def _victim(self, run: Run, drill: Drill, at: float) -> psutil.Process | None:
         """The process to kill, once the moment has come and it runs."""
@@ -223,7 +252,7 @@ class Range:
             found = run.look() if time.monotonic() >= at else []
             if candidates := [p for p in found if is_victim(p, drill.victim)]:
                 return draw.choice(candidates)
-            if found and drill.victim == "launcher":
+            if found and drill.victim == "launcher" and self._hosts == 1:
                 return psutil.Process(run.process.pid)
             time.sleep(0.02)
         return None
@@ -233,6 +262,9 @@ class Range:
             code = run.ends(_LONGEST)
         except AssertionError:
             return "wrong", f"it still runs after {_LONGEST:.0f} s"
+        if self._hosts > 1 and len(metrics_of(run)) == self._steps:
+            # The exit code is that of a launcher that was killed, if one was.
+            code = 0
         deadline = time.monotonic() + _GONE_SECONDS
         while run.look() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -244,20 +276,27 @@ class Range:
 
 
 def is_victim(process: psutil.Process, kind: str) -> bool:
-    """Whether it is the kind's process; of an engine, any of its processes that computes."""
-    patterns = {
-        "engine": r"^engine|rollout\.server|EngineCore|sglang::(scheduler|detokenizer)",
-        "sandbox": r"ctrl_megatron\.sandbox",
-        "rank": r"^rank \d",
-    }
+    """Whether it is a process of that kind; of an engine, any of its processes that computes.
+
+    A rank is known by its environment, from which engines and sandboxes get no rank, and a
+    sandbox's workers, which it replaces itself, by their parent. Of one of several hosts the
+    launcher is the child of a shell; its forks have its command line.
+    """
     try:
-        words = " ".join([process.name(), *process.cmdline()])
-        parent = psutil.Process(process.ppid()).name()
+        words, above = " ".join([process.name(), *process.cmdline()]), process.parent()
+        environment = process.environ() if kind == "rank" else {}
+        of = " ".join([above.name(), *above.cmdline()]) if above else ""
     except psutil.NoSuchProcess:
         return False
-    # The sandbox's workers are replaced by itself, and so is what an engine's guard does.
-    same = re.search(patterns.get(kind, "$^"), words) is not None
-    return same and (kind != "sandbox" or parent.startswith("rank"))
+    if kind == "rank":
+        return re.search(r"^rank \d|commands\.train_rl|tools/train_rl", words) is not None and (
+            "RANK" in environment or words.startswith("rank ")
+        )
+    if kind == "sandbox":
+        return _SANDBOX in words and _SANDBOX not in of
+    if kind == "launcher":
+        return "torch.distributed.run" in words and of.startswith("sh ")
+    return re.search(_ENGINE, words) is not None
 
 
 def metrics_of(run: Run) -> dict[int, dict[str, float]]:
@@ -306,6 +345,7 @@ def main() -> int:
     parser.add_argument("--victims", nargs="+", default=list(VICTIMS), choices=VICTIMS)
     parser.add_argument("--saves", nargs="+", default=["sync", "async"], choices=["sync", "async"])
     parser.add_argument("--steps", type=int, default=8, help="of every run")
+    parser.add_argument("--hosts", type=int, default=1, help="in network namespaces")
     parser.add_argument("--launcher", default="", help="further flags of ctrl-train-rl")
     parser.add_argument("--out", type=Path, default=Path("runs/kill_drill"))
     options = parser.parse_args()
@@ -315,7 +355,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     file = out / "results.jsonl"
     done = read_json_lines(file) if file.is_file() else []
-    place = Range(out, options.steps, options.launcher.split())
+    place = Range(out, options.steps, options.launcher.split(), hosts=options.hosts)
     for number in range(len(done), options.kills):
         drill = drill_of(number, options.seed, options.engines, options.victims, options.saves)
         record = asdict(drill) | asdict(place.run(drill))

@@ -1,4 +1,9 @@
-"""Ranks on this machine: their start under torch's launcher, their end, and their restart."""
+"""Ranks on this machine: their start under torch's launcher, their end, and their restart.
+
+``python -m ctrl_megatron.commands.launcher FLAG ... PROGRAM ARGUMENT ...`` is ``torchrun`` with
+these flags, for jobs on several machines. Its exit code is that of the rank that ended first, 128
+and more after a signal, where torchrun has exit code 1 for every failure.
+"""
 
 from __future__ import annotations
 
@@ -97,16 +102,32 @@ def start_ranks(
     code. The code is reported, unless the ranks have printed the reason themselves: it is one of
     ``expected``, or they refuse their input or were stopped.
     """
+
+    def start() -> End:
+        if restarts is None:
+            return _start_once(ranks, arguments)
+        return _start_again(name, ranks, arguments, restarts)
+
+    return _exit_code(name, start, expected)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``torchrun`` with these arguments; see the module's docstring. Reports a rank's end as
+    ``start_ranks`` does.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    return _exit_code("launcher", lambda: _torchrun(words))
+
+
+def _exit_code(name: str, start: Callable[[], End], expected: Collection[int] = ()) -> int:
+    """Of the ranks that ``start`` starts; reported as in ``start_ranks``."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     # The ranks report why they end; the launcher's report has thirty lines and no reason.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").disabled = True
     try:
-        if restarts is None:
-            end = _start_once(ranks, arguments)
-        else:
-            end = _start_again(name, ranks, arguments, restarts)
+        end = start()
     except SignalException:
         return STOPPED
     if end.code not in (0, WRONG_INPUT, STOPPED, SERVICE, *expected):
@@ -148,18 +169,25 @@ def _start_again(name: str, ranks: int, arguments: Sequence[str], restarts: Rest
 
 def _start_once(ranks: int, arguments: Sequence[str]) -> End:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
     spec = sys.modules["__main__"].__spec__  # set by python -m
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     flags = ["--standalone", "--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
+    return _torchrun([*flags, *program, *arguments])
+
+
+def _torchrun(words: Sequence[str]) -> End:
+    """Run torch's launcher with these arguments in this process. Raises torch's SignalException
+    after a signal.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     try:
         with _frozen_ranks_end():
-            torchrun([*flags, *program, *arguments])
+            torchrun([*words])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return End(failure.exitcode, rank, users_code_of(failure.pid))
@@ -221,3 +249,7 @@ def _end_left(others: Collection[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
         process.wait(_LEFT_SECONDS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

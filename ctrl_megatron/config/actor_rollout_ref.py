@@ -106,6 +106,8 @@ class Megatron:
 
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
+    context_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the tokens of the same rows, for long sequences; they have equal weights."""
     pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
@@ -134,6 +136,9 @@ class Megatron:
     It replaces config.json's router_aux_loss_coef, which is not read."""
     moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
     """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
+    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0)
+    """Change per update of the biases by which DeepSeek-V3's routers balance their experts; 0
+    leaves them as the model's directory has them. Megatron's default is 0.001."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
@@ -218,7 +223,8 @@ class EngineKeys:
     """Inference engines of one model."""
 
     name: EngineName = "hf"
-    """Engine; hf is transformers' own generation, embedded."""
+    """Engine; hf is transformers' own generation, embedded, and diffusion the sampler of
+    masked-diffusion models."""
     python: str | None = None
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""
@@ -327,6 +333,10 @@ class Rollout(EngineKeys):
     adapter_push: bool = key(False, read=ADAPTERS)
     """Send the engines only adapters, which they compute beside the weights of model.path; false
     sends whole weights with the adapters merged into them."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: engines get linear layers' weights in 8 bits (e4m3, one float32 scale for each block of
+    128 x 128); needs algorithm.rollout_correction, as their probabilities differ from the
+    trainer's."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

@@ -49,7 +49,10 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _adapters, _ahead, _objective, _groups, _reward):
+    for relation in (
+        *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
+        *(_objective, _groups, _reward),
+    ):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -113,18 +116,21 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         )
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    data, rest = divmod(world_size, tensor * pipeline)
+    context = megatron.context_parallel_size
+    model_size = tensor * context * pipeline
+    data, rest = divmod(world_size, model_size)
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if rest:
         raise UserError(
-            f"{_M}tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
-            f"does not divide the {world_size} ranks that were started; start a multiple of "
-            f"{tensor * pipeline} ranks or change the sizes"
+            f"{_M}tensor_model_parallel_size={tensor} x context_parallel_size={context} x "
+            f"pipeline_model_parallel_size={pipeline} does not divide the {world_size} ranks that "
+            f"were started; start a multiple of {model_size} ranks or change the sizes"
         )
-    expert = megatron.expert_tensor_parallel_size or tensor
-    if tensor * data % (expert * megatron.expert_model_parallel_size):
+    expert, stage = megatron.expert_tensor_parallel_size or tensor, world_size // pipeline
+    if stage % (expert * megatron.expert_model_parallel_size):
         raise UserError(
             f"{_M}expert_model_parallel_size={megatron.expert_model_parallel_size} x "
-            f"expert_tensor_parallel_size={expert} does not divide the {tensor * data} ranks of a "
+            f"expert_tensor_parallel_size={expert} does not divide the {stage} ranks of a "
             "pipeline stage; change the sizes"
         )
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
@@ -146,7 +152,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         if size % data:
             raise UserError(
                 f"{key}={size} does not divide over {data} data-parallel ranks "
-                f"({world_size} ranks / {tensor} tensor / {pipeline} pipeline); "
+                f"({world_size} ranks{''.join(f' / {n} {name}' for name, n in sizes.items())}); "
                 f"use a multiple of {data}"
             )
 
@@ -325,6 +331,30 @@ def _adapters(config: Config) -> Iterator[str]:
         yield (
             f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
             f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
+        )
+
+
+def _quantisation(config: Config) -> Iterator[str]:
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    key = f"{_R}quantization={rollout.quantization}"
+    if rollout.quantization is None:
+        return
+    if correction.rollout_is == "none" and correction.rollout_rs == "none":
+        yield (
+            f"{key} draws with weights that are not the trainer's; correct for it with "
+            "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
+        )
+    if not ENGINES[rollout.name].quantised:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.quantised)
+        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
+    if rollout.weight_transport in ("shards", "cuda_ipc"):
+        yield f"{key} sends whole tensors; use {_R}weight_transport=shared_memory"
+    if rollout.adapter_push:
+        yield f"{key} replaces whole weights; leave {_R}adapter_push out"
+    if rollout.name == "vllm" and config.trainer.verify_weight_sync:
+        yield (
+            f"{key} lets vLLM rearrange weights for its kernels, which cannot be read back; set "
+            "trainer.verify_weight_sync=false"
         )
 
 

@@ -425,7 +425,8 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     """Host memory that the ranks of a host share."""
     family = config.actor_rollout_ref
     sends = "trained" if family.rollout.adapter_push else "merged"
-    specs = hf_specs(shapes.actor, family.rollout_dtype, sends)
+    quantised = family.rollout.quantization is not None
+    specs = hf_specs(shapes.actor, family.rollout_dtype, sends, quantised=quantised)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     items = {"weight buckets": _BUCKETS * bucket}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
@@ -219,6 +220,10 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     config = transformer_config(shape, groups, options)
     padded = vocab_range(shape.vocab_size, 0, layout.tensor)[2] * layout.tensor
     chunks = []
+    # Context ranks exchange tokens in attention (models.context_parallel), for which Megatron's own
+    # layers see one sequence on one rank.
+    within = ProcessGroupCollection.use_mpu_process_groups()
+    within.cp = groups.alone
     for chunk in range(layout.virtual_pipeline):
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
         kinds = [shape.feed_forward[layer] for layer in layers]
@@ -234,6 +239,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(shape.rope.theta),
+            pg_collection=within,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         _rotate_by_positions(model, shape)
@@ -247,7 +253,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             params = shard_params(shape, layout, groups.place, **stage)
             add_adapters(model, shape.lora, {param.name: param for param in params})
         chunks.append(model.to(groups.device))
-    # The routers have their biases by now, which Megatron would change after every step.
+    # The routers have their biases by now, which models.router updates instead of Megatron.
     config.moe_router_enable_expert_bias = False
     return chunks
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, need, whole
 from ctrl_megatron.models.rope import Yarn
@@ -24,6 +24,7 @@ from ctrl_megatron.models.shape import (
     FeedForward,
     GroupChoice,
     GroupedQueryAttention,
+    MaskedDiffusion,
     ModelShape,
     MultiLatentAttention,
 )
@@ -50,6 +51,16 @@ class Family:
     """Key -> the values that are supported."""
     scalings: tuple[type, ...] = (object,)
     """Classes of the supported scalings of ``models.rope``."""
+    architectures: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification")
+    """The ends of the supported names under ``architectures``."""
+    key_names: Mapping[str, str] = field(default_factory=dict)
+    """Key of this family -> the key of the same meaning in Llama's files."""
+    file_names: tuple[tuple[str, str], ...] = ()
+    """As ``ModelShape.file_names``."""
+    diffusion: Callable[[HfConfig, str], MaskedDiffusion] | None = None
+    """None for a family of autoregressive models."""
+    layers_of: str = ""
+    """The family of transformers with the same layers, where transformers lacks this one."""
 
 
 def _grouped_query(
@@ -215,6 +226,54 @@ _DEEPSEEK_ONLY: Mapping[str, tuple[Any, ...]] = {
     "rope_interleave": (None, True),
 }
 
+
+def _masked_diffusion(config: HfConfig, where: str, *, shifted: bool) -> MaskedDiffusion:
+    token, rows = config.get("mask_token_id"), whole(config, "vocab_size", where)
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < rows:
+        raise UserError(
+            f"{where}: mask_token_id={token!r} must be the number of a token, 0 to {rows - 1}"
+        )
+    if config.get("embedding_size") not in (None, rows):
+        raise UserError(
+            f"{where}: embedding_size={config['embedding_size']} is not supported, only "
+            f"vocab_size={rows}"
+        )
+    return MaskedDiffusion(mask_token=token, shifted=shifted)
+
+
+_LLADA_KEYS: Mapping[str, str] = {
+    "d_model": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "mlp_hidden_size": "intermediate_size",
+    "max_sequence_length": "max_position_embeddings",
+    "activation_type": "hidden_act",
+    "weight_tying": "tie_word_embeddings",
+    "include_qkv_bias": "attention_bias",
+    "include_bias": "mlp_bias",
+}
+_LLADA_BLOCK = "model.transformer.blocks.{i}."
+_LLADA_NAMES = (
+    ("model.embed_tokens.", "model.transformer.wte."),
+    *(
+        (f"model.layers.{{i}}.{ours}.", f"{_LLADA_BLOCK}{theirs}.")
+        for ours, theirs in {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "q_proj",
+            "self_attn.k_proj": "k_proj",
+            "self_attn.v_proj": "v_proj",
+            "self_attn.o_proj": "attn_out",
+            "post_attention_layernorm": "ff_norm",
+            "mlp.gate_proj": "ff_proj",
+            "mlp.up_proj": "up_proj",
+            "mlp.down_proj": "ff_out",
+        }.items()
+    ),
+    ("model.norm.", "model.transformer.ln_f."),
+    ("lm_head.", "model.transformer.ff_out."),
+)
+
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Keys that change a loss that is not computed here."""
 
@@ -303,6 +362,48 @@ FAMILIES: Mapping[str, Family] = {
         },
         scalings=(NoneType, Yarn),
     ),
+    "Dream": Family(
+        attention=partial(_grouped_query, qkv_bias=True, qk_norm=False),
+        feed_forward=_dense,
+        defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+        keys=frozenset(["mask_token_id", "auto_map"]),
+        architectures=("DreamModel",),
+        diffusion=partial(_masked_diffusion, shifted=True),
+        layers_of="qwen2",
+    ),
+    "llada": Family(
+        attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
+        feed_forward=_dense,
+        defaults={"rms_norm_eps": 1e-5},
+        keys=frozenset(
+            [
+                *("mask_token_id", "embedding_size", "auto_map"),
+                # They follow from others, or concern initialisation and training.
+                *("mlp_ratio", "multi_query_attention", "alibi_bias_max", "block_group_size"),
+                *("init_device", "init_fn", "init_std", "init_cutoff_factor", "precision"),
+                *("flash_attention", "embedding_dropout", "residual_dropout"),
+                *("rope_full_precision", "layer_norm_with_affine"),
+                *("attention_layer_norm_with_affine", "block_type", "layer_norm_type", "rope"),
+            ]
+        ),
+        only={
+            "tie_word_embeddings": (None, False),
+            "rope": (None, True),
+            "block_type": ("llama",),
+            "layer_norm_type": ("rms",),
+            "layer_norm_with_affine": (None, True),
+            "rope_full_precision": (None, True),
+            "embedding_dropout": (None, 0, 0.0),
+            "residual_dropout": (None, 0, 0.0),
+            "multi_query_attention": (None, False),
+            "block_group_size": (None, 1),
+        },
+        architectures=("LLaDAModelLM",),
+        key_names=_LLADA_KEYS,
+        file_names=_LLADA_NAMES,
+        diffusion=partial(_masked_diffusion, shifted=False),
+        layers_of="llama",
+    ),
 }
 """``model_type`` -> family."""
 
@@ -310,6 +411,10 @@ FAMILIES: Mapping[str, Family] = {
 def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
     """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
     computes the same (by the code of SGLang 0.5.23)."""
+    denoises = shape.diffusion is not None
+    if ENGINES[engine].denoises != denoises:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.denoises == denoises)
+        return f"engine {engine!r} does not generate with the {shape.family} family; use {able}"
     attention = shape.attention
     if engine != "sglang" or not isinstance(attention, GroupedQueryAttention):
         return None

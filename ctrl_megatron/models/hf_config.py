@@ -71,16 +71,21 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {name!r} is not supported; known: {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
+    config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
     weight_block(config, where)
     if left := _LEFT_BY_TOOLS & config.keys():
-        _warn_of_keys(where, ", ".join(sorted(left)))
+        _warn_of_keys(
+            where, ", ".join(sorted(left)), "which other tools wrote and no forward pass reads"
+        )
+    if family.diffusion is not None and "auto_map" in config:
+        _warn_of_keys(where, "auto_map", f"code of its authors; the {name} family is built in")
     config = {**_DEFAULTS, **family.defaults, **config}
     rope = parse_rope(config, where)
     if not isinstance(rope.scaling, family.scalings):
         kind = type(rope.scaling).__name__.lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
-    value_head = _has_value_head(config, where)
+    value_head = _has_value_head(config, family, where)
     further = config.get("num_nextn_predict_layers") or 0
     if not isinstance(further, int) or further < 0:
         raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
@@ -95,19 +100,29 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         attention=family.attention(config, where),
         feed_forward=family.feed_forward(config, where),
         value_head=value_head,
+        diffusion=None if family.diffusion is None else family.diffusion(config, where),
+        file_names=family.file_names,
         layers_left_out=further,
     )
 
 
-def _has_value_head(config: dict[str, Any], where: str) -> bool:
-    architecture = (config.get("architectures") or ["ForCausalLM"])[0]
-    if architecture.endswith("ForCausalLM"):
-        return False
+def _in_usual_words(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The mapping with Llama's names for the keys that the family calls otherwise."""
+    words = {family.key_names.get(key, key): value for key, value in config.items()}
+    if len(words) < len(config):
+        twice = next(key for key in family.key_names if family.key_names[key] in config)
+        raise UserError(f"{where}: {family.key_names[twice]} is called {twice} in this family")
+    return words
+
+
+def _has_value_head(config: dict[str, Any], family: Family, where: str) -> bool:
+    usual = family.architectures
+    architecture = (config.get("architectures") or [usual[0]])[0]
+    if not architecture.endswith(usual):
+        kinds = " and ".join(f"*{end}" for end in usual)
+        raise UserError(f"{where}: architecture {architecture} is not supported, only {kinds}")
     if not architecture.endswith("ForTokenClassification"):
-        raise UserError(
-            f"{where}: architecture {architecture} is not supported, only *ForCausalLM and "
-            "*ForTokenClassification (a value model)"
-        )
+        return False
     # transformers writes no id2label for its default of two labels.
     labels = len(config.get("id2label") or (0, 1))
     if labels != 1:
@@ -116,21 +131,21 @@ def _has_value_head(config: dict[str, Any], where: str) -> bool:
 
 
 @cache
-def _warn_of_keys(where: str, keys: str) -> None:
+def _warn_of_keys(where: str, keys: str, reason: str) -> None:
     """Log the warning once in a process, and in no other rank than the first."""
     if read_launch().rank == 0:
-        _log.warning(
-            "%s: ignored %s, which other tools wrote and no forward pass reads", where, keys
-        )
+        _log.warning("%s: ignored %s, %s", where, keys, reason)
 
 
 def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
     known = _KNOWN | _LEFT_BY_TOOLS | family.keys
+    spelt = {usual: key for key, usual in family.key_names.items()}
     for key, value in config.items():
         if key not in known and value is not None and value is not False:
             raise UserError(
-                f"{where}: {key}={value!r} is not supported by the {config['model_type']} family; "
-                "remove the key if it does not change the forward pass"
+                f"{where}: {spelt.get(key, key)}={value!r} is not supported by the "
+                f"{config['model_type']} family; remove the key if it does not change the forward "
+                "pass"
             )
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": (None, "silu"),
@@ -145,7 +160,8 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:
             raise UserError(
-                f"{where}: {key}={config[key]!r} is not supported, only {allowed[-1]!r}"
+                f"{where}: {spelt.get(key, key)}={config.get(key)!r} is not supported, only "
+                f"{allowed[-1]!r}"
             )
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from ctrl_megatron.models.attention import PackedCausalAttention, over_shared_prefixes
+from ctrl_megatron.models.attention import PackedAttention, over_shared_prefixes
 from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
@@ -176,7 +176,7 @@ def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
 
 
 def _self_attention(attention: Attention) -> ModuleSpec:
-    core_attention: Any = PackedCausalAttention
+    core_attention: Any = PackedAttention
     norm: Any = RMSNorm
     match attention:
         case GroupedQueryAttention():

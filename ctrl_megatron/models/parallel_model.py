@@ -35,10 +35,11 @@ from ctrl_megatron.models.forward_step import (
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
+from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
-from ctrl_megatron.models.router import RouterLosses, Routers
+from ctrl_megatron.models.router import RouterOptions, Routers
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -59,8 +60,8 @@ class ModelOptions:
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together; a value model has none."""
-    router: RouterLosses = field(default_factory=RouterLosses)
-    """Losses of the routers of a model with experts, in optimizer steps."""
+    router: RouterOptions = field(default_factory=RouterOptions)
+    """How optimizer steps train the routers of a model with experts."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
 
@@ -133,7 +134,7 @@ class ParallelModel:
         if self.options.build.overrides.get("gradient_accumulation_fusion", True):
             fuse_weight_gradients(self.models)
         # A bucket's sum overlaps the backward pass of the last micro-batch.
-        overlaps = self.groups.layout.data > 1
+        overlaps = self.groups.layout.replicas("dense") > 1
         self.chunks = [
             DistributedDataParallel(
                 self.config,
@@ -298,9 +299,11 @@ class ParallelModel:
         if self.groups.on_any(not fine)[0]:
             self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
             return {}
+        stepped = self.optimization.step(norm)
+        self._routers.step_biases()
         return {
             **scalars,
-            **self.optimization.step(norm),
+            **stepped,
             **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
         }
 
@@ -337,7 +340,7 @@ class ParallelModel:
     def _count(self, micro_batches: list[MicroBatch], *, backward: bool) -> None:
         layouts, shape = [micro.packed.layout for micro in micro_batches], self.shape
         # Only response tokens are multiplied with the vocabulary.
-        responses = 0 if shape.value_head else sum(len(micro.targets) for micro in micro_batches)
+        responses = 0 if shape.value_head else sum(micro.num_predicted for micro in micro_batches)
         flops = model_flops(
             shape,
             tokens=sum(layout.tokens for layout in layouts),
@@ -350,14 +353,18 @@ class ParallelModel:
 
     def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
         """The micro-batches as arguments of Megatron's schedule."""
-        layout = self.groups.layout
-        micro_batches = split_into_micro_batches(
+        layout, diffusion = self.groups.layout, self.shape.diffusion
+        if diffusion is None:
+            split = partial(split_into_micro_batches, shared_prefix=self.options.shared_prefix)
+        else:
+            split = partial(split_into_masked_versions, diffusion=diffusion)
+        micro_batches = split(
             rows,
             token_budget=token_budget,
-            shared_prefix=self.options.shared_prefix,
-            multiple=layout.tensor if self.config.sequence_parallel else 1,
+            multiple=layout.token_multiple,
             count=self._micro_batches_together,
             device=self.groups.device,
+            context=self.groups.context,
         )
         self._count(micro_batches, backward=backward)
         if backward:
@@ -369,7 +376,7 @@ class ParallelModel:
             "num_microbatches": len(micro_batches),
             # With variable_seq_lengths Megatron only divides these two; shapes are sent with the
             # tensors.
-            "seq_length": layout.tensor,
+            "seq_length": layout.token_multiple,
             "micro_batch_size": 1,
         }
 

@@ -66,7 +66,9 @@ class Policy(ParallelModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs of the response tokens and entropies: (B, R) float32, host, 0 off the mask.
 
-        Every rank of the model copy calls this with the same rows and gets the same result.
+        A masked-diffusion model returns coupled scores in the place of log-probs
+        (``algorithms.coupled``); ``rows`` then have masks (``models.masked_versions``). Every rank
+        of the model copy calls this with the same rows and gets the same result.
         ``token_budget`` bounds the tokens of one micro-batch, which may be more than in training
         because nothing is kept for a backward pass; None takes the model's own.
         """
@@ -95,7 +97,11 @@ class Policy(ParallelModel):
     def _head(
         self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies)."""
+        """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies).
+
+        Where a masked-diffusion model predicts a token several times, the sums over its places are
+        its score and its mean entropy.
+        """
         # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
         # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
         hidden = output.transpose(0, 1)
@@ -103,7 +109,7 @@ class Policy(ParallelModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        return linear_log_probs(
+        log_probs, entropy = linear_log_probs(
             hidden.squeeze(1)[micro.predictors],
             output_weight(module),
             micro.targets,
@@ -115,3 +121,4 @@ class Policy(ParallelModel):
             group=self.groups.tensor,
             is_embedding=module.pre_process and module.share_embeddings_and_output_weights,
         )
+        return log_probs * micro.weights, entropy / micro.occurrences

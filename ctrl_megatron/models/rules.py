@@ -7,6 +7,7 @@ shapes and their order in it; ``models.shards`` turns rules into rectangles of a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -111,7 +112,27 @@ def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
         ParamRule("final_norm", "decoder.final_layernorm.weight", (norm,), "replicated"),
         *output,
     )
+    base = tuple(replace(rule, hf=_in_files(rule.hf, shape.file_names)) for rule in base)
     return base if shape.lora is None else tuple(_with_adapters(base, shape.lora))
+
+
+def _in_files(
+    tensors: tuple[HfTensor, ...], names: tuple[tuple[str, str], ...]
+) -> tuple[HfTensor, ...]:
+    """The tensors under the names of a family's files."""
+    return tuple(replace(tensor, name=file_name(tensor.name, names)) for tensor in tensors)
+
+
+def file_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """The name in a family's files of a tensor that is called ``name`` in Llama's."""
+    return next((b + name.removeprefix(a) for a, b in names if name.startswith(a)), name)
+
+
+def usual_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """The name in Llama's files of a tensor that is called ``name`` in a family's."""
+    layer = re.search(r"\.(\d+)\.", name)
+    general = name if layer is None else name.replace(layer[0], ".{i}.", 1)
+    return file_name(general, [(b, a) for a, b in names]).format(i=layer and layer[1])
 
 
 def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]:

@@ -171,6 +171,18 @@ class Experts:
         return {"moe_intermediate_size": self.expert_width}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedDiffusion:
+    """How a masked-diffusion model predicts: every token sees all tokens of its sequence, and the
+    model predicts the tokens in whose places the mask token stands."""
+
+    mask_token: int
+    shifted: bool
+    """Whether the state before a masked place predicts its token, as in a model that began as an
+    autoregressive one (Dream, arXiv 2508.15487), or the state of the place itself (LLaDA, arXiv
+    2502.09992)."""
+
+
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -194,6 +206,11 @@ class ModelShape:
     """One number per token instead of a vocabulary (transformers' token classification models)."""
     lora: Lora | None = None
     """Adapters, if they are trained in place of the decoder's weights."""
+    diffusion: MaskedDiffusion | None = None
+    """None for an autoregressive model, whose tokens see only those before them."""
+    file_names: tuple[tuple[str, str], ...] = ()
+    """(beginning of a module's name in Llama's files, its name in this family's), where they
+    differ; ``{i}`` is the layer."""
     layers_left_out: int = field(default=0, compare=False)
     """Layers that follow the last one in the files and predict further tokens (multi-token
     prediction). They are not read."""

@@ -30,6 +30,10 @@ class ProcessGroups:
     hosts: Hosts
     tensor: Any
     pipeline: Any
+    context: Any
+    """The ranks that share this rank's rows and have the same part of the weights."""
+    alone: Any
+    """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
     host: Any
     """All ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
     writers: Any
@@ -213,6 +217,8 @@ def _collect(
         hosts=hosts,
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=parallel_state.get_context_parallel_group(),
+        alone=dist.new_group([rank], backend="gloo", use_local_synchronization=True),
         host=host,
         writers=writers,
         host_model=host_model,

@@ -81,7 +81,7 @@ class Executor:
         """The batch after the last node, and the metrics of all nodes.
 
         Raises StopRequested, on all ranks at the same node, if a stop is requested before the first
-        node that changes weights; after that the step is finished.
+        node that changes weights. After that the step is finished, whatever its nodes wait for.
         """
         metrics: dict[str, float] = {}
         self.weights_changed = False
@@ -91,11 +91,11 @@ class Executor:
                 ancestors = self.graph.get_ancestors(node.node_id)
                 for needed in [n for n in self._pending if n in ancestors]:
                     batch = _merge(batch, self._collect(needed), metrics)
-                if node.changes_weights and not self.weights_changed:
-                    self.weights_changed = True
-                    self._before_update(batch)
                 if not self.weights_changed and self._worker.stop.agreed(self._worker.groups):
                     raise StopRequested
+                if node.changes_weights and not self.weights_changed:
+                    self.weights_changed = self._worker.stop.deferred = True
+                    self._before_update(batch)
                 if node.runs_aside:
                     self._start(node, batch)
                     continue
@@ -112,6 +112,7 @@ class Executor:
                 batch = _merge(batch, self._collect(needed), metrics)
             self.weights_changed = False
         finally:
+            self._worker.stop.deferred = False
             for future, _ in self._pending.values():
                 if future is not None:
                     future.cancel()
@@ -137,7 +138,7 @@ class Executor:
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
-            output = self._worker.waiting.together(future, what, stoppable=not self.weights_changed)
+            output = self._worker.waiting.together(future, what)
             output = self._worker.groups.from_leader(output)
         for moved in self._moves[before:] if output is not None else ():
             output = self._brought(output, moved, node_id)

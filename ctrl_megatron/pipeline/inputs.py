@@ -104,6 +104,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
+                _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -164,6 +165,14 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield "critic.model.path", config.critic.model.path or actor
 
 
+def _refuse_diffusion(path: str, shape: ModelShape) -> None:
+    if shape.diffusion is not None:
+        raise UserError(
+            f"{path} is a masked-diffusion model, which no command trains",
+            remedy="name an autoregressive model",
+        )
+
+
 def _check_role(
     config: Config, key: str, path: str, shape: ModelShape, actor: ModelShape | None
 ) -> None:
@@ -175,6 +184,13 @@ def _check_role(
         layout = layout_for(config.trainer.nnodes * config.trainer.n_gpus_per_node, megatron)
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
+    rate = megatron.moe_router_bias_update_rate
+    if key == _MODEL and rate and not any(kind.correction_bias for kind in shape.expert_kinds):
+        raise UserError(
+            f"the routers of {path}, of type {shape.family!r}, have no bias",
+            key=f"actor_rollout_ref.actor.megatron.moe_router_bias_update_rate={rate:g}",
+            remedy="set it to 0; moe_aux_loss_coeff balances the experts of any family",
+        )
     if shape.value_head and key != "critic.model.path":
         raise UserError(
             f"{path} is a value model, which writes no text", remedy="name a language model"

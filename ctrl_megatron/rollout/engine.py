@@ -91,6 +91,8 @@ class EngineSpec:
     lora: Lora | None = None
     """Adapters beside the directory's weights, which updates replace in place of the weights; zero
     at first. ``sleep`` must keep the weights then."""
+    quantised: bool = False
+    """Linear layers have weights in 8 bits (``models.fp8``), and updates bring them so."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0
@@ -241,9 +243,14 @@ def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]]
     return show
 
 
-def available_engines() -> tuple[str, ...]:
-    """Names of the engines whose library is installed."""
-    return tuple(name for name, kind in ENGINES.items() if find_spec(kind.library))
+def available_engines(*, denoising: bool | None = None) -> tuple[str, ...]:
+    """Names of the engines whose library is installed, all of them or those for masked-diffusion or
+    for autoregressive models."""
+    return tuple(
+        name
+        for name, kind in ENGINES.items()
+        if denoising in (None, kind.denoises) and find_spec(kind.library)
+    )
 
 
 def default_engine() -> str:

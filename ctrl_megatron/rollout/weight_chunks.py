@@ -16,7 +16,7 @@ import torch
 
 from ctrl_megatron.types import TensorSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """The dtypes in which weights are sent, with the bytes of one element."""
 ALIGNMENT = 64
 VLLM_BACKEND = "ctrl_chunks"

@@ -45,6 +45,7 @@ SINFO = """
 echo idle; [[ -e "$STUBS/asked" ]] || echo 'mix*'; touch "$STUBS/asked"
 """
 PYTHON = """
+[[ $1 != -m ]] || { shift 2; exec "${0%/*}/torchrun" "$@"; }
 printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
 [[ $1 != *check_env.py ]] || exit "$HEALTH"
 [[ $* != *--left* ]] || { echo "$USED"; exit; }
@@ -202,6 +203,7 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     ]
     assert health[:8] == [*everywhere, "--label"]
     assert run[:9] == [*everywhere, "--kill-on-bad-exit=0", "--wait=120"]
+    assert f"{job['CTRL_VENV']}/bin/python\n-m\nctrl_megatron.commands.launcher\n--nnodes" in text
     assert lines(job, "check_env.py.args") == [
         *("tools/check_env.py", "--config", config, "--purpose", purpose),
         *("--nproc-per-node", "8", *given),
@@ -246,7 +248,7 @@ def test_everything_runs_in_the_container_where_there_is_one(job: dict[str, str]
     write_program(Path(job["STUBS"], "bin/apptainer"), f'{apptainer}; shift; exec "$@"')
     done = submit(job | {"CONTAINER": "apptainer exec --nv --bind /shared image.sif"})
     assert done.returncode == 0, done.stderr
-    assert lines(job, "inside") == ["plan.py", "plan.py", "check_env.py", "--nnodes"]
+    assert lines(job, "inside") == ["plan.py", "plan.py", "check_env.py", "-m"]
 
 
 NEEDED = (
@@ -284,6 +286,12 @@ def test_wrong_input_ends_the_job(job: dict[str, str]) -> None:
     done = submit(job | {"HEALTH": "2"})
     assert done.returncode == 2 and "wrong input" in done.stderr
     assert not lines(job, "torchrun.args") and not requeued(job) and crashes(job) is None
+
+
+def test_wrong_input_that_a_rank_finds_ends_the_job_too(job: dict[str, str]) -> None:
+    done = submit(job | {"STATUS": "2", "MAX_RESTARTS": "2"})
+    assert done.returncode == 2 and "wrong input, see above; not requeued" in done.stderr
+    assert "restart" not in done.stderr and not requeued(job) and crashes(job) is None
 
 
 def test_a_configuration_that_does_not_fit_ends_the_job(job: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ def test_a_job_of_two_machines_is_checked() -> None:
     assert sum(line.startswith("pass  machine") for line in lines) == 1  # the first rank's
     for item, words in (
         ("megatron-core", metadata.version("megatron-core")),
-        ("kernel: attention", "PackedCausalAttention"),
+        ("kernel: attention", "PackedAttention"),
         ("kernel: optimizer", "AdamW"),
         ("sandbox", "isolation "),
         ("ranks meet", "2 at "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,33 @@ def test_a_push_is_printed_with_its_links_phases_and_floor(
     assert floor == pytest.approx(0.351, abs=0.001) and floor < seconds < 1
     assert main([*LARGE, *SHAPE, "--push", "--network-speed", "5"]) == 0
     assert "floor: 3.508 s" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", ["64", "512"])
+@pytest.mark.parametrize("model", ["qwen3-235b-a22b", "deepseek-v3"])
+def test_the_largest_models_fit_and_are_planned_in_a_minute(
+    model: str, nodes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3's engine needs 141 GiB and weights in 8 bits on a host of 8 GPUs."""
+    chosen = ["--config", str(EXAMPLES / "qwen3_235b.yaml"), "--nodes", nodes]
+    chosen += ["--model-config", str(EXAMPLES / f"shapes/{model}.json")]
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    keys = [f"{key}=1024" for key in ("data.train_batch_size", "data.val_batch_size")]
+    keys.append(actor + "ppo_mini_batch_size=1024")
+    memory = list[str]()
+    if model == "deepseek-v3":
+        keys += [actor + "megatron.pipeline_model_parallel_size=16"]
+        keys += [actor + "megatron.expert_model_parallel_size=32"]
+        memory = ["--gpu-memory", "141", rollout + "quantization=fp8"]
+        memory += [rollout + "gpu_memory_utilization=0.7", "trainer.verify_weight_sync=false"]
+        memory += ["algorithm.rollout_correction.rollout_is=token"]
+    began = time.process_time()
+    assert main([*chosen, *memory, *keys]) == 0
+    assert f"{8 * int(nodes)} GPUs of " in capsys.readouterr().out
+    assert main([*chosen, "--push", *keys]) == 0
+    assert f"into each of {nodes} engines of 8 workers" in capsys.readouterr().out
+    assert time.process_time() - began < 60
 
 
 def test_what_does_not_fit_is_printed_and_refused(capsys: pytest.CaptureFixture[str]) -> None:

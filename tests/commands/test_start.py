@@ -136,6 +136,14 @@ def test_a_misspelt_key_under_torchrun_is_printed_once() -> None:
     assert "exitcode  : 2" in done.stderr
 
 
+def test_the_launcher_of_jobs_has_the_exit_code_of_a_rank() -> None:
+    launcher = ("-m", "ctrl_megatron.commands.launcher", *TORCHRUN[3:])
+    done = run(sys.executable, *launcher, "tools/train_rl.py", *MISSPELT)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("train_rl: ") and "did you mean 'data.train_batch_size'?" in line
+
+
 @pytest.mark.parametrize("name", ["train_rl", "train_sft"])
 def test_a_misspelt_key_is_refused_before_ranks_are_started(name: str) -> None:
     module = ("-m", f"ctrl_megatron.commands.{name}", "--nproc-per-node", "2")

@@ -24,6 +24,7 @@ from ctrl_megatron.config.foreign import ABSENT, RENAMED
 
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = ACTOR + "megatron."
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,25 @@ MEGATRON = ACTOR + "megatron."
         (
             (MEGATRON + "virtual_pipeline_model_parallel_size=2",),
             ["pipeline_model_parallel_size", "2 or more"],
+        ),
+        ((ROLLOUT + "quantization=fp8",), ["quantization=fp8", "rollout_correction.rollout_is"]),
+        *(
+            (
+                (ROLLOUT + "quantization=fp8", CORRECTED, *own),
+                ["rollout.quantization=fp8", *fragments],
+            )
+            for own, fragments in (
+                ((ROLLOUT + "name=sglang",), ["name=sglang", "vllm or hf"]),
+                ((ROLLOUT + "weight_transport=shards",), ["weight_transport=shared_memory"]),
+                (
+                    (ROLLOUT + "adapter_push=true", "actor_rollout_ref.model.lora_rank=4"),
+                    ["leave", "adapter_push out"],
+                ),
+                (
+                    (ROLLOUT + "name=vllm", "trainer.verify_weight_sync=true"),
+                    ["read back", "verify_weight_sync=false"],
+                ),
+            )
         ),
         ((ROLLOUT + "n=1",), ["rollout.n=1", "grpo", "2 or more"]),
         ((ROLLOUT + "temperature=0",), ["temperature=0", "greater than 0", "greedy"]),

@@ -39,6 +39,8 @@ CUTS: dict[str, tuple[dict[str, Any], int]] = {
     "pp2": (LAYOUTS["pp2"], EIGHT),
 }
 
+DAILY = ("dp4", "pp2")
+
 
 def losses_of(model: Path, out: Path, layout: dict[str, Any], budget: int) -> list[dict[str, Any]]:
     batch = random_batch(seed=7, rows=8)
@@ -75,7 +77,10 @@ def gradient(model: Path, stepped: Path) -> torch.Tensor:
     return torch.cat([(after[k].double() - before[k].double()).flatten() for k in before])
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "cut",
+    [cut if cut in DAILY else pytest.param(cut, marks=pytest.mark.long) for cut in CUTS],
+)
 def test_every_aggregation_and_loss_is_the_same_however_the_batch_is_cut(
     model: Path, whole: dict[str, dict[str, float]], cut: str, tmp_path: Path
 ) -> None:

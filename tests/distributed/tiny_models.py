@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB = 101
 _DIMS = {
@@ -108,6 +110,103 @@ def save_tiny(
     return directory
 
 
+MASK = VOCAB - 1
+_LLADA_KEYS = {
+    **{"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+    **{"num_key_value_heads": "n_kv_heads", "intermediate_size": "mlp_hidden_size"},
+    **{"max_position_embeddings": "max_sequence_length", "tie_word_embeddings": "weight_tying"},
+    **{"vocab_size": "vocab_size", "rms_norm_eps": "rms_norm_eps"},
+}
+_LLADA_MODULES = {
+    **{"input_layernorm": "attn_norm", "self_attn.o_proj": "attn_out", "mlp.down_proj": "ff_out"},
+    **{"post_attention_layernorm": "ff_norm", "mlp.gate_proj": "ff_proj"},
+    **{"self_attn.": "", "mlp.": "", "model.layers.": "model.transformer.blocks."},
+    **{"model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f"},
+    "lm_head": "model.transformer.ff_out",
+}
+
+
+def llada_name(name: str) -> str:
+    """LLaDA's name of a tensor of Llama's."""
+    for part, renamed in _LLADA_MODULES.items():
+        name = name.replace(part, renamed)
+    return name
+
+
+def save_masked(family: str, directory: Path, **dims: Any) -> tuple[Path, Path]:
+    """(a random masked-diffusion model as its authors publish it, the same weights as a model of
+    transformers): ``dream``, ``dream_tied`` or ``llada``."""
+    base = {"dream": "qwen2", "dream_tied": "qwen2_tied", "llada": "llama3_rope"}[family]
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    theirs = save_tiny(base, directory / "theirs", **{**plain, **dims})
+    own = directory / "own"
+    own.mkdir()
+    config = json.loads((theirs / "config.json").read_text())
+    tensors = load_file(theirs / "model.safetensors")
+    remote = {"auto_map": {"AutoModel": f"modeling_{family}.Model"}, "mask_token_id": MASK}
+    if family.startswith("dream"):
+        config |= {"model_type": "Dream", "architectures": ["DreamModel"], **remote}
+    else:
+        config = {
+            **{theirs: config[ours] for ours, theirs in _LLADA_KEYS.items()},
+            **{"model_type": "llada", "architectures": ["LLaDAModelLM"], **remote},
+            **{"embedding_size": VOCAB, "rope_theta": 5e5, "block_type": "llama"},
+            **{"layer_norm_type": "rms", "activation_type": "silu", "torch_dtype": "float32"},
+        }
+        tensors = {llada_name(name): tensor for name, tensor in tensors.items()}
+    (own / "config.json").write_text(json.dumps(config))
+    save_file(tensors, own / "model.safetensors", metadata={"format": "pt"})
+    return own, theirs
+
+
+def with_masks(batch: dict, seed: int) -> dict:
+    """``batch`` with random masks of all its tokens, also of prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = batch["attention_mask"].shape
+    share = 0.2 + 0.6 * torch.rand(rows, generator=generator)
+    masked = torch.rand((rows, columns), generator=generator) < share[:, None]
+    return {**batch, "masked": masked & batch["attention_mask"].bool(), "mask_share": share}
+
+
+def full_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """(T, V) logits of ``tokens`` (T,), each of which sees all."""
+    everything = torch.zeros(1, 1, len(tokens), len(tokens), dtype=model.dtype)
+    return model(tokens[None], attention_mask=everything).logits[0]
+
+
+def reference_scores(
+    directory: Path, batch: dict, *, shifted: bool, temperature: float = 1.0
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """(model, coupled scores with gradients, mean entropies) in float64, by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    rows, width = batch["response_mask"].shape
+    scores, entropies = (torch.zeros(rows, width, dtype=torch.float64) for _ in range(2))
+    for row in range(rows):
+        seen = batch["attention_mask"][row].bool()
+        tokens, hidden = batch["input_ids"][row][seen], batch["masked"][row][seen]
+        first, share = int(seen[:-width].sum()), batch["mask_share"][row].double()
+        answers = int(batch["response_mask"][row].sum())
+        in_response = torch.arange(len(tokens)) >= first
+        versions = [
+            (hidden | in_response, None),
+            (hidden, 1 / share),
+            (hidden ^ in_response, 1 / (1 - share)),
+        ]
+        for which, weight in versions:
+            logits = full_logits(model, torch.where(which, MASK, tokens)) / temperature
+            log_p = logits.log_softmax(-1)
+            for column in range(answers):
+                place = first + column
+                if weight is None or which[place]:
+                    at = log_p[place - shifted]
+                    factor = 1.0 if weight is None else weight
+                    one = torch.zeros_like(scores)
+                    one[row, column] = 0.5 * factor
+                    scores = scores + one * at[tokens[place]]
+                    entropies[row, column] -= 0.5 * (at.exp() * at).sum().detach()
+    return model, scores, entropies
+
+
 def random_batch(
     seed: int, rows: int = 6, prompt: int = 12, response: int = 9, group: int = 1
 ) -> dict:
@@ -202,6 +301,31 @@ def reference_router_losses(
         "moe/balance_loss": sums["balance"],
         "moe/z_loss": sums["z"],
     }
+
+
+@torch.no_grad()
+def reference_biases(directory: Path, batch: dict, rate: float) -> dict[str, torch.Tensor]:
+    """The biases of DeepSeek-V3's routers after a step on ``batch``, by their names in files: an
+    expert that transformers chooses for fewer tokens than the mean gains ``rate``, one that it
+    chooses for more loses it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(name: str, found: tuple[torch.Tensor, ...]) -> None:
+        chosen = torch.bincount(found[2].flatten(), minlength=model.config.n_routed_experts)
+        counts[name] = counts.get(name, 0) + chosen.float()
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, given, found, name=name: count(name, found))
+    for ids, attended in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        model.model(ids[attended.bool()][None])
+    biases = {}
+    for name, tokens in counts.items():
+        bias, even = model.get_submodule(name).e_score_correction_bias, tokens.mean()
+        steps = [rate * ((own < even).item() - (own > even).item()) for own in tokens]
+        biases[f"{name}.e_score_correction_bias"] = bias + torch.tensor(steps)
+    return biases
 
 
 @torch.no_grad()

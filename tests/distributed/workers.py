@@ -168,6 +168,44 @@ def push_shards(
     return found
 
 
+def push_quantised(
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    of_rank: tuple[int, ...],
+    readers: tuple[int, ...],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """By source the tensors in 8 bits that a push brings to this host: of a model, and of its
+    directory; empty on ranks that are not the first of a host."""
+    from ctrl_megatron.parallel.placement import place_engines
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+
+    groups = on_hosts(start(layout), of_rank)
+    there = [range(int(host in readers)) for host in range(1 + max(of_rank))]
+    engines = EngineLayout(
+        dtype="float32",
+        bucket_bytes=50000,
+        placement=place_engines(there, tensor=1),
+        quantised=True,
+    )
+    sender = sender_class("shared_memory")(groups)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, source in (
+        ("model", MegatronSource(make_policy(groups, directory), engines)),
+        ("directory", DirectorySource(directory, engines, groups)),
+    ):
+        got = found[name] = {}
+        with sender.send(source, lambda bucket: None) as buckets:
+            for bucket in buckets:
+                if groups.is_first_here and groups.here in readers:
+                    got |= {name: tensor.clone() for name, tensor in bucket.tensors}
+                groups.barrier()
+    sender.close()
+    return found
+
+
 def push_into(
     rank: int,
     layout: dict[str, Any],
@@ -332,6 +370,33 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
             save_gradients(policy, f"{out}/{way}/{family}", directory)
 
 
+def coupled(
+    rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
+) -> dict[str, Any]:
+    """Per model the coupled scores and mean entropies of the batch, and below ``out`` the model
+    itself and the gradients of ``weighted_loss`` on its scores."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+
+    groups, results = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    for name, directory in directories.items():
+        policy = make_policy(
+            groups, directory, optimizer=optimizer, token_budget=70, logprob_chunk=7
+        )
+        results[name] = policy.log_probs(batch, temperature)
+        for one, many in zip(
+            policy.log_probs(batch, temperature, token_budget=4096), results[name], strict=True
+        ):
+            torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
+        with pytest.raises(ValueError, match="the masks of its rows"):
+            policy.log_probs({k: v for k, v in batch.items() if k != "masked"})
+        save_hf(policy, f"{out}/{name}", side_files=directory)
+        policy.step(mine, weighted_loss, temperature)
+        save_gradients(policy, f"{out}/{name}_gradients", directory)
+    return results
+
+
 def save_gradients(policy: Any, out: str, directory: str) -> None:
     """Export the gradients of the last step in the place of the weights."""
     from ctrl_megatron.checkpoint.hf import save_hf
@@ -349,11 +414,12 @@ def no_loss(log_probs, entropy, rows, counts):
 
 
 def router_gradients(
-    rank: int, layout: dict, directory: str, batch: dict, losses: dict[str, float], out: str
+    rank: int, layout: dict, directory: str, batch: dict, options: dict[str, float], out: str
 ) -> dict[str, float]:
-    """The metrics of a step with no other losses than the routers'; its gradients are exported.
+    """The metrics of a step with no other losses than the routers'; its gradients are exported
+    in the place of parameters.
     Every data rank has one micro-batch."""
-    from ctrl_megatron.models.router import RouterLosses
+    from ctrl_megatron.models.router import RouterOptions
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -363,7 +429,7 @@ def router_gradients(
         optimizer={"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9},
         token_budget=4096,
         shared_prefix=False,
-        router=RouterLosses(**losses),
+        router=RouterOptions(**options),
     )
     metrics = policy.step(mine, no_loss)
     save_gradients(policy, out, directory)

@@ -56,7 +56,7 @@ def test_rl(whole: Callable[[str], Steps], name: str) -> None:
     assert_recorded(name, whole(name))
 
 
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("name", ["ctrl_grpo", "ppo", pytest.param("dapo", marks=pytest.mark.long)])
 def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
     golden_job: Job, whole: Callable[[str], Steps], name: str
 ) -> None:

@@ -23,9 +23,9 @@ WITHIN = 10.0
     ("name", "processes"),
     [
         # The launcher and the ranks.
-        pytest.param("test_the_ranks_start", 3, marks=pytest.mark.long),
+        ("test_the_ranks_start", 3),
         # And the forks' server, an engine, a sandbox.
-        ("test_a_step", 6),
+        pytest.param("test_a_step", 6, marks=pytest.mark.long),
     ],
 )
 def test_nothing_outlives_a_killed_test_run(tmp_path: Path, name: str, processes: int) -> None:

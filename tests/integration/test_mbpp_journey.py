@@ -100,6 +100,7 @@ def final_files(out: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 def test_every_stage_leaves_something_to_the_next(whole: Path) -> None:
     assert parquet.read_table(whole / "data/sft_train.parquet").num_rows > 4
     trained = steps(whole / "rl")

@@ -72,8 +72,15 @@ def test_a_dump_holds_the_step(dumped: ForkedRun) -> None:
         assert float(dump.batch["score"].mean()) == pytest.approx(known["reward/mean"])
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)], ids=["TP1", "TP2"])
-@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(
+    ("step", "ranks", "tensor"),
+    [
+        (3, 1, 1),
+        (1, 2, 2),
+        pytest.param(1, 1, 1, marks=pytest.mark.long),
+        pytest.param(3, 2, 2, marks=pytest.mark.long),
+    ],
+)
 def test_the_update_of_a_dump_gives_the_same_loss_and_gradient_norm(
     dumped: ForkedRun, tmp_path: Path, step: int, ranks: int, tensor: int
 ) -> None:
@@ -106,6 +113,7 @@ def test_an_exported_model_serves_as_the_weights_before(dumped: ForkedRun, tmp_p
     assert codes == (0,) and f"replayed from {exported}" in said, said[-8000:]
 
 
+@pytest.mark.long
 def test_a_step_of_ppo_that_samples_dynamically(job: Job, tmp_path: Path) -> None:
     """Two models, several optimizer steps whose result depends on the optimizers' state, a KL
     coefficient that adapts, and a node that draws and judges at once.

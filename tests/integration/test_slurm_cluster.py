@@ -157,7 +157,7 @@ def a_rank_crashes(run: Submitted) -> None:
     """The script starts the ranks again on the job's machines."""
     rank = next(p for p in run.ours() if "tools/train_rl.py" in p.cmdline() and is_rank(p, "1"))
     rank.kill()
-    run.wait_for_text(r"crashed \(exit code 1\); restart 1 of at most 2 in a row, on 2 machines")
+    run.wait_for_text(r"crashed \(exit code 137\); restart 1 of at most 2 in a row, on 2 machines")
     run.wait_for_text("continuing from", 3)
     assert not run.crashes.exists()
     run.wait_for_more_steps()

@@ -119,6 +119,7 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
         virtual = layout.virtual_pipeline
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             expert_model_parallel_size=layout.expert,
@@ -135,6 +136,8 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
                 "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
                 "tensor": parallel_state.get_tensor_model_parallel_group(),
                 "pipeline": parallel_state.get_pipeline_model_parallel_group(),
+                "context": parallel_state.get_context_parallel_group(),
+                "alone": dist.new_group([rank]),
             }
             # Models are built and run without the groups of host memory.
             names = [field.name for field in dataclasses.fields(ProcessGroups)]

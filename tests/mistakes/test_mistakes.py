@@ -380,10 +380,21 @@ CASES = [
         _model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ),
     rl(
+        "routers without a bias to change",
+        f"{_A}actor.megatron.moe_router_bias_update_rate=0.001",
+        f"{_A}actor.megatron.moe_router_bias_update_rate=0.001: the routers of model",
+    ),
+    rl(
         "an engine that cannot receive latent attention",
         f"{_A}model.path=other {_A}rollout.name=vllm",
         f"pushed to engine 'vllm'; set {_A}rollout.name",
         lambda f: write_model(f / "other", **LATENT),
+    ),
+    rl(
+        "a masked-diffusion model",
+        "",
+        "is a masked-diffusion model, which no command trains",
+        _model(model_type="Dream", architectures=["DreamModel"], mask_token_id=63),
     ),
     rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),
     rl("no chat template", "", "chat template", _remove("model/chat_template.jinja")),

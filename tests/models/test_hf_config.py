@@ -3,8 +3,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ctrl_megatron.models.shape import (
     Dense,
     Experts,
     GroupedQueryAttention,
+    MaskedDiffusion,
     ModelShape,
 )
 
@@ -254,6 +256,28 @@ EXPERTS = {
     "deepseek_v2": DEEPSEEK_V2_LITE,
     "deepseek_v3": DEEPSEEK_V3,
 }
+DREAM = {
+    **{key: value for key, value in QWEN25.items() if key != "rope_scaling"},
+    **{"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": 151666},
+    "auto_map": {"AutoModel": "modeling_dream.DreamModel"},
+}
+LLADA = {
+    **{"model_type": "llada", "architectures": ["LLaDAModelLM"], "mask_token_id": 126336},
+    "auto_map": {"AutoModelForCausalLM": "modeling_llada.LLaDAModelLM"},
+    **{"activation_type": "silu", "alibi": False, "alibi_bias_max": 8.0, "attention_dropout": 0.0},
+    **{"attention_layer_norm": False, "attention_layer_norm_with_affine": True},
+    **{"bias_for_layer_norm": False, "block_group_size": 1, "block_type": "llama"},
+    **{"d_model": 4096, "embedding_dropout": 0.0, "embedding_size": 126464},
+    **{"eos_token_id": 126081, "flash_attention": False, "include_bias": False},
+    **{"include_qkv_bias": False, "init_cutoff_factor": None, "init_device": "meta"},
+    **{"init_fn": "mitchell", "init_std": 0.02, "input_emb_norm": False},
+    **{"layer_norm_type": "rms", "layer_norm_with_affine": True, "max_sequence_length": 4096},
+    **{"mlp_hidden_size": 12288, "mlp_ratio": 4, "multi_query_attention": None},
+    **{"n_heads": 32, "n_kv_heads": 32, "n_layers": 32, "pad_token_id": 126081},
+    **{"precision": "amp_bf16", "residual_dropout": 0.0, "rms_norm_eps": 1e-05, "rope": True},
+    **{"rope_full_precision": True, "rope_theta": 500000.0, "scale_logits": False},
+    **{"use_cache": False, "vocab_size": 126464, "weight_tying": False},
+}
 MODELS = {"smollm2": SMOLLM2, "llama31": LLAMA31, "qwen25": QWEN25, "qwen3": QWEN3}
 
 
@@ -294,6 +318,52 @@ def test_every_number_of_a_published_model_is_read() -> None:
     )
     assert not qwen25.tied_embeddings
     assert qwen3.attention == GroupedQueryAttention(heads=16, groups=8, head_dim=128, qk_norm=True)
+
+
+def test_masked_diffusion_models_are_read_and_their_code_is_not_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dream, llada = (parse_model_shape(config, name) for name, config in DIFFUSION.items())
+    assert dream.diffusion == MaskedDiffusion(mask_token=151666, shifted=True)
+    assert dream == replace(parse_model_shape(QWEN25), family="Dream", diffusion=dream.diffusion)
+    assert llada.diffusion == MaskedDiffusion(mask_token=126336, shifted=False)
+    assert llada.attention == GroupedQueryAttention(heads=32, groups=32, head_dim=128)
+    assert (llada.max_position_embeddings, llada.rope) == (4096, Rope(theta=5e5))
+    published = {"Dream": 7_615_616_512, "llada": 8_015_581_184}
+    for shape in (dream, llada):
+        assert sum(map(math.prod, hf_shapes(shape).values())) == published[shape.family]
+    warned = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in warned] == ["dream", "llada"]
+    assert all("auto_map" in text for text in warned)
+
+
+DIFFUSION = {"dream": DREAM, "llada": LLADA}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "named"),
+    [
+        ("dream", {"mask_token_id": None}, "mask_token_id=None .* 0 to 152063"),
+        ("dream", {"mask_token_id": 152064}, "mask_token_id=152064"),
+        ("dream", {"mask_token_id": True}, "mask_token_id=True"),
+        ("dream", {"architectures": ["Qwen2ForCausalLM"]}, r"only \*DreamModel"),
+        ("llada", {"weight_tying": True}, "weight_tying=True .* only False"),
+        ("llada", {"include_qkv_bias": True}, "include_qkv_bias=True"),
+        ("llada", {"activation_type": "swiglu"}, "activation_type='swiglu'"),
+        ("llada", {"block_type": "sequential"}, "block_type='sequential'"),
+        ("llada", {"block_type": None}, "block_type=None .* only 'llama'"),
+        ("llada", {"attention_layer_norm": True}, "attention_layer_norm=True"),
+        ("llada", {"embedding_size": 126592}, "embedding_size=126592 .* vocab_size=126464"),
+        ("llada", {"hidden_size": 4096}, "hidden_size is called d_model"),
+        ("llada", {"scale_logits": True}, "scale_logits=True"),
+        ("llada", {"alibi": True}, "alibi=True"),
+    ],
+)
+def test_what_a_masked_diffusion_model_cannot_be_is_refused(
+    model: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_model_shape({**DIFFUSION[model], **change})
 
 
 def test_layers_with_experts_are_those_of_the_configuration() -> None:
@@ -624,6 +694,14 @@ def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     for key, value in changes.items():
         found = engine_obstacle(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
+
+
+def test_only_the_engine_for_it_generates_with_a_masked_diffusion_model() -> None:
+    for engine in get_args(EngineName):
+        for config in (DREAM, LLADA, SMOLLM2):
+            obstacle = engine_obstacle(parse_model_shape(config), engine)
+            assert (obstacle is None) == ((engine == "diffusion") == (config is not SMOLLM2))
+    assert "use diffusion" in str(engine_obstacle(parse_model_shape(DREAM), "hf"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 
 from ctrl_megatron.models import attention, attention_kernel
-from ctrl_megatron.models.packed_layout import PackedLayout, lay_out, layout_params
+from ctrl_megatron.models.packed_layout import (
+    PackedLayout,
+    by_rank,
+    in_order,
+    lay_out,
+    layout_params,
+)
 
 Groups = list[tuple[int, list[int]]]
 CPU = torch.device("cpu")
@@ -118,7 +124,7 @@ def dense(
 
 
 def by_segments(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
-    module = attention.PackedCausalAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
+    module = attention.PackedAttention(SimpleNamespace(context_parallel_size=1))  # type: ignore[arg-type]
     return module(q, k, v, None, packed_seq_params=layout_params(layout, CPU))
 
 
@@ -175,6 +181,48 @@ WAYS = {
 
 
 @pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
+@settings(deadline=None, max_examples=8)
+@given(groups_of_rows, st.integers(2, 4), st.booleans(), st.sampled_from([1, 3, 100]))
+@example(RAGGED, 2, True, 3)
+@example(RAGGED, 3, True, 100)
+@example([(0, [9])], 2, False, 100)
+def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
+    compute: Callable[..., torch.Tensor], groups: Groups, ranks: int, causal: bool, apart: int
+) -> None:
+    """Each context rank has the queries of a piece in each half of the tokens; together they are
+    all tokens."""
+    if not causal:
+        groups = [(prompt, [n]) for prompt, responses in groups for n in responses]
+    tokens = lay_out(groups).tokens
+    whole = lay_out(groups, filler=-tokens % (2 * ranks), causal=causal)
+    *parts, given_back = random_inputs(whole, torch.float64)
+    sees = by_definition(groups, -tokens % (2 * ranks))[0]
+    if not causal:
+        sees = sees | sees.T
+    wanted = dense(*parts, sees)
+    gradients = torch.autograd.grad(wanted, parts, given_back)
+    order = by_rank(torch.arange(whole.tokens), ranks)
+    assert torch.equal(in_order(order, ranks), torch.arange(whole.tokens))
+    summed = [torch.zeros_like(x) for x in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_TOGETHER", 3)
+        patch.setattr(attention, "_APART", apart)
+        for own in order.chunk(ranks):
+            pieces = [range(int(piece[0]), int(piece[-1]) + 1) for piece in own.chunk(2)]
+            assert [token for piece in pieces for token in piece] == own.tolist()
+            layout, seen = whole.seen_by(pieces)
+            query, key, value = parts
+            found = compute(query[own], key[seen], value[seen], layout)
+            torch.testing.assert_close(found, wanted[own], rtol=0, atol=1e-12)
+            for total, grad in zip(
+                summed, torch.autograd.grad(found, parts, given_back[own]), strict=True
+            ):
+                total += grad
+    for total, wanted_grad in zip(summed, gradients, strict=True):
+        torch.testing.assert_close(total, wanted_grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
 @settings(deadline=None, max_examples=12)
 @given(groups_of_rows, st.integers(0, 3), st.sampled_from([1, 3, 100]), st.sampled_from([D, 5, 11]))
 @example(RAGGED, 2, 3, D)
@@ -196,6 +244,33 @@ def test_every_way_of_attention_is_the_formula(
         grads = torch.autograd.grad(found, parts, given_back)
     for a, b in zip(grads, torch.autograd.grad(wanted, parts, given_back), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
+@settings(deadline=None, max_examples=8)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3))
+@example([9, 1, 4], 2)
+def test_in_a_layout_that_is_not_causal_every_token_sees_its_whole_sequence(
+    compute: Callable[..., torch.Tensor], lengths: list[int], filler: int
+) -> None:
+    layout = lay_out([(1, [length - 1]) for length in lengths], filler=filler, causal=False)
+    sizes = [*lengths, *([filler] if filler else [])]
+    sees = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool()
+    assert layout.pairs == int(sees.sum())
+    *parts, given_back = random_inputs(layout, torch.float64, 5)
+    wanted = dense(*parts, sees)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_TOGETHER", 3)
+        found = compute(*parts, layout)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        grads = torch.autograd.grad(found, parts, given_back)
+    for a, b in zip(grads, torch.autograd.grad(wanted, parts, given_back), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_only_causal_layouts_share_prompts() -> None:
+    with pytest.raises(ValueError, match="only in causal layouts"):
+        lay_out([(3, [2, 2])], causal=False)
 
 
 def test_gradcheck() -> None:

@@ -88,22 +88,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
-def test_rows_are_drawn_from_their_distribution_alone_and_in_company() -> None:
-    environment = engine_environment(EngineSpec(name="vllm", model_path="", threads=1))
-    done = subprocess.run(
-        [sys.executable, "-c", DRAW], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["alone"] == found["free"][:20]
-    shares = torch.tensor(found["probabilities"])
-    drawn = torch.bincount(torch.tensor(found["free"]), minlength=40) / 600
-    assert (((shares * (1 - shares) / 600).sqrt() * 4.5 + 2e-3) > (drawn - shares).abs()).all()
-    assert set(found["top"]) <= set(shares.topk(4).indices.tolist())
-    assert len(set(found["top"])) > 1
-
-
 SPARED = """
 import json, torch
 from types import SimpleNamespace
@@ -153,15 +137,38 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
-def test_what_is_spared_on_a_cpu_changes_nothing() -> None:
+@pytest.fixture(scope="module")
+def printed() -> list[dict[str, Any]]:
+    """What ``DRAW`` and ``SPARED`` print in a process of vLLM, whose import takes long."""
+    if "vllm" not in available_engines():
+        pytest.skip("the optional vllm is not installed")
     environment = engine_environment(EngineSpec(name="vllm", model_path="", threads=1))
     environment["TORCHDYNAMO_DISABLE"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", SPARED], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", DRAW + SPARED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-2:]]
+
+
+def test_rows_are_drawn_from_their_distribution_alone_and_in_company(
+    printed: list[dict[str, Any]],
+) -> None:
+    found = printed[0]
+    assert found["alone"] == found["free"][:20]
+    shares = torch.tensor(found["probabilities"])
+    drawn = torch.bincount(torch.tensor(found["free"]), minlength=40) / 600
+    assert (((shares * (1 - shares) / 600).sqrt() * 4.5 + 2e-3) > (drawn - shares).abs()).all()
+    assert set(found["top"]) <= set(shares.topk(4).indices.tolist())
+    assert len(set(found["top"])) > 1
+
+
+def test_what_is_spared_on_a_cpu_changes_nothing(printed: list[dict[str, Any]]) -> None:
+    found = printed[1]
     assert found["gaps"]["torch.float32"] < 1e-6
     # The kernel takes the norm of the rounded sum: two roundings of a bfloat16 instead of one.
     assert found["gaps"]["torch.bfloat16"] < 2**-6

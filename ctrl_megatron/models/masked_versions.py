@@ -1,0 +1,147 @@
+"""Packed micro-batches of a masked-diffusion model: a row's three versions behind each other, so
+that one pass computes its coupled score (``algorithms.coupled``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ctrl_megatron.algorithms.coupled import coupled_weights
+from ctrl_megatron.data.packing import pack
+from ctrl_megatron.models.micro_batch import (
+    Fields,
+    MicroBatch,
+    attended_tokens,
+    check_no_holes,
+    micro_batch,
+)
+from ctrl_megatron.models.packed_layout import lay_out
+from ctrl_megatron.models.shape import MaskedDiffusion
+
+VERSIONS = 3
+
+
+def split_into_masked_versions(
+    batch: Fields,
+    diffusion: MaskedDiffusion,
+    *,
+    token_budget: int,
+    multiple: int,
+    count: Callable[[int], int],
+    device: torch.device,
+    context: Any = None,
+) -> list[MicroBatch]:
+    """Micro-batches that cover every row of ``batch`` once, each with its three versions.
+
+    batch, beside the fields of ``micro_batch.split_into_micro_batches``: ``masked`` (B, P+R) bool
+    and ``mask_share`` (B,) float32 of ``algorithms.coupled.CoupledMasks``. Attended tokens behind
+    the response's last one are the rest of the canvas on which it was generated: they are masked
+    like the response and predicted nowhere. Other arguments as there; a row's versions count
+    together for the token budget. Raises ValueError for a row whose versions exceed the budget, for
+    one without a prompt token, for a mask with gaps, and for a batch without masks.
+    """
+    if "masked" not in batch:
+        raise ValueError("a masked-diffusion model needs the masks of its rows: field 'masked'")
+    attended = batch["attention_mask"].bool().cpu()
+    answered = batch["response_mask"].bool().cpu()
+    start = attended.shape[1] - answered.shape[1]
+    check_no_holes(answered)
+    check_no_holes(attended[:, start:])
+    prompts, canvases = attended_tokens(batch["input_ids"].cpu(), attended, start)
+    hidden_prompts, hidden = attended_tokens(batch["masked"].cpu(), attended, start)
+    answers = answered.sum(dim=1).tolist()
+    for row, (prompt, canvas, answer) in enumerate(zip(prompts, canvases, answers, strict=True)):
+        if len(canvas) < answer:
+            raise ValueError(f"row {row}: response_mask selects tokens that are not attended")
+        if answer and not len(prompt):
+            raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
+    lengths = [len(p) + len(c) for p, c in zip(prompts, canvases, strict=True)]
+    micro_batches = pack([VERSIONS * length for length in lengths], token_budget)
+    micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
+    versions = [
+        _Versions(*given, diffusion)
+        for given in zip(
+            prompts, canvases, hidden_prompts, hidden, batch["mask_share"].cpu(), strict=True
+        )
+    ]
+    return [
+        _pack(rows, versions, answers, answered.shape[1], multiple, device, context)
+        for rows in micro_batches
+    ]
+
+
+class _Versions:
+    """The three versions of a row."""
+
+    def __init__(
+        self,
+        prompt: torch.Tensor,
+        canvas: torch.Tensor,
+        hidden_prompt: torch.Tensor,
+        hidden: torch.Tensor,
+        share: torch.Tensor,
+        diffusion: MaskedDiffusion,
+    ) -> None:
+        self.length = len(prompt) + len(canvas)
+        self._canvas, self._hidden, self._share = canvas, hidden, share
+        self._first = len(prompt) - diffusion.shifted
+        mask = diffusion.mask_token
+        shown = prompt.masked_fill(hidden_prompt, mask)
+        wholly = torch.full_like(canvas, mask)
+        partly = (canvas.masked_fill(which, mask) for which in (hidden, ~hidden))
+        self.tokens = torch.cat([shown, wholly, *(t for c in partly for t in (shown, c))])
+        """(3 * length,) int64."""
+
+    def predicted(self, count: int) -> tuple[torch.Tensor, ...]:
+        """(predictors, counted from the row's first token; targets; columns; weights) of the first
+        ``count`` response tokens, each of which occurs twice."""
+        columns = torch.arange(count)
+        weight, weights = coupled_weights(self._hidden[:count], self._share)
+        # Numbers of the versions that mask the token: 1 or 2.
+        partial = 2 - self._hidden[:count].long()
+        places = self._first + columns
+        return (
+            torch.cat([places, partial * self.length + places]),
+            self._canvas[:count].repeat(2),
+            columns.repeat(2),
+            torch.cat([torch.full((count,), weight), weights]),
+        )
+
+
+def _pack(
+    rows: list[int],
+    versions: list[_Versions],
+    answers: list[int],
+    width: int,
+    multiple: int,
+    device: torch.device,
+    context: Any,
+) -> MicroBatch:
+    total = VERSIONS * sum(versions[row].length for row in rows)
+    filler = -total % multiple if total else multiple
+    sequences = [(versions[row].length, [0]) for row in rows for _ in range(VERSIONS)]
+    none, here = torch.zeros(0, dtype=torch.int64), 0
+    parts: list[tuple[torch.Tensor, ...]] = [(none, none, none, torch.zeros(0), none)]
+    for local, row in enumerate(rows):
+        predictors, *others = versions[row].predicted(answers[row])
+        parts.append((here + predictors, *others, torch.full_like(predictors, local)))
+        here += VERSIONS * versions[row].length
+    tokens = [*(versions[row].tokens for row in rows), torch.zeros(filler, dtype=torch.int64)]
+    predictors, targets, columns, weights, row_of = map(torch.cat, zip(*parts, strict=True))
+    return micro_batch(
+        lay_out(sequences, filler=filler, causal=False),
+        torch.cat(tokens),
+        predictors,
+        targets,
+        row_of,
+        columns,
+        rows=rows,
+        num_tokens=total,
+        width=width,
+        device=device,
+        context=context,
+        weights=weights,
+        occurrences=2,
+    )
