@@ -32,6 +32,7 @@ from ctrl_megatron.memory.model_state import (
     largest_in_layer,
     trained_state,
 )
+from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, layout_for
@@ -189,6 +190,10 @@ class _Stage:
         if shapes.reference is not None:
             self.reference = frozen_state(shapes.reference, layout, pp=pp, dtype=dtype)
         self.dtype_size = DTYPE_SIZE[dtype]
+        self.buckets = 0
+        """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
+        if purpose == "rl":
+            self.buckets = bucket_memory(config, shapes.actor, layout.rank(tp=0, pp=pp, dp=0))
 
     @property
     def checkpoint(self) -> int:
@@ -227,11 +232,15 @@ class _Stage:
         layout = self.layout
         groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
         groups += layout.model_size > 1
+        groups += self.family.rollout.weight_transport == "nccl"
         if self.shapes["actor"].expert_kinds:
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
             groups += layout.expert_ranks > 1
-        return {"trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR}
+        return {
+            "trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR,
+            "weight buckets": self.buckets,
+        }
 
     def _engine_at_rest(self) -> dict[str, int]:
         if self.engine is None or not self.family.rollout.free_cache_engine:
