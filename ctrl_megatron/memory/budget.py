@@ -230,8 +230,9 @@ class _Stage:
 
     def _process(self) -> dict[str, int]:
         layout = self.layout
-        groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
-        groups += layout.model_size > 1
+        groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.replicas("dense") > 1)
+        # The ranks of a model copy; context ranks, and with them those of the same data.
+        groups += (layout.model_size > 1) + (layout.context > 1)
         groups += self.family.rollout.weight_transport == "nccl"
         if self.shapes["actor"].expert_kinds:
             sizes = dict(layout.mesh("expert").sizes)
@@ -373,7 +374,7 @@ class _Stage:
 
     def _backward(self, name: str) -> PassShape:
         config, actor = self.config, self.family.actor
-        budget = actor.ppo_max_token_len_per_gpu
+        budget = self.family.update_token_budget
         if self.purpose == "sft":
             rows = config.sft.train_batch_size // self.layout.data
             return self._pass(name, budget, groups=rows, size=1, own=config.sft.max_length)
@@ -383,7 +384,7 @@ class _Stage:
         family = self.family
         budget = family.log_prob_token_budget
         if name != "actor":
-            budget = family.actor.ppo_max_token_len_per_gpu
+            budget = family.update_token_budget
         return self._rl_pass(name, budget, self.config.data.train_batch_size)
 
     def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
@@ -420,13 +421,13 @@ class _Stage:
             layout=self.layout,
             kernels=self.kernels,
             dtype_size=self.dtype_size,
-            tokens=tokens,
+            tokens=-(-tokens // self.layout.context),
             micro_batches=micro_batches,
             logprob_chunk=megatron.logprob_chunk_size,
             recompute_granularity=megatron.recompute_granularity,
             recompute_num_layers=megatron.recompute_num_layers,
             recompute_modules=tuple(modules),
-            gathered_keys=tokens + copies * shared if shared else 0,
+            gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
         )
 
 
