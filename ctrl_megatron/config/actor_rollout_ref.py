@@ -328,8 +328,9 @@ class Rollout(EngineKeys):
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
-    """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
-    gets only its part), or module:Class of your own."""
+    """Medium that brings weights to the engines: shared_memory; shards, cuda_ipc and nccl, with
+    which each worker of an engine gets only its part, through the host's memory, through memory of
+    the same device, and between devices; or module:Class of your own."""
     adapter_push: bool = key(False, read=ADAPTERS)
     """Send the engines only adapters, which they compute beside the weights of model.path; false
     sends whole weights with the adapters merged into them."""

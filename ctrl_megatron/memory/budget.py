@@ -17,7 +17,14 @@ from ctrl_megatron.memory.activations import (
     inference_workspace,
     update_use,
 )
-from ctrl_megatron.memory.engine import COMMUNICATOR, CUDA_CONTEXT, GIB, EngineUse, engine_use
+from ctrl_megatron.memory.engine import (
+    COMMUNICATOR,
+    CUDA_CONTEXT,
+    GIB,
+    EngineUse,
+    engine_use,
+    proxy_engine_use,
+)
 from ctrl_megatron.memory.model_state import (
     DTYPE_SIZE,
     ModelState,
@@ -74,6 +81,9 @@ class MemoryBudget:
     phases: tuple[PhaseUse, ...]
     """The fullest GPU of each phase, in the order of a run."""
     engine: EngineUse | None
+    proxy: EngineUse | None
+    """The proxy's own engine, on GPUs of its own; None without one, and where its model has no
+    shape here."""
     host: Items
     """Host memory of the fullest host."""
     host_number: int
@@ -112,9 +122,11 @@ def memory_budget(
     layout = layout_for(trainer.nnodes * trainer.n_gpus_per_node, megatron)
     layout.check_layers(shapes.actor.num_layers)
     check_split(shapes.actor, layout)
-    engine = None
+    engine = proxy = None
     if purpose == "rl":
         engine = engine_use(config, shapes.actor, gpu_memory)
+    if shapes.proxy is not None:
+        proxy = proxy_engine_use(config, shapes.proxy, gpu_memory)
     # A dedicated engine has its GPUs to itself.
     beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
     stages = [
@@ -134,6 +146,7 @@ def memory_budget(
         gpu_memory=gpu_memory,
         phases=tuple(phases),
         engine=engine,
+        proxy=proxy,
         host=hosts[number],
         host_number=number,
         checkpoint_per_rank=max(stage.checkpoint for stage in stages),
@@ -438,6 +451,8 @@ def _host(
         return items
     engine_gpus = family.rollout.n_gpus_per_node or each
     items["engines"] = engine_gpus * _ENGINE_PROCESS
+    if config.has_proxy_engines:
+        items["proxy's engines"] = (family.proxy.engine.n_gpus_per_node or 0) * _ENGINE_PROCESS
     if megatron.param_offload:
         items["weights away"] = sum(
             state.parameters

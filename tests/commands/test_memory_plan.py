@@ -130,3 +130,53 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
         train(config)
     assert not started
+
+
+def test_engines_of_the_proxy_have_gpus_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = "actor_rollout_ref.proxy.engine."
+    own = [
+        "actor_rollout_ref.proxy.kind=engine",
+        f"{engine}name=vllm",
+        f"{engine}n_gpus_per_node=4",
+    ]
+    own += [f"{engine}gpu_memory_utilization=0.9", f"{engine}tensor_model_parallel_size=4"]
+    small = ["--config", str(EXAMPLES / "ctrl_7b.yaml"), "--gpus-per-node", "8"]
+    small += ["--model-config", str(EXAMPLES / "shapes/qwen2.5-7b.json")]
+    large = ["--proxy-config", str(EXAMPLES / "shapes/qwen2.5-72b.json")]
+    assert main([*small, *own, "--ranks"]) == 0
+    assert capsys.readouterr().out == "4\n"
+    assert main([*small, *own, *large]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 GPUs of 80.0 GiB on 1 hosts, and 4 of engines alone;")
+    # 145.4 GB on four GPUs; the rest of 72 GiB is its cache but for graphs and workspace.
+    cache = re.search(r"proxy's engines: 4 .* key-value cache (\d+\.\d) GiB of each GPU", out)
+    assert cache is not None and 72 - 34 - 6 < float(cache[1]) < 72 - 33.8
+    assert "proxy's engines 20.0 GiB" in out.split("\nhost ")[1]
+    # 85 % of two GPUs, 136 GiB, hold the weights with a cache of nothing.
+    two = [f"{engine}tensor_model_parallel_size=2", f"{engine}gpu_memory_utilization=0.85"]
+    assert main([*small, *large, *own, *two]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "start: proxy's engine: actor_rollout_ref.proxy.engine.gpu_memory_utilization=0.85" in said
+    )
+    assert "it fits with " in said and said.endswith(f"{engine}tensor_model_parallel_size=4\n")
+    assert main([*small, *large, *own, f"{engine}gpu_memory_utilization=1.0"]) == 2
+    assert "start: proxy's engine needs 81.1 GiB on a GPU of its own" in capsys.readouterr().err
+
+
+def test_a_proxy_of_an_unknown_family_is_not_planned_and_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "starcoder2"}))
+    own = [
+        "actor_rollout_ref.proxy.kind=engine",
+        "actor_rollout_ref.proxy.engine.n_gpus_per_node=2",
+    ]
+    proxy = ["--proxy-config", str(tmp_path / "config.json")]
+    small = ["--config", str(EXAMPLES / "ctrl_7b.yaml")]
+    small += ["--model-config", str(EXAMPLES / "shapes/qwen2.5-7b.json")]
+    assert main([*small, *own, *proxy]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"proxy's engines: 2 .* whose memory is not planned: .*starcoder2", out)
+    assert main([*small, *own, "--gpus-per-node", "2", *proxy]) == 2
+    assert "leaves no GPU for ranks beside 2 of engines" in capsys.readouterr().err

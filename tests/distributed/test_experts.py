@@ -40,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4_ep2": {"data": 4, "expert": 2},
     "tp2_ep2": TENSOR | {"data": 2, "expert": 2},
     "tp2_ep4_etp1": TENSOR | {"data": 2, "expert": 4, "expert_tensor": 1},
+    "cp2_ep2": {"context": 2, "expert": 2},
+    "tp2_cp2": TENSOR | {"context": 2},
+    "cp2_ep4": {"context": 2, "data": 2, "expert": 4},
+    "cp3": {"context": 3},
 }
 
 QUICK = ("tp2_ep2_etp1", "pp2", "ep2", "tp2_ep2")
