@@ -72,7 +72,9 @@ class EngineUse:
 
 def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     """The actor's configured engine on a GPU of ``gpu_memory`` bytes."""
-    return _use(config, config.actor_rollout_ref.rollout, shape, gpu_memory, config.max_model_len)
+    keys = config.actor_rollout_ref.rollout
+    quantised = keys.quantization is not None
+    return _use(config, keys, shape, gpu_memory, config.max_model_len, quantised=quantised)
 
 
 def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
@@ -89,7 +91,13 @@ def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> Engi
 
 
 def _use(
-    config: Config, keys: EngineKeys, shape: ModelShape, gpu_memory: int, longest: int
+    config: Config,
+    keys: EngineKeys,
+    shape: ModelShape,
+    gpu_memory: int,
+    longest: int,
+    *,
+    quantised: bool = False,
 ) -> EngineUse:
     dtype = config.actor_rollout_ref.dtype_in(keys)
     tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
@@ -99,7 +107,6 @@ def _use(
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, keys.max_num_seqs) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
-    quantised = rollout.quantization is not None
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if keys.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
