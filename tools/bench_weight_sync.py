@@ -6,7 +6,9 @@ The following alternate in every round, so that a slower phase of the machine af
 - ``raw``: the same bytes copied into mapped shared memory and out of it again;
 - ``vLLM``: vLLM's own ``reload_weights`` from tensors in its process;
 - ``push``: ``resharding.push.push`` of the trainer's model, as before every generation;
-- ``verified``: the same with ``trainer.verify_weight_sync``.
+- ``verified``: the same with ``trainer.verify_weight_sync``;
+- ``files``: a push of a shared proxy that is read from its directory for every step;
+- ``kept``: one whose weights stay in host memory (``proxy.keep_in_host_memory``).
 
 ``--transport`` selects the medium of the pushes.
 
@@ -42,7 +44,7 @@ from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
-from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.resharding.transports.shared_memory import (
     SharedSegment,
@@ -137,11 +139,16 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     total = sum(p.numel() * p.element_size() for p in policy.models[0].parameters())
     parts = [torch.ones(min(size, total - at), dtype=torch.uint8) for at in range(0, total, size)]
 
-    def pushed(version: str, *, verify: bool) -> float:
+    def pushed(version: str, *, verify: bool, of: WeightSource = source) -> float:
         waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
-        return push(source, engine, loop, sender, waiting, version=version, verify=verify).seconds
+        return push(of, engine, loop, sender, waiting, version=version, verify=verify).seconds
 
-    took: dict[str, list[float]] = {"raw": [], "vLLM": [], "push": [], "verified": []}
+    proxies = {
+        name: DirectorySource(options.model, layout, groups, kept=name == "kept")
+        for name in ("files", "kept")
+    }
+    names = ("raw", "vLLM", "push", *proxies, "verified")
+    took: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-1, options.rounds):
         change(policy)
         seconds = {
@@ -149,6 +156,8 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
             "vLLM": loop.run(ask(engine, "/reload", {})),
             "push": pushed(f"push@{number}", verify=False),
         }
+        for name, proxy in proxies.items():
+            seconds[name] = pushed(f"{name}@{number}", verify=False, of=proxy)
         change(policy)
         seconds["verified"] = pushed(f"verified@{number}", verify=True)
         said = ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items())
@@ -175,6 +184,7 @@ def report(seconds: dict[str, float], total: int) -> None:
         print(f"{name:>9}: {value:6.3f} s, {total / value / 1e9:5.2f} GB/s")
     limit = max(seconds["raw"], seconds["vLLM"])
     print(f"push reaches {limit / seconds['push']:.0%} of the slower of raw and vLLM")
+    print(f"kept takes {seconds['kept'] / seconds['files']:.2f} times as long as files")
     print(f"verified takes {seconds['verified'] / seconds['push']:.2f} times as long as push")
 
 
