@@ -129,7 +129,8 @@ def test_no_engine_serves_mixed_weights_after_a_kill(
         for number in range(kills):
             process = process or running.enter_context(launch_engine(spec))
             victim = ("rank 0", "rank 1", "engine")[number % 3]
-            transport, after = random.choice(TRANSPORTS), random.uniform(0, _LONGEST_UPDATE)
+            transport = TRANSPORTS[(number // 3 + size) % 3]
+            after = random.uniform(0, _LONGEST_UPDATE)
             found = kill_one(process, directory, transport, size, victim, after)
             print(f"{engine}, {transport}: {victim} killed after {after:.3f} s: {found}")
             ends[found if found in ("dead", "refused") else "whole"] += 1
