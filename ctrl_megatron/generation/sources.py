@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
@@ -18,6 +16,7 @@ from ctrl_megatron.generation.chat import DealtChat, EngineChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.parallel.devices import visible_gpus
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineSpec, default_engine, require_engine
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
@@ -123,7 +122,7 @@ def open_chats(
     places = engine_places(
         sum(not source.url for source in different),
         options.tensor_parallel_size,
-        torch.cuda.device_count(),
+        visible_gpus(),
     )
     try:
         for source in different:

@@ -35,6 +35,11 @@ def local_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def visible_gpus() -> int:
+    """Number of GPUs that torch sees here."""
+    return torch.cuda.device_count()
+
+
 def unreached_gpus() -> str | None:
     """Why torch cannot use this machine's NVIDIA GPUs, with the remedy; None if it can or there are
     none.
