@@ -10,13 +10,14 @@ from math import prod
 from typing import Literal
 
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
+from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import EnginePlace, Placement
 from ctrl_megatron.resharding.shard_plan import EngineCut
-from ctrl_megatron.rollout.weight_chunks import aligned, spec_bytes
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 Sent = Literal["merged", "trained"]

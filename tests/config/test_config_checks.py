@@ -363,6 +363,22 @@ def test_mapped_memory_is_refused_for_engines_on_other_devices() -> None:
     assert "cuda_ipc" in line and "placement=dedicated" in line
 
 
+def test_messages_are_refused_for_engines_on_the_same_devices() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    (line,) = messages(rollout + "weight_transport=nccl")
+    assert "nccl" in line and "placement=colocated" in line
+    apart = [rollout + "placement=dedicated", rollout + "n_gpus_per_node=1"]
+    assert messages(rollout + "weight_transport=nccl", *apart) == []
+
+
+@pytest.mark.parametrize("transport", ["shards", "cuda_ipc"])
+def test_adapters_go_as_wholes(transport: str) -> None:
+    keys = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.adapter_push=true"]
+    assert messages(*keys) == []
+    (line,) = messages(*keys, f"actor_rollout_ref.rollout.weight_transport={transport}")
+    assert "adapter_push" in line and "weight_transport=shared_memory" in line
+
+
 def test_engines_take_whole_hosts() -> None:
     rollout = "actor_rollout_ref.rollout."
     vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")
