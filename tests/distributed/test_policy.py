@@ -88,8 +88,8 @@ def test_families_equal_transformers_and_survive_a_round_trip(
         for spec in SPECS:
             for result in results:
                 log_probs, entropies = result[spec][family]
-                assert torch.allclose(log_probs, expected, atol=1e-5), (family, spec)
-                assert torch.allclose(entropies, entropy, atol=1e-5), (family, spec)
+                assert torch.allclose(log_probs, expected, atol=1e-4), (family, spec)
+                assert torch.allclose(entropies, entropy, atol=1e-4), (family, spec)
             exported = tmp_path / spec / family
             assert_same_weights(path, exported, rel=0)
             assert json.loads((exported / "config.json").read_text())["vocab_size"] == VOCAB
