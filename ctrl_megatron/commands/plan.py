@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     """The simulated push of the actor to the engines of the configuration."""
-    from ctrl_megatron.parallel.layout import layout_for
+    from ctrl_megatron.parallel.layout import worlds_of
     from ctrl_megatron.parallel.placement import engine_devices, place_engines
     from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
     from ctrl_megatron.resharding.shard_plan import ShardPlan, engine_cut, takers_of_engines
@@ -103,10 +103,11 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
         tensor=tensor,
         visible=each + (rollout.n_gpus_per_node or 0),
     )
-    host_of_rank = tuple(rank // each for rank in range(trainer.nnodes * each))
+    world = worlds_of(trainer.nnodes * each, config)[0]
+    host_of_rank = tuple(rank // each for rank in world.ranks)
     plan = ShardPlan(
         shape,
-        layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
+        world.layout,
         engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
         takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
         host_of_rank,

@@ -234,6 +234,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(shape.rope.theta),
+            pg_collection=groups.megatron,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         _rotate_by_positions(model, shape)

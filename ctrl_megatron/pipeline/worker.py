@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,9 @@ from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.types import FinishReason, Message
+
+if TYPE_CHECKING:
+    from ctrl_megatron.pipeline.worlds import News
 
 T = TypeVar("T")
 Conversation = Sequence[Message]
@@ -91,6 +94,23 @@ class Proxy(Protocol):
     async def close(self) -> None:
         """Close the connections of its own (leaders only)."""
         ...
+
+
+class Elsewhere:
+    """Stands for a part of the run that is on the ranks of another world."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"a node uses {self._what}, which is on the ranks of another world",
+            key="placement",
+            remedy="give the node a role whose world has it, or let both share a world",
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,12 +258,18 @@ class DAGWorker(RolloutWorker):
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
     """Peak of one device, in flop/s."""
+    elsewhere: Sequence[tuple[float, float]] = ()
+    """``performance.passes`` of the other worlds in the last step."""
 
     def settle(self) -> None:
         for draw in self.ahead.every():
             # One whose engines are lost is begun anew when its step comes.
             with suppress(ServiceLost):
                 self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+
+    def hear(self, news: Sequence[News]) -> None:
+        """Keep what the other worlds say of a step."""
+        self.elsewhere = [one.passes for one in news]
 
     @property
     def temperature(self) -> float:
@@ -253,8 +279,10 @@ class DAGWorker(RolloutWorker):
     @property
     def trained(self) -> dict[str, ParallelModel]:
         """The models that learn, by the name of their folder in a checkpoint."""
-        both: dict[str, ParallelModel] = {POLICY_FOLDER: self.policy}
-        return both if self.value is None else {**both, VALUE_FOLDER: self.value}
+        models = {POLICY_FOLDER: self.policy, VALUE_FOLDER: self.value}
+        return {
+            name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
+        }
 
     @property
     def actor_learns(self) -> bool:
