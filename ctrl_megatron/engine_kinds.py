@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-EngineName = Literal["vllm", "sglang", "hf"]
+EngineName = Literal["vllm", "sglang", "hf", "diffusion"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class EngineKind:
     cpu_width_unit: int | None = None
     """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
     the number of workers must divide the width."""
+    denoises: bool = False
+    """Generates with masked-diffusion models, and with no others."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
 
@@ -66,6 +68,15 @@ ENGINES: Mapping[str, EngineKind] = {
         joins_calls=False,
         reserves_cache=False,
         tensor_parallel=False,
+    ),
+    "diffusion": EngineKind(
+        library="transformers",
+        adapter="ctrl_megatron.rollout.hf_diffusion:DiffusionEngine",
+        joins_calls=False,
+        reserves_cache=False,
+        tensor_parallel=False,
+        denoises=True,
+        adapters=False,
     ),
 }
 

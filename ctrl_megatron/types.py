@@ -113,6 +113,9 @@ class Completion:
     finish_reason: FinishReason
     spans: tuple[VersionSpan, ...]
     """The versions of the weights that drew the tokens; the spans cover all tokens in order."""
+    order: tuple[int, ...] = ()
+    """The step of the sampler that drew each token, counted from 0; empty where every token was
+    drawn after the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
+from collections.abc import Callable, Mapping
 from functools import reduce
 from importlib import import_module
 from itertools import count
@@ -101,8 +103,15 @@ class Preloaded(subprocess.Popen):
 class ForkedProgram:
     """``python ARGS`` in the repository, as a fork of the tests' fork server."""
 
-    def __init__(self, args: list[str], log: Path, *, below: tuple[int, ...]) -> None:
-        given = (args, str(log), below)
+    def __init__(
+        self,
+        args: list[str],
+        log: Path,
+        *,
+        below: tuple[int, ...],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        given = (args, str(log), below, dict(environ or {}))
         self._process = fork_context().Process(target=_main, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -125,8 +134,9 @@ class ForkedProgram:
         return self._process.exitcode
 
 
-def _main(args: list[str], log: str, below: tuple[int, ...]) -> None:
+def _main(args: list[str], log: str, below: tuple[int, ...], environ: dict[str, str]) -> None:
     os.setsid()
+    os.environ.update(environ)
     nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT)
     for fd, wanted in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(fd, wanted)
@@ -136,9 +146,12 @@ def _main(args: list[str], log: str, below: tuple[int, ...]) -> None:
 
 def wait_for_command(parent: socket.socket, below: tuple[int, ...]) -> None:
     """The life of a spare: ``parent`` sends descriptors and a command; does not return."""
+    # Until then it is in the group of its parent, which launchers signal as a whole.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, descriptors, _, _ = socket.recv_fds(parent, 1, 32)
     if not descriptors:
         os._exit(0)
+    signal.signal(signal.SIGTERM, before)
     with parent, parent.makefile("rb") as file:
         told = json.load(file)
     if "group" in told:
@@ -176,7 +189,9 @@ def run_program(args: list[str], below: tuple[int, ...] = ()) -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     program, *moment = os.environ.get("KILLED_AT", "?").split()
     if program in name:
-        _die_at(*moment)
+        _at(*moment, act=_die)
+    if (place := os.environ.get("STOPPED_AT")) and os.environ.get("RANK") == "0":
+        _at(*place.split(), act=_ask_to_stop)
     if below and os.environ.get("LOCAL_RANK", "0") == "0":
         # Engines are started by the first rank of a host.
         reserve(*below)
@@ -194,8 +209,22 @@ def run_program(args: list[str], below: tuple[int, ...] = ()) -> int:
     return 0
 
 
-def _die_at(place: str, nth: str) -> None:
-    """Let the ``nth`` call of ``module:name`` kill the script and this process's group."""
+def _die() -> None:
+    """Kill the script and this process's group."""
+    if (script := int(os.environ["SCRIPT_GROUP"])) != os.getpgrp():
+        os.killpg(script, signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _ask_to_stop() -> None:
+    """Send SIGTERM to this rank's launcher, and give it time to pass the signal on."""
+    print(f"stop asked at {time.time():.2f}", flush=True)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.3)
+
+
+def _at(place: str, nth: str, *, act: Callable[[], None]) -> None:
+    """Let the ``nth`` call of ``module:name`` begin with ``act``."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
     owner = reduce(getattr, owners, import_module(module))
@@ -203,9 +232,7 @@ def _die_at(place: str, nth: str) -> None:
 
     def called(*arguments: Any, **options: Any) -> Any:
         if next(calls) == int(nth):
-            if (script := int(os.environ["SCRIPT_GROUP"])) != os.getpgrp():
-                os.killpg(script, signal.SIGKILL)
-            os.killpg(0, signal.SIGKILL)
+            act()
         return function(*arguments, **options)
 
     setattr(owner, name, called)

@@ -155,7 +155,7 @@ class DotProductAttention(torch.nn.Module):
         # Megatron makes padding_causal of causal, which is aligned at the top left.
         mask = attn_mask_type.name
         assert mask in ("causal", "padding", "padding_causal_bottom_right")
-        if mask != "padding_causal_bottom_right":
+        if mask == "causal":
             assert torch.equal(*bounds)
         longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
         return varlen_attn(

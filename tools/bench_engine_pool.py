@@ -112,7 +112,9 @@ async def compare(
 def main() -> None:
     """Entry point."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--engine", choices=available_engines(), default=default_engine())
+    parser.add_argument(
+        "--engine", choices=available_engines(denoising=False), default=default_engine()
+    )
     add_drawing_flags(parser, rounds=6)
     parser.add_argument("--paced", type=float, default=0.0, help="seconds per token of a stand-in")
     options = parser.parse_args()

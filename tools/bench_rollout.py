@@ -85,7 +85,7 @@ async def compare(
 def main() -> None:
     """Entry point."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--engines", nargs="+", choices=available_engines())
+    parser.add_argument("--engines", nargs="+", choices=available_engines(denoising=False))
     add_drawing_flags(parser, rounds=4)
     parser.add_argument("--logs", type=Path, default=Path("runs"))
     options = parser.parse_args()
@@ -93,7 +93,7 @@ def main() -> None:
         asyncio.run(host_engine(given_spec()))
     hosted: list[HostedEngine] = []
     try:
-        for name in options.engines or available_engines():
+        for name in options.engines or available_engines(denoising=False):
             log = options.logs / f"bench_rollout.{name}.log"
             hosted.append(HostedEngine(drawing_spec(options, name), log))
         engines = [process.connect() for process in hosted]

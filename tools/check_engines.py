@@ -183,7 +183,7 @@ def write_changed(model: Any, source: str, folder: str) -> None:
 def main() -> None:
     """Entry point."""
     parser = ToolParser(__doc__)
-    parser.add_argument("--engines", nargs="+", choices=available_engines())
+    parser.add_argument("--engines", nargs="+", choices=available_engines(denoising=False))
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--problems", default="examples/problems", help="problem file or directory")
     parser.add_argument("--prompts", type=int, default=100)
@@ -203,7 +203,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         changed = load(options.model, "float32")
         write_changed(changed, options.model, folder)
-        for name in options.engines or available_engines():
+        for name in options.engines or available_engines(denoising=False):
             for dtype in options.dtypes:
                 spec = EngineSpec(
                     name=name,

@@ -126,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; return the exit code of the first that fails."""
     parser = CommandParser(__doc__)
     parser.add_argument("--fresh", action="store_true", help="remove earlier demo runs")
-    parser.add_argument("--engine", choices=available_engines(), default=default_engine())
+    parser.add_argument(
+        "--engine", choices=available_engines(denoising=False), default=default_engine()
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of reinforcement learning")
     options = parser.parse_args(arguments)
     run = run_of(options.seed)

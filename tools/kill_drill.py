@@ -59,6 +59,8 @@ _LONGEST = 400.0
 """Seconds of a run, and of its end after a kill."""
 _GONE_SECONDS = 30.0
 _FIRST_STEP = "[step 1/"
+_SANDBOX = "ctrl_megatron.sandbox"
+_ENGINE = r"^engine|rollout\.server|EngineCore|sglang::(scheduler|detokenizer)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,21 +276,27 @@ class Range:
 
 
 def is_victim(process: psutil.Process, kind: str) -> bool:
-    """Whether it is the kind's process; of an engine, any of its processes that computes."""
-    patterns = {
-        "engine": r"^engine|rollout\.server|EngineCore|sglang::(scheduler|detokenizer)",
-        "sandbox": r"ctrl_megatron\.sandbox",
-        "rank": r"^rank \d",
-        "launcher": r"torch\.distributed\.run",  # of one of several hosts
-    }
+    """Whether it is a process of that kind; of an engine, any of its processes that computes.
+
+    A rank is known by its environment, from which engines and sandboxes get no rank, and a
+    sandbox's workers, which it replaces itself, by their parent. Of one of several hosts the
+    launcher is the child of a shell; its forks have its command line.
+    """
     try:
-        words = " ".join([process.name(), *process.cmdline()])
-        parent = psutil.Process(process.ppid()).name()
+        words, above = " ".join([process.name(), *process.cmdline()]), process.parent()
+        environment = process.environ() if kind == "rank" else {}
+        of = " ".join([above.name(), *above.cmdline()]) if above else ""
     except psutil.NoSuchProcess:
         return False
-    # A sandbox replaces its workers itself; a launcher's forks have its command line.
-    above = {"sandbox": "rank", "launcher": "sh"}.get(kind, "")
-    return re.search(patterns[kind], words) is not None and parent.startswith(above)
+    if kind == "rank":
+        return re.search(r"^rank \d|commands\.train_rl|tools/train_rl", words) is not None and (
+            "RANK" in environment or words.startswith("rank ")
+        )
+    if kind == "sandbox":
+        return _SANDBOX in words and _SANDBOX not in of
+    if kind == "launcher":
+        return "torch.distributed.run" in words and of.startswith("sh ")
+    return re.search(_ENGINE, words) is not None
 
 
 def metrics_of(run: Run) -> dict[int, dict[str, float]]:

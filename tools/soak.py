@@ -5,7 +5,7 @@ The run is that of ``tools/kill_drill.py`` with the engine ``hf`` and a save per
 of ``--victims`` are killed in turn, each time that ``--every`` more steps are done. After a step
 the resident memory and the open descriptors of all processes are a line of ``samples.jsonl`` in
 ``--out``, with the sizes of the run's files. A table has, for each kind of process, the processes
-of its longest life and what they have gained within it after its first ``_WARM`` steps.
+of its longest life and what they have gained in the second half of it.
 
 Exit code 1 if the run does not end with all its steps, if a process gains more than 5 MiB or two
 descriptors per hundred steps, or if a file grows by more than 1.2 times as much in the second half
@@ -31,19 +31,19 @@ from launched_run import Run
 from ctrl_megatron.config.flags import ToolParser
 from tools.kill_drill import Range, is_victim, metrics_of
 
-_WARM = 20
-"""Steps of a process's life in which buffers and caches reach their sizes."""
+_SHORTEST = 40
+"""Steps of a life that is looked at: buffers and caches reach their sizes in its first half."""
 _MOST_MIB, _MOST_DESCRIPTORS, _MOST_SECOND_HALF = 5.0, 2.0, 1.2
 _MIB = 1 << 20
 
 
 def kind_of(process: psutil.Process) -> str:
     """The kind of a process of the run; workers of a sandbox come and go and are one kind."""
-    for kind in ("engine", "sandbox", "rank"):
+    for kind in ("sandbox", "engine", "rank"):
         if is_victim(process, kind):
-            return process.name() if kind == "rank" else kind
-    words = " ".join(process.cmdline())
-    return "sandbox worker" if "ctrl_megatron.sandbox" in words else "other"
+            number = process.environ().get("RANK", process.name()[-1:])
+            return f"rank {number}" if kind == "rank" else kind
+    return "sandbox worker" if "ctrl_megatron.sandbox" in " ".join(process.cmdline()) else "other"
 
 
 def sample(run: Run, step: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def sample(run: Run, step: int) -> dict[str, Any]:
                     {
                         "kind": "launcher" if first else kind_of(process),
                         "pid": process.pid,
-                        "mib": process.memory_full_info().uss / _MIB,
+                        "mib": process.memory_info().rss / _MIB,
                         "descriptors": process.num_fds(),
                         "threads": process.num_threads(),
                     }
@@ -96,13 +96,14 @@ def gained(samples: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
             lives[process["kind"], process["pid"]].append((one["step"], process))
     found: dict[str, dict[str, float]] = {}
     for (kind, _), life in lives.items():
-        warm = [(step, p) for step, p in life if step >= life[0][0] + _WARM]
-        if len(warm) < 2 * _WARM or len(warm) <= found.get(kind, {}).get("samples", 0):
+        lasts = life[-1][0] - life[0][0]
+        if lasts < _SHORTEST or lasts <= found.get(kind, {}).get("steps", 0):
             continue
-        steps = [step for step, _ in warm]
-        found[kind] = {"samples": len(warm), "steps": steps[-1] - steps[0]}
+        late = [(step, p) for step, p in life if step >= life[-1][0] - lasts / 2]
+        steps = [step for step, _ in late]
+        found[kind] = {"steps": lasts}
         for name in ("mib", "descriptors", "threads"):
-            values = [p[name] for _, p in warm]
+            values = [p[name] for _, p in late]
             found[kind] |= {name: values[-1], f"{name}/100": 100 * slope(steps, values)}
     return found
 

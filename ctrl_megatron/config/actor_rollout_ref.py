@@ -106,6 +106,8 @@ class Megatron:
 
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
+    context_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the tokens of the same rows, for long sequences; they have equal weights."""
     pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
     virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
@@ -218,7 +220,8 @@ class EngineKeys:
     """Inference engines of one model."""
 
     name: EngineName = "hf"
-    """Engine; hf is transformers' own generation, embedded."""
+    """Engine; hf is transformers' own generation, embedded, and diffusion the sampler of
+    masked-diffusion models."""
     python: str | None = None
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""

@@ -132,7 +132,7 @@ class ValueLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RolePlacement:
     """The ranks of roles. Those that are not named here share the other ranks, among them rank
     0, with the engines and the sandbox."""
 

@@ -115,18 +115,21 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         world_size -= _ranks_apart(config, world_size)
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    data, rest = divmod(world_size, tensor * pipeline)
+    context = megatron.context_parallel_size
+    model_size = tensor * context * pipeline
+    data, rest = divmod(world_size, model_size)
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline}
     if rest:
         raise UserError(
-            f"{_M}tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline} "
-            f"does not divide the {world_size} ranks that were started; start a multiple of "
-            f"{tensor * pipeline} ranks or change the sizes"
+            f"{_M}tensor_model_parallel_size={tensor} x context_parallel_size={context} x "
+            f"pipeline_model_parallel_size={pipeline} does not divide the {world_size} ranks that "
+            f"were started; start a multiple of {model_size} ranks or change the sizes"
         )
-    expert = megatron.expert_tensor_parallel_size or tensor
-    if tensor * data % (expert * megatron.expert_model_parallel_size):
+    expert, stage = megatron.expert_tensor_parallel_size or tensor, world_size // pipeline
+    if stage % (expert * megatron.expert_model_parallel_size):
         raise UserError(
             f"{_M}expert_model_parallel_size={megatron.expert_model_parallel_size} x "
-            f"expert_tensor_parallel_size={expert} does not divide the {tensor * data} ranks of a "
+            f"expert_tensor_parallel_size={expert} does not divide the {stage} ranks of a "
             "pipeline stage; change the sizes"
         )
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
@@ -148,7 +151,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         if size % data:
             raise UserError(
                 f"{key}={size} does not divide over {data} data-parallel ranks "
-                f"({world_size} ranks / {tensor} tensor / {pipeline} pipeline); "
+                f"({world_size} ranks{''.join(f' / {n} {name}' for name, n in sizes.items())}); "
                 f"use a multiple of {data}"
             )
 

@@ -102,7 +102,6 @@ ABSENT: Mapping[str, str] = {
         "the reference has the actor's layout, and rests in host memory with "
         f"{_MEGATRON}param_offload=true"
     ),
-    _MEGATRON + "context_parallel_size": "a sequence is not cut over ranks",
     _MEGATRON + "use_dist_checkpointing": _FROM_HF,
     _MEGATRON + "dist_checkpointing_path": _FROM_HF,
     _MEGATRON + "use_mbridge": _FROM_HF,

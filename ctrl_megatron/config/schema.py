@@ -14,8 +14,8 @@ from ctrl_megatron.config.algorithm import (
     VALUE_MODEL,
     Algorithm,
     Critic,
-    Placement,
     Reward,
+    RolePlacement,
     Sandbox,
 )
 from ctrl_megatron.config.coerce import Place
@@ -231,7 +231,7 @@ class Config:
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
     critic: Critic = group(Critic, read=VALUE_MODEL)
-    placement: Placement = group(Placement, read=VALUE_MODEL)
+    placement: RolePlacement = group(RolePlacement, read=VALUE_MODEL)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
     sandbox: Sandbox = group(Sandbox)

@@ -32,7 +32,7 @@ _MEGATRON = "actor_rollout_ref.actor.megatron"
 _SAME = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "sequence_parallel"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("recompute_granularity", "recompute_num_layers"),
 )
@@ -63,8 +63,8 @@ REASONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("context_parallel_size", "num_layers_in_first_pipeline_stage"),
-            *("num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+            *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+            "pipeline_model_parallel_layout",
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
             *("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths", "recompute_method"),
         ),

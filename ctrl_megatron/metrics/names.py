@@ -138,7 +138,13 @@ METRICS: dict[str, Metric] = {
         "share of the prompts' tokens whose keys an engine had already (vllm, sglang)"
     ),
     "engine/queue_length": Metric(
-        "completions that waited for room in an engine, the mean while it had requests (vllm, sglang)"
+        "completions that waited for room in an engine, the mean while it had requests (vllm, "
+        "sglang)"
+    ),
+    "proxy/requests": Metric("requests to servers of the proxy, without repeated attempts"),
+    "proxy/cached_rate": Metric(
+        "share of the revisions asked of servers that a cached answer or an equal request spared",
+        "Cached revisions",
     ),
     "engine/restarts": Metric(_RESTARTS.format("engines")),
     "sandbox/restarts": Metric(_RESTARTS.format("sandboxes")),

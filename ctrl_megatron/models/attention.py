@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
 from ctrl_megatron.models import attention_kernel
+from ctrl_megatron.models.context_parallel import over_context_ranks
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -39,8 +41,6 @@ class PackedAttention(torch.nn.Module):
         self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs Transformer Engine's attention")
         self.scale = softmax_scale
 
     def forward(
@@ -54,7 +54,8 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """(T, A * Dv) attention; shapes as in ``Attend``."""
-        return attend(query, key, value, packed_seq_params, self.scale).flatten(1)
+        own = partial(attend, scale=self.scale)
+        return over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
 
 
 class Attend(Protocol):
@@ -69,8 +70,10 @@ class Attend(Protocol):
         scale: float | None,
         /,
     ) -> torch.Tensor:
-        """(T, A, Dv) context of query (T, A, Dk), key (T, G, Dk) and value (T, G, Dv), where G
-        divides A; all of one float dtype. A scale of None is 1 / sqrt(Dk)."""
+        """(Q, A, Dv) context of query (Q, A, Dk), key (T, G, Dk) and value (T, G, Dv), where G
+        divides A; all of one float dtype. Queries are those of the layout's segments, one segment
+        after the other, so that Q is T where the segments have all tokens. A scale of None is
+        1 / sqrt(Dk)."""
         ...
 
 
@@ -128,24 +131,28 @@ class SegmentAttention(torch.autograd.Function):
             context, log = map(_flat, _forward(q, k, v, **mask, scale=factor))
             return context[..., : value.shape[2]], log
 
+        here = 0
         for prefix, members in layout.families():
-            before = prefix.stop - prefix.start
+            before, first = prefix.stop - prefix.start, here
+            apart = before >= _APART or not layout.causal
             for segment in members:
-                own = slice(segment.start, segment.end)
-                if before == 0 or before >= _APART:
-                    out[own], log_sum[own] = attend(
-                        own, keys[own], values[own], is_causal=layout.causal
+                own, start = slice(segment.start, segment.end), here
+                here += segment.queries
+                if before == 0 or apart:
+                    rows = slice(start, here)
+                    out[rows], log_sum[rows] = attend(
+                        rows, keys[own], values[own], is_causal=layout.causal
                     )
                     continue
                 k, v = (torch.cat([x[prefix], x[own]]) for x in (keys, values))
                 for piece in _pieces(segment):
-                    rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                    rows = slice(start + piece.start, start + piece.stop)
                     seen = before + piece.stop
                     mask = query.new_full((piece.stop - piece.start, seen), -torch.inf)
                     mask.triu_(before + piece.start + 1)
                     out[rows], log_sum[rows] = attend(rows, k[:seen], v[:seen], attn_mask=mask)
-            if before >= _APART:
-                rows = slice(members[0].start, members[-1].end)
+            if before and apart:
+                rows = slice(first, here)
                 there, sum_there = attend(rows, keys[prefix], values[prefix])
                 # Each part's share of the softmax over all these keys (arXiv 2310.01889).
                 ahead = log_sum[rows] - sum_there
@@ -176,6 +183,7 @@ class SegmentAttention(torch.autograd.Function):
             """(n, A, ...) -> (G, A / G * n, ...): a matrix of all queries that share a key head."""
             return x.transpose(0, 1).reshape(groups, -1, *x.shape[2:])
 
+        here = 0
         for prefix, members in layout.families():
             before, most = prefix.stop - prefix.start, max(segment.keys for segment in members)
             family = _FamilyKeys(key, value, most, scale * bits, wide)
@@ -186,7 +194,7 @@ class SegmentAttention(torch.autograd.Function):
                 for piece in _pieces(segment):
                     count = piece.stop - piece.start
                     seen = before + piece.stop if layout.causal else segment.keys
-                    rows = slice(segment.start + piece.start, segment.start + piece.stop)
+                    rows = slice(here + piece.start, here + piece.stop)
                     q, g, o, log = (by_group(x[rows]) for x in (query, given, out, log_sum))
                     mean = (g.to(wide) * o).sum(-1, keepdim=True)
                     low = mean.to(g.dtype)
@@ -205,6 +213,7 @@ class SegmentAttention(torch.autograd.Function):
                     products = torch.bmm(grad, family.keys[:, :seen])
                     grad_query[rows] = products.view(heads, count, width).transpose(0, 1)
                 family.take_gradients(own, before, grad_key, grad_value)
+                here += segment.queries
             family.take_gradients(prefix, 0, grad_key, grad_value)
         dtype = query.dtype
         return (
@@ -344,17 +353,18 @@ def masked_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """``Attend`` segment by segment, with a mask for a prefix; for any device and dtype."""
-    outputs = []
-    for segment in packed.layout.segments:
+    outputs, segments = [], packed.layout.segments
+    queries = query.split([segment.queries for segment in segments])
+    for segment, q in zip(segments, queries, strict=True):
         own, prefix = slice(segment.start, segment.end), segment.prefix
         shared = segment.prefix_end > segment.prefix_start
         mask = None
-        if shared:
+        if shared and packed.layout.causal:
             mask = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=query.device)
             mask = mask.tril(segment.keys - segment.queries)
         k, v = (torch.cat([x[prefix], x[own]]) if shared else x[own] for x in (key, value))
         out = F.scaled_dot_product_attention(
-            _batched(query[own]),
+            _batched(q),
             _batched(k),
             _batched(v),
             attn_mask=mask,
@@ -400,23 +410,35 @@ def over_shared_prefixes(kernel: Any) -> type:
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
             """(T, A * Dv) attention; shapes as in ``Attend``."""
-            kernel = attention_kernel.kernel_on(query.device, query.dtype)
-            if kernel != "transformer_engine":
-                scale = self._packed_scale
-                return attend(query, key, value, packed_seq_params, scale).flatten(1)
-            if not packed_seq_params.layout.causal:
-                attn_mask_type = AttnMaskType.padding
-            elif packed_seq_params.key_index is not None:
-                attn_mask_type = _TeMask.padding_causal_bottom_right
-            return super().forward(
+            own = partial(attend, scale=self._packed_scale)
+            if attention_kernel.kernel_on(query.device, query.dtype) == "transformer_engine":
+                own = partial(self._attend, attention_mask, attn_mask_type, attention_bias)
+            return over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
+
+        def _attend(
+            self,
+            mask: torch.Tensor | None,
+            mask_type: Any,
+            bias: torch.Tensor | None,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            packed: PackedLayoutParams,
+        ) -> torch.Tensor:
+            if not packed.layout.causal:
+                mask_type = AttnMaskType.padding
+            elif packed.key_index is not None:
+                mask_type = _TeMask.padding_causal_bottom_right
+            context = super().forward(
                 query,
-                _seen(key, packed_seq_params),
-                _seen(value, packed_seq_params),
-                attention_mask,
-                attn_mask_type=attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params.attention,
+                _seen(key, packed),
+                _seen(value, packed),
+                mask,
+                attn_mask_type=mask_type,
+                attention_bias=bias,
+                packed_seq_params=packed.attention,
             )
+            return context.view(len(query), query.shape[1], -1)
 
     # Reports name the library of the kernel.
     VariableLengthAttention.__module__ = kernel.__module__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,6 +220,10 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     config = transformer_config(shape, groups, options)
     padded = vocab_range(shape.vocab_size, 0, layout.tensor)[2] * layout.tensor
     chunks = []
+    # Context ranks exchange tokens in attention (models.context_parallel), for which Megatron's own
+    # layers see one sequence on one rank.
+    within = copy(groups.megatron)
+    within.cp = groups.alone
     for chunk in range(layout.virtual_pipeline):
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
         kinds = [shape.feed_forward[layer] for layer in layers]
@@ -234,7 +239,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(shape.rope.theta),
-            pg_collection=groups.megatron,
+            pg_collection=within,
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         _rotate_by_positions(model, shape)

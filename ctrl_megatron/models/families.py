@@ -12,7 +12,7 @@ from functools import partial
 from types import NoneType
 from typing import Any
 
-from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, need, whole
 from ctrl_megatron.models.rope import Yarn
@@ -59,6 +59,8 @@ class Family:
     """As ``ModelShape.file_names``."""
     diffusion: Callable[[HfConfig, str], MaskedDiffusion] | None = None
     """None for a family of autoregressive models."""
+    layers_of: str = ""
+    """The family of transformers with the same layers, where transformers lacks this one."""
 
 
 def _grouped_query(
@@ -367,6 +369,7 @@ FAMILIES: Mapping[str, Family] = {
         keys=frozenset(["mask_token_id", "auto_map"]),
         architectures=("DreamModel",),
         diffusion=partial(_masked_diffusion, shifted=True),
+        layers_of="qwen2",
     ),
     "llada": Family(
         attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
@@ -399,6 +402,7 @@ FAMILIES: Mapping[str, Family] = {
         key_names=_LLADA_KEYS,
         file_names=_LLADA_NAMES,
         diffusion=partial(_masked_diffusion, shifted=False),
+        layers_of="llama",
     ),
 }
 """``model_type`` -> family."""
@@ -407,6 +411,10 @@ FAMILIES: Mapping[str, Family] = {
 def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
     """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
     computes the same (by the code of SGLang 0.5.23)."""
+    denoises = shape.diffusion is not None
+    if ENGINES[engine].denoises != denoises:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.denoises == denoises)
+        return f"engine {engine!r} does not generate with the {shape.family} family; use {able}"
     attention = shape.attention
     if engine != "sglang" or not isinstance(attention, GroupedQueryAttention):
         return None

@@ -15,6 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
+from ctrl_megatron.models.context_parallel import sum_over_context_ranks
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 
@@ -70,7 +71,7 @@ def forward_with_loss(
         _keep(vectors, micro, results)
     if len(micro.rows):
         fields = {name: value[micro.rows].to(output.device) for name, value in rows.items()}
-        share, scalars = loss(*map(micro.to_rows, vectors), fields, counts)
+        share, scalars = loss(*_as_rows(vectors, micro), fields, counts)
         scalars = {"loss": share.detach(), **scalars}
     else:
         share, scalars = vectors[0].sum(), {}
@@ -97,9 +98,14 @@ def forward_only(
     return vectors[0].sum(), partial(report_loss, LossShare(rows=micro.rows, scalars={}))
 
 
+def _as_rows(vectors: tuple[torch.Tensor, ...], micro: MicroBatch) -> torch.Tensor:
+    """(vectors, b, R): the (N,) vectors of all context ranks."""
+    return sum_over_context_ranks(torch.stack([*map(micro.to_rows, vectors)]), micro.packed)
+
+
+@torch.no_grad()
 def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.Tensor) -> None:
-    rows = micro.rows.to(results.device)
-    results[:, rows] = torch.stack([micro.to_rows(vector.detach()) for vector in vectors])
+    results[:, micro.rows.to(results.device)] = _as_rows(vectors, micro)
 
 
 def report_loss(

@@ -4,13 +4,20 @@ that one pass computes its coupled score (``algorithms.coupled``)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ctrl_megatron.algorithms.coupled import coupled_weights
 from ctrl_megatron.data.packing import pack
-from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, check_no_holes
-from ctrl_megatron.models.packed_layout import lay_out, layout_params
+from ctrl_megatron.models.micro_batch import (
+    Fields,
+    MicroBatch,
+    attended_tokens,
+    check_no_holes,
+    micro_batch,
+)
+from ctrl_megatron.models.packed_layout import lay_out
 from ctrl_megatron.models.shape import MaskedDiffusion
 
 VERSIONS = 3
@@ -24,6 +31,7 @@ def split_into_masked_versions(
     multiple: int,
     count: Callable[[int], int],
     device: torch.device,
+    context: Any = None,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once, each with its three versions.
 
@@ -59,7 +67,7 @@ def split_into_masked_versions(
         )
     ]
     return [
-        _pack(rows, versions, answers, answered.shape[1], multiple, device)
+        _pack(rows, versions, answers, answered.shape[1], multiple, device, context)
         for rows in micro_batches
     ]
 
@@ -109,11 +117,11 @@ def _pack(
     width: int,
     multiple: int,
     device: torch.device,
+    context: Any,
 ) -> MicroBatch:
     total = VERSIONS * sum(versions[row].length for row in rows)
     filler = -total % multiple if total else multiple
     sequences = [(versions[row].length, [0]) for row in rows for _ in range(VERSIONS)]
-    packed = layout_params(lay_out(sequences, filler=filler, causal=False), device)
     none, here = torch.zeros(0, dtype=torch.int64), 0
     parts: list[tuple[torch.Tensor, ...]] = [(none, none, none, torch.zeros(0), none)]
     for local, row in enumerate(rows):
@@ -121,20 +129,19 @@ def _pack(
         parts.append((here + predictors, *others, torch.full_like(predictors, local)))
         here += VERSIONS * versions[row].length
     tokens = [*(versions[row].tokens for row in rows), torch.zeros(filler, dtype=torch.int64)]
-    predictors, targets, columns, weights, row_of = (
-        torch.cat(part).to(device) for part in zip(*parts, strict=True)
-    )
-    return MicroBatch(
-        rows=torch.tensor(rows, dtype=torch.int64),
-        tokens=torch.cat(tokens).unsqueeze(0).to(device),
-        positions=packed.positions.unsqueeze(0),
+    predictors, targets, columns, weights, row_of = map(torch.cat, zip(*parts, strict=True))
+    return micro_batch(
+        lay_out(sequences, filler=filler, causal=False),
+        torch.cat(tokens),
+        predictors,
+        targets,
+        row_of,
+        columns,
+        rows=rows,
         num_tokens=total,
-        packed=packed,
-        predictors=predictors,
-        targets=targets,
-        row_of=row_of,
-        column_of=columns,
         width=width,
+        device=device,
+        context=context,
         weights=weights,
         occurrences=2,
     )

@@ -5,18 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ctrl_megatron.data.packing import pack_groups
-from ctrl_megatron.models.packed_layout import PackedLayoutParams, lay_out, layout_params
+from ctrl_megatron.models.packed_layout import (
+    PackedLayout,
+    PackedLayoutParams,
+    lay_out,
+    layout_params,
+)
 
 Fields = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """T packed tokens of b rows, in N of whose places response tokens are predicted."""
+    """T packed tokens of b rows, in N of whose places response tokens are predicted.
+
+    Where context ranks share the rows (``packed_layout.SharedTokens``), T and N count this rank's
+    tokens.
+    """
 
     rows: torch.Tensor
     """(b,) int64: the rows' indices in the batch."""
@@ -24,8 +34,12 @@ class MicroBatch:
     """(1, T) int64."""
     positions: torch.Tensor
     """(1, T) int64, counted from 0 in every row."""
+    padding: torch.Tensor
+    """(1, T) bool: on for the tokens that belong to no row."""
     num_tokens: int
-    """T without the tokens that belong to no row, which come last."""
+    """Number of tokens that belong to rows, those of all context ranks together."""
+    num_predicted: int
+    """N of all context ranks together."""
     packed: PackedLayoutParams
     predictors: torch.Tensor
     """(N,) int64: index in T of the hidden state that predicts each response token."""
@@ -41,12 +55,6 @@ class MicroBatch:
     """(N,) float32, or one number: the factor of a token's log-prob in its row."""
     occurrences: int = 1
     """How often every response token is predicted."""
-
-    @property
-    def padding(self) -> torch.Tensor:
-        """(1, T) bool: on for the tokens that belong to no row."""
-        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return columns.unsqueeze(0) >= self.num_tokens
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values as a (b, R) matrix with zeros elsewhere, those of a token that is predicted
@@ -64,14 +72,16 @@ def split_into_micro_batches(
     multiple: int,
     count: Callable[[int], int],
     device: torch.device,
+    context: Any = None,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
 
     batch: ``input_ids``, ``attention_mask`` (B, P+R) and ``response_mask`` (B, R), prompts padded
     on the left, responses on the right. ``shared_prefix``: rows with equal prompts follow one copy
     of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple of it
-    (sequence parallelism splits them over the tensor ranks). ``count``: from the number of
-    micro-batches with rows to the number of all; empty ones are appended.
+    (``Layout.token_multiple``). ``count``: from the number of micro-batches with rows to the number
+    of all; empty ones are appended. ``context``: the process group of the ranks that share the
+    rows, if there are several.
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
     mask is neither empty nor exactly the attended response tokens.
     """
@@ -93,7 +103,7 @@ def split_into_micro_batches(
     micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     return [
-        _pack(groups, prompts, responses, answers, width, multiple, device)
+        _pack(groups, prompts, responses, answers, width, multiple, device, context)
         for groups in micro_batches
     ]
 
@@ -140,6 +150,7 @@ def _pack(
     width: int,
     multiple: int,
     device: torch.device,
+    context: Any,
 ) -> MicroBatch:
     rows = [row for group in groups for row in group]
     parts = [t for group in groups for t in (prompts[group[0]], *(responses[r] for r in group))]
@@ -156,16 +167,56 @@ def _pack(
         targets.append(responses[row][: answers[row]])
         row_of.append(torch.full((answers[row],), local))
         columns.append(torch.arange(answers[row]))
-    packed = layout_params(layout, device)
+    return micro_batch(
+        layout,
+        torch.cat(parts),
+        *map(torch.cat, (predictors, targets, row_of, columns)),
+        rows=rows,
+        num_tokens=total,
+        width=width,
+        device=device,
+        context=context,
+    )
+
+
+def micro_batch(
+    layout: PackedLayout,
+    tokens: torch.Tensor,
+    predictors: torch.Tensor,
+    targets: torch.Tensor,
+    row_of: torch.Tensor,
+    column_of: torch.Tensor,
+    *,
+    rows: list[int],
+    num_tokens: int,
+    width: int,
+    device: torch.device,
+    context: Any,
+    weights: torch.Tensor | None = None,
+    occurrences: int = 1,
+) -> MicroBatch:
+    """This rank's part of a micro-batch, whose whole fields are on the host: ``tokens`` in the
+    order of the layout, and one number per predicted token in the others."""
+    packed = layout_params(layout, device, context)
+    own = torch.arange(len(tokens)) if packed.shared is None else packed.shared.own.cpu()
+    # Where a token is among this rank's, -1 for another rank's.
+    place_of = torch.full_like(tokens, -1)
+    place_of[own] = torch.arange(len(own))
+    places = place_of[predictors]
+    here = places >= 0
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
-        tokens=torch.cat(parts).unsqueeze(0).to(device),
+        tokens=tokens[own].unsqueeze(0).to(device),
         positions=packed.positions.unsqueeze(0),
-        num_tokens=total,
+        padding=(own >= num_tokens).unsqueeze(0).to(device),
+        num_tokens=num_tokens,
+        num_predicted=len(targets),
         packed=packed,
-        predictors=torch.cat(predictors).to(device),
-        targets=torch.cat(targets).to(device),
-        row_of=torch.cat(row_of).to(device),
-        column_of=torch.cat(columns).to(device),
+        predictors=places[here].to(device),
+        targets=targets[here].to(device),
+        row_of=row_of[here].to(device),
+        column_of=column_of[here].to(device),
         width=width,
+        weights=1.0 if weights is None else weights[here].to(device),
+        occurrences=occurrences,
     )

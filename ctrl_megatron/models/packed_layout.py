@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -110,6 +112,39 @@ class PackedLayout:
             for s in self.segments
         )
 
+    def seen_by(self, pieces: Iterable[range]) -> tuple[PackedLayout, torch.Tensor]:
+        """The layout in which only the tokens of ``pieces`` are queries, and as int64 the tokens of
+        this layout that its tokens are.
+
+        A segment that is a part of one of ours sees copies of the other tokens that it saw as its
+        prefix.
+        """
+        segments, tokens, here = list[Segment](), list[range](), 0
+
+        def copied(*parts: range) -> tuple[int, int]:
+            nonlocal here
+            start = here
+            tokens.extend(parts)
+            here += sum(map(len, parts))
+            return start, here
+
+        for piece in pieces:
+            before, prefix = None, (0, 0)
+            for segment in self.segments:
+                first, end = max(segment.start, piece.start), min(segment.end, piece.stop)
+                if first >= end:
+                    continue
+                seen = (
+                    range(segment.prefix_start, segment.prefix_end),
+                    range(segment.start, first),
+                    range(segment.end if self.causal else end, segment.end),
+                )
+                if seen != before:
+                    before, prefix = seen, copied(*seen) if any(map(len, seen)) else (0, 0)
+                segments.append(Segment(*copied(range(first, end)), *prefix))
+        layout = PackedLayout(segments=tuple(segments), rows=(), causal=self.causal)
+        return layout, _joined(torch.arange(part.start, part.stop) for part in tokens)
+
 
 def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
@@ -148,21 +183,96 @@ class PackedLayoutParams(PackedSeqParams):
     """A layout as it is passed through Megatron, on the device.
 
     Megatron itself reads ``cu_seqlens_q`` and ``cu_seqlens_kv`` only for the rotary embedding,
-    where all tokens are one sequence because the table has a row for every token
+    where all tokens of a rank are one sequence because the table has a row for every token
     (``models.layer_spec.PackedRotaryEmbedding``).
     """
 
     layout: PackedLayout = field(default_factory=lambda: lay_out([]))
     positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """(T,) int64."""
+    """(T,) int64; those of this rank's tokens where ranks share them."""
     attention: PackedSeqParams = field(default_factory=lambda: PackedSeqParams())
     """The segments' bounds among queries and keys, for variable-length kernels."""
     key_index: torch.Tensor | None = None
     """``PackedLayout.key_index``; None if every segment sees only itself."""
+    shared: SharedTokens | None = None
+    """The tokens of all context ranks, of which ``positions`` has this rank's; None for one
+    rank."""
 
 
-def layout_params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
-    """The layout as an argument of Megatron's layers."""
+@dataclass(frozen=True)
+class SharedTokens:
+    """Tokens of a packed micro-batch over C context ranks, of which each has T / C.
+
+    The tokens are cut into 2 C pieces, of which rank r has pieces r and 2 C - 1 - r: the later a
+    token, the more keys it sees, and the more likely it belongs to a response, which alone is
+    multiplied with the vocabulary.
+    """
+
+    group: Any
+    """The process group of the ranks."""
+    packed: PackedLayoutParams
+    """The layout of all tokens."""
+
+    @property
+    def ranks(self) -> int:
+        """C."""
+        return self.group.size()
+
+    @cached_property
+    def own(self) -> torch.Tensor:
+        """(T / C,) int64: this rank's tokens."""
+        device = self.packed.positions.device
+        tokens = by_rank(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
+        return tokens.chunk(self.ranks)[self.group.rank()]
+
+    @cached_property
+    def own_queries(self) -> tuple[PackedLayoutParams, torch.Tensor]:
+        """The layout of this rank's queries, and where the keys of its tokens are among those of
+        all ranks, one rank after the other."""
+        device = self.packed.positions.device
+        pieces = [range(int(p[0]), int(p[-1]) + 1) for p in self.own.chunk(2)]
+        layout, keys = self.packed.layout.seen_by(pieces)
+        places = in_order(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
+        return _params(layout, device), places[keys.to(device)]
+
+
+def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """(T, ...) in the order of the tokens -> (T, ...) with those of one rank after the other's
+    (``SharedTokens``)."""
+    pieces = x.unflatten(0, (2 * ranks, -1))
+    return torch.stack([pieces[:ranks], pieces[ranks:].flip(0)], dim=1).flatten(0, 2)
+
+
+def in_order(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The inverse of ``by_rank``."""
+    pieces = x.unflatten(0, (ranks, 2, -1))
+    return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
+
+
+def layout_params(
+    layout: PackedLayout, device: torch.device, group: Any = None
+) -> PackedLayoutParams:
+    """The layout as an argument of Megatron's layers. ``group``: the ranks that share its tokens,
+    whose number divides them twice."""
+    packed = _params(layout, device)
+    if group is None or group.size() == 1:
+        return packed
+    shared = SharedTokens(group, packed)
+    own = shared.own
+    bounds = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
+    return PackedLayoutParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=len(own),
+        max_seqlen_kv=len(own),
+        layout=layout,
+        positions=packed.positions[own],
+        shared=shared,
+    )
+
+
+def _params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
 
     def bounds(sizes: Iterable[int]) -> torch.Tensor:
         return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=device)

@@ -135,7 +135,7 @@ class ParallelModel:
         if self.options.build.overrides.get("gradient_accumulation_fusion", True):
             fuse_weight_gradients(self.models)
         # A bucket's sum overlaps the backward pass of the last micro-batch.
-        overlaps = self.groups.layout.data > 1
+        overlaps = self.groups.layout.replicas("dense") > 1
         self.chunks = [
             DistributedDataParallel(
                 self.config,
@@ -342,7 +342,7 @@ class ParallelModel:
     def _count(self, micro_batches: list[MicroBatch], *, backward: bool) -> None:
         layouts, shape = [micro.packed.layout for micro in micro_batches], self.shape
         # Only response tokens are multiplied with the vocabulary.
-        responses = 0 if shape.value_head else sum(len(micro.targets) for micro in micro_batches)
+        responses = 0 if shape.value_head else sum(micro.num_predicted for micro in micro_batches)
         flops = model_flops(
             shape,
             tokens=sum(layout.tokens for layout in layouts),
@@ -371,9 +371,10 @@ class ParallelModel:
         micro_batches = split(
             rows,
             token_budget=token_budget,
-            multiple=layout.tensor if self.config.sequence_parallel else 1,
+            multiple=layout.token_multiple,
             count=self._micro_batches_together,
             device=self.groups.device,
+            context=self.groups.context,
         )
         self._count(micro_batches, backward=backward)
         if backward:
@@ -385,7 +386,7 @@ class ParallelModel:
             "num_microbatches": len(micro_batches),
             # With variable_seq_lengths Megatron only divides these two; shapes are sent with the
             # tensors.
-            "seq_length": layout.tensor,
+            "seq_length": layout.token_multiple,
             "micro_batch_size": 1,
         }
 

@@ -79,8 +79,9 @@ class Router(TopKRouter):
         """This rank's share of both losses; logits (T, E) float32, real (T, 1)."""
         choice, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         assigned = (choice & real).sum(dim=0).float()
-        if self.config.sequence_parallel:  # the tensor ranks have parts of the micro-batch
-            dist.all_reduce(assigned, group=self.tp_group)
+        # Tensor ranks, which experts require to be sequence parallel, and context ranks have parts
+        # of the micro-batch.
+        dist.all_reduce(assigned, group=self.tp_cp_group)
         share = assigned / assigned.sum().clamp(min=1)
         balance = len(share) * (share * (scores * real).sum(dim=0)).sum()
         z = (logits.logsumexp(dim=-1, keepdim=True).square() * real).sum()

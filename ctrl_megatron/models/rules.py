@@ -7,6 +7,7 @@ shapes and their order in it; ``models.shards`` turns rules into rectangles of a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -125,6 +126,13 @@ def _in_files(
 def file_name(name: str, names: Iterable[tuple[str, str]]) -> str:
     """The name in a family's files of a tensor that is called ``name`` in Llama's."""
     return next((b + name.removeprefix(a) for a, b in names if name.startswith(a)), name)
+
+
+def usual_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """The name in Llama's files of a tensor that is called ``name`` in a family's."""
+    layer = re.search(r"\.(\d+)\.", name)
+    general = name if layer is None else name.replace(layer[0], ".{i}.", 1)
+    return file_name(general, [(b, a) for a, b in names]).format(i=layer and layer[1])
 
 
 def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]:

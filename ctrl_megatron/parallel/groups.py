@@ -99,6 +99,8 @@ class ProcessGroups(RankSet):
     place: Coordinates
     megatron: ProcessGroupCollection
     """The groups that Megatron's parts are given."""
+    alone: Any
+    """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
     host_model: Any
     """The ranks of this model copy, which have this rank's data index, over gloo."""
     host_data: Any
@@ -113,6 +115,11 @@ class ProcessGroups(RankSet):
     def pipeline(self) -> Any:
         """The ranks that have this one's part of the other stages."""
         return self.megatron.pp
+
+    @property
+    def context(self) -> Any:
+        """The ranks that share this rank's rows and have the same part of the weights."""
+        return self.megatron.cp
 
     @property
     def is_leader(self) -> bool:
@@ -283,6 +290,7 @@ def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
         "host_data": make.host.group_of(layout.split("dp")),
         "writers": make.writers.group_of(every),
         "megatron": megatron_groups(layout, make.devices),
+        "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
     }
 
 

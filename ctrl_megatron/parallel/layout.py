@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ctrl_megatron.errors import UserError
@@ -134,6 +134,13 @@ class Layout:
         """Number of ranks with the same data index, which compute the same rows together."""
         return self.tensor * self.context * self.pipeline
 
+    @property
+    def token_multiple(self) -> int:
+        """A micro-batch has a multiple of so many tokens: tensor ranks split those of a context
+        rank under sequence parallelism, and a context rank has two pieces of them."""
+        tensor = self.tensor if self.sequence_parallel else 1
+        return tensor if self.context == 1 else self.context * lcm(2, tensor)
+
     def mesh(self, name: MeshName) -> Mesh:
         """The mesh over which weights of that kind are cut."""
         if name == "dense":
@@ -247,17 +254,19 @@ class World:
 
 
 def layout_for(world_size: int, keys: Megatron) -> Layout:
-    """The layout of ``world_size`` ranks; tensor and pipeline leave the data-parallel size."""
+    """The layout of ``world_size`` ranks; the other sizes leave the data-parallel one."""
     tensor, pipeline = keys.tensor_model_parallel_size, keys.pipeline_model_parallel_size
-    model_size = tensor * pipeline
+    context = keys.context_parallel_size
+    model_size = tensor * context * pipeline
     if world_size % model_size:
         raise UserError(
             f"{world_size} ranks cannot hold whole copies of a model split "
-            f"tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}; "
-            f"start a multiple of {model_size} ranks"
+            f"tensor_model_parallel_size={tensor} x pipeline_model_parallel_size={pipeline}, with "
+            f"context_parallel_size={context}; start a multiple of {model_size} ranks"
         )
     return Layout(
         tensor=tensor,
+        context=context,
         pipeline=pipeline,
         virtual_pipeline=keys.virtual_pipeline_model_parallel_size or 1,
         data=world_size // model_size,

@@ -29,6 +29,9 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
+        self.deferred = False
+        """Whether a request has no effect for now: something is under way that must not be left
+        half-done. All ranks set it at the same place."""
         self._first: float | None = None
         self._previous: dict[int, Any] = {}
 
@@ -55,8 +58,8 @@ class StopFlag:
 
     @property
     def is_set(self) -> bool:
-        """True once a stop was requested on this rank."""
-        return self._first is not None
+        """True once a stop was requested on this rank, but not while it is ``deferred``."""
+        return self._first is not None and not self.deferred
 
     def agreed(self, groups: RankSet) -> bool:
         """True on all ranks if a stop was requested on any rank. Collective."""

@@ -110,6 +110,7 @@ class StepDump:
             "rows": list(counts),
             "layout": {
                 "tensor": layout.tensor,
+                "context": layout.context,
                 "pipeline": layout.pipeline,
                 "data": layout.data,
             },

@@ -85,7 +85,7 @@ class Executor:
         """The batch after the last node, and the metrics of all nodes.
 
         Raises StopRequested, on all ranks at the same node, if a stop is requested before the first
-        node that changes weights; after that the step is finished.
+        node that changes weights. After that the step is finished, whatever its nodes wait for.
         """
         metrics: dict[str, float] = {}
         self.weights_changed = False
@@ -104,6 +104,7 @@ class Executor:
             self._between.abandon([*failed, *left[1:]], why)
             raise
         finally:
+            self._worker.stop.deferred = False
             for future, _ in self._pending.values():
                 if future is not None:
                     future.cancel()
@@ -130,13 +131,13 @@ class Executor:
         ancestors = self.graph.get_ancestors(node.node_id)
         for needed in [n for n in self._pending if n in ancestors]:
             batch = self._merge(batch, self._collect(needed), metrics)
-        if node.changes_weights and not self.weights_changed:
-            self.weights_changed = True
-            self._before_update(batch)
         # The world that deals the rows decides it for the others.
         may_stop = self._between.is_home and not self.weights_changed
         if may_stop and self._worker.stop.agreed(self._worker.groups):
             raise StopRequested
+        if node.changes_weights and not self.weights_changed:
+            self.weights_changed = self._worker.stop.deferred = True
+            self._before_update(batch)
         return batch
 
     def _run(self, node: Node, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
@@ -180,7 +181,7 @@ class Executor:
     def _collect(self, node_id: str) -> NodeOutput:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
-            output = self._worker.waiting.together(future, what, stoppable=not self.weights_changed)
+            output = self._worker.waiting.together(future, what)
             output = self._worker.groups.from_leader(output)
         for moved in self._moves[before:] if output is not None else ():
             output = self._brought(output, moved, node_id)

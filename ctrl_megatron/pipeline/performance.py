@@ -18,6 +18,7 @@ from ctrl_megatron.metrics import (
     seconds_by_name,
 )
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
+from ctrl_megatron.pipeline.proxy import ApiProxy
 from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.counters import Counters, step_metrics
@@ -34,7 +35,8 @@ def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
 
 def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """``perf/tokens_per_second`` and ``perf/mfu`` of a step of ``ctrl.add_update_nodes``, the
-    metrics ``engine/...``, ``sandbox/restarts``, and of several engines ``perf/engine_balance``.
+    metrics ``engine/...``, ``proxy/...`` and ``sandbox/restarts``, and of several engines
+    ``perf/engine_balance``.
 
     MFU counts what the trainer's passes (log-probs, values, updates) computed over the time they
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
@@ -50,6 +52,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             peak=worker.peak_flops,
         ),
         **engine_metrics(worker),
+        **proxy_metrics(worker),
         **restart_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
@@ -85,6 +88,21 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
         return {}
     before, worker.counted = worker.counted, counted
     return step_metrics(before, counted)
+
+
+def proxy_metrics(worker: DAGWorker) -> dict[str, float]:
+    """``proxy/requests``, those to servers of the proxy since the last call, and
+    ``proxy/cached_rate``, the share of the revisions that needed none; nothing with another kind of
+    proxy. Collective.
+    """
+    proxy, groups = worker.proxy, worker.groups
+    if not isinstance(proxy, ApiProxy):
+        return {}
+    mine = worker.ask(proxy.take_counts, "the proxy's counters", stoppable=False)
+    every = groups.from_data_ranks(mine)
+    sent, spared = sum(one.runs for one in every), sum(one.hits + one.joined for one in every)
+    rate = {"proxy/cached_rate": spared / (sent + spared)} if sent + spared else {}
+    return {"proxy/requests": float(sent), **rate}
 
 
 def restart_metrics(worker: DAGWorker) -> dict[str, float]:

@@ -20,7 +20,7 @@ from ctrl_megatron.generation.chat import Chat, ChatError
 from ctrl_megatron.pipeline.sampling import greedy_params, require_version
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
 from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.rewards.cache import ResultCache, fingerprint
+from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, fingerprint
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
 
@@ -178,6 +178,11 @@ class ApiProxy:
         for server in self._servers.values():
             await server.close()
         self.cache.close()
+
+    async def take_counts(self) -> CacheCounters:
+        """What the cache did since the last call."""
+        found, self.cache.counters = self.cache.counters, CacheCounters()
+        return found
 
     async def _remembered(self, messages: Conversation, max_tokens: int) -> Reply:
         async def ask() -> Reply:

@@ -153,8 +153,8 @@ def banner(
     return [
         f"run {run_dir}: {steps}; report: {run_dir / 'report.html'}",
         f"rows: {rows} to train{left_out}{validated}",
-        f"model {model.path} ({model.dtype}): tensor {layout.tensor} x pipeline "
-        f"{layout.pipeline} x data {layout.data} ranks{beside}",
+        f"model {model.path} ({model.dtype}): tensor {layout.tensor} x context {layout.context} x "
+        f"pipeline {layout.pipeline} x data {layout.data} ranks{beside}",
     ]
 
 

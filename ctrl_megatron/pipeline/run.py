@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from ctrl_megatron.algorithms import (
@@ -61,8 +62,8 @@ from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services, engine_keys
 from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
-from ctrl_megatron.pipeline.worker import RolloutWorker
-from ctrl_megatron.pipeline.worlds import Between, OneWorld, Worlds, check_worlds
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.pipeline.worlds import Between, News, OneWorld, Worlds, check_worlds
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
@@ -183,7 +184,7 @@ def train(config: Config) -> bool:
             between=between,
             everyone=run.everyone,
             passes=None if between.is_home else lambda: passes(worker),
-            hear=worker.hear,
+            hear=partial(_hear, worker),
             watchers=(dump, *profiles(config, worker)) if between.is_home else (),
             keep_batch=dump.keep if between.is_home else None,
             # Under these names they are in checkpoints.
@@ -227,6 +228,10 @@ def between_worlds(run: Session, inputs: RunInputs) -> Between:
     if len(run.worlds) == 1:
         return OneWorld()
     return Worlds(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
+
+
+def _hear(worker: DAGWorker, others: Sequence[News]) -> None:
+    worker.elsewhere = [news.passes for news in others]
 
 
 def counted_epochs(config: Config) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,9 +31,6 @@ from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.types import FinishReason, Message
-
-if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.worlds import News
 
 T = TypeVar("T")
 Conversation = Sequence[Message]
@@ -266,10 +263,6 @@ class DAGWorker(RolloutWorker):
             # One whose engines are lost is begun anew when its step comes.
             with suppress(ServiceLost):
                 self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
-
-    def hear(self, news: Sequence[News]) -> None:
-        """Keep what the other worlds say of a step."""
-        self.elsewhere = [one.passes for one in news]
 
     @property
     def temperature(self) -> float:

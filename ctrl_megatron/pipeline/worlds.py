@@ -56,7 +56,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Parcel:
     """What a node of the world ``to`` needs from ``source``."""
 
     number: int
@@ -70,14 +70,14 @@ class Message:
 class Send:
     """Send the message, of whose fields all are there."""
 
-    message: Message
+    message: Parcel
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
     """Wait for the message."""
 
-    message: Message
+    message: Parcel
 
 
 Action = Run | Send | Receive
@@ -114,7 +114,7 @@ def plan_step(
                 for name in dict.fromkeys(wanted)
                 if (writer := _writer(order, above, name)) and world_of(writer) == source
             ]
-            message = Message(
+            message = Parcel(
                 number=next(numbers), node=node, source=source, to=own, fields=tuple(fields)
             )
             before[node.node_id].append(Receive(message))
@@ -201,11 +201,11 @@ class Between(Protocol):
         """The rows of this world's batch are others than before."""
         ...
 
-    def send(self, message: Message, batch: TensorDict) -> None:
+    def send(self, message: Parcel, batch: TensorDict) -> None:
         """Begin to send; returns at once."""
         ...
 
-    def receive(self, message: Message, batch: TensorDict) -> NodeOutput:
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
         """The message, as what this world's batch gets. Raises what its sender has ended with."""
         ...
 
@@ -239,9 +239,9 @@ class OneWorld:
 
     def new_rows(self) -> None: ...
 
-    def send(self, message: Message, batch: TensorDict) -> None: ...
+    def send(self, message: Parcel, batch: TensorDict) -> None: ...
 
-    def receive(self, message: Message, batch: TensorDict) -> NodeOutput:
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
         raise NotImplementedError
 
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None: ...
@@ -363,7 +363,7 @@ class Worlds:
         self._deal = None
         self._informed.clear()
 
-    def send(self, message: Message, batch: TensorDict) -> None:
+    def send(self, message: Parcel, batch: TensorDict) -> None:
         if self.is_home:
             self._deal = self._deal or self._dealt(batch)
         if not self._groups.is_leader:
@@ -391,7 +391,7 @@ class Worlds:
             self._post(message, data, facts, _taken(batch, dict.fromkeys(names), at))
         self._informed.add(message.to)
 
-    def receive(self, message: Message, batch: TensorDict) -> NodeOutput:
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
         letters = [_opened(letter) for letter in self._letters(message)]
         for facts, _ in letters:
             if "fault" in facts:
@@ -447,7 +447,7 @@ class Worlds:
     # Messages
 
     def _post(
-        self, message: Message, data: int, facts: Mapping[str, Any], fields: Mapping[str, Any]
+        self, message: Parcel, data: int, facts: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> None:
         """Begin to send to the leader of a data rank."""
         letter = _sealed(facts, fields)
@@ -456,7 +456,7 @@ class Worlds:
             work = dist.isend(tensor, to, group=self._mail, tag=2 * message.number + tag)
             self._sent.append((work, tensor))
 
-    def _letters(self, message: Message) -> list[torch.Tensor]:
+    def _letters(self, message: Parcel) -> list[torch.Tensor]:
         """The parts of a message from each data rank of its source, on all ranks of the copy."""
         source = self._worlds[message.source]
         leaders = [_leader(source, data) for data in range(source.layout.data)]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,8 @@ class DecodingRow:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    """As ``Completion.order``."""
     finish_reason: FinishReason | None = None
 
     def take(self, token: int, log_prob: float, version: str, params: SamplingParams) -> None:
@@ -59,6 +61,7 @@ class DecodingRow:
             log_probs=tuple(self.log_probs),
             finish_reason=self.finish_reason,
             spans=spans(self.versions),
+            order=tuple(self.order),
         )
 
 
@@ -67,6 +70,17 @@ def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
     starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     borders = [*starts, len(versions)]
     return tuple(VersionSpan(versions[s], s, e) for s, e in pairwise(borders))
+
+
+class StepwiseBatch(Protocol):
+    """Rows that step together."""
+
+    alive: list[DecodingRow]
+    """The unfinished ones."""
+
+    def step(self, version: str) -> None:
+        """One pass of the model, whose weights are called ``version``."""
+        ...
 
 
 class DecodingBatch:
@@ -193,7 +207,7 @@ class PauseControl:
 
 
 def decode_all(
-    model: Any,
+    begin: Callable[[Sequence[DecodingRow], SamplingParams], StepwiseBatch],
     rows: Sequence[DecodingRow],
     params: SamplingParams,
     *,
@@ -205,7 +219,7 @@ def decode_all(
     """Finish every row, in batches of ``max_rows``; with reason ``abort`` once the token is
     cancelled."""
     for first in range(0, len(rows), max_rows):
-        batch = DecodingBatch(model, rows[first : first + max_rows], params)
+        batch = begin(rows[first : first + max_rows], params)
         while batch.alive:
             if not control.begin_step(token):
                 for row in batch.alive:

@@ -241,9 +241,14 @@ def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]]
     return show
 
 
-def available_engines() -> tuple[str, ...]:
-    """Names of the engines whose library is installed."""
-    return tuple(name for name, kind in ENGINES.items() if find_spec(kind.library))
+def available_engines(*, denoising: bool | None = None) -> tuple[str, ...]:
+    """Names of the engines whose library is installed, all of them or those for masked-diffusion or
+    for autoregressive models."""
+    return tuple(
+        name
+        for name, kind in ENGINES.items()
+        if denoising in (None, kind.denoises) and find_spec(kind.library)
+    )
 
 
 def default_engine() -> str:

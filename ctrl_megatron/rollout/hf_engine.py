@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,14 @@ from transformers import AutoModelForCausalLM
 from ctrl_megatron.background import AbandonableCall
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.rollout.counters import Counters
-from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
+from ctrl_megatron.rollout.decoding import (
+    CancelToken,
+    DecodingBatch,
+    DecodingRow,
+    PauseControl,
+    StepwiseBatch,
+    decode_all,
+)
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
     EngineDied,
@@ -36,37 +44,61 @@ from ctrl_megatron.rollout.weight_update import (
 )
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model of transformers and how it generates."""
+
+    model: Any
+    views: Callable[[Sequence[TensorSpec]], dict[str, torch.Tensor]]
+    """From the tensors of the model's directory to their places in ``model``, by name."""
+    batch: Callable[[Sequence[DecodingRow], SamplingParams], StepwiseBatch]
+
+
+def load_autoregressive(spec: EngineSpec) -> LoadedModel:
+    """The model of the directory, token by token."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
+    )
+    model = model.eval().to(DEVICE)
+    return LoadedModel(
+        model=model,
+        views=partial(views_by_name, model),
+        batch=partial(DecodingBatch, model),
+    )
 
 
 class HfEngine:
     """``Engine`` on transformers; calls of ``generate`` run one after another, each in batches."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(
+        self, spec: EngineSpec, load: Callable[[EngineSpec], LoadedModel] = load_autoregressive
+    ) -> None:
         if spec.tensor_parallel_size != 1:
             raise ValueError(
-                f"engine 'hf' runs on one device; tensor_parallel_size={spec.tensor_parallel_size} "
-                "needs engine 'vllm' or 'sglang'"
+                f"engine {spec.name!r} runs on one device; tensor_parallel_size="
+                f"{spec.tensor_parallel_size} needs engine 'vllm' or 'sglang'"
             )
         if spec.threads:
             torch.set_num_threads(spec.threads)
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(updated_tensors(spec))
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
-        )
-        self._model: Any = model.eval().to(_DEVICE)
+        loaded = load(spec)
+        self._model: Any = loaded.model
+        self._batch: Any = loaded.batch
         if spec.may_sleep:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
         if spec.lora is None:
-            self._weights = views_by_name(self._model, self._state.manifest)
+            self._weights = loaded.views(self._state.manifest)
         else:
             dtype = getattr(torch, spec.dtype)
             self._weights = {
-                tensor.name: torch.zeros(tensor.shape, dtype=dtype, device=_DEVICE)
+                tensor.name: torch.zeros(tensor.shape, dtype=dtype, device=DEVICE)
                 for tensor in self._state.manifest
             }
             add_adapters(self._model, self._weights, spec.lora.scale)
@@ -109,7 +141,7 @@ class HfEngine:
     ) -> None:
         work = partial(
             decode_all,
-            self._model,
+            self._batch,
             rows,
             params,
             max_rows=self._spec.max_num_seqs,
@@ -172,7 +204,7 @@ class HfEngine:
     def _copy(self, chunk: WeightChunk) -> None:
         for name, tensor in read_chunk(chunk):
             self._weights[name].copy_(tensor)
-        wait_until_copied(torch.device(_DEVICE))
+        wait_until_copied(torch.device(DEVICE))
 
     async def commit_update(self, version: str) -> None:
         self._state.version = version
@@ -230,7 +262,7 @@ class HfEngine:
         """End all completions and free the model."""
         await self.pause("abort")
         self._weights = {}
-        self._model = None
+        self._model = self._batch = None
 
 
 def _passed_on(

@@ -41,17 +41,19 @@ def params_from_json(data: Json) -> SamplingParams:
 def completion_to_json(completion: Completion) -> list[Any]:
     """A completion's fields without their names, to save space."""
     spans = [astuple(span) for span in completion.spans]
-    return [completion.token_ids, completion.log_probs, completion.finish_reason, spans]
+    given = [completion.token_ids, completion.log_probs, completion.finish_reason, spans]
+    return [*given, completion.order]
 
 
 def completion_from_json(data: list[Any]) -> Completion:
     """Inverse of ``completion_to_json``."""
-    tokens, log_probs, finish_reason, spans = data
+    tokens, log_probs, finish_reason, spans, order = data
     return Completion(
         token_ids=tuple(tokens),
         log_probs=tuple(log_probs),
         finish_reason=finish_reason,
         spans=tuple(VersionSpan(*span) for span in spans),
+        order=tuple(order),
     )
 
 

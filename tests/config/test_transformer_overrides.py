@@ -30,7 +30,7 @@ def refused(fields: dict[str, object], *more: str) -> list[str]:
         ("window_size", [128, 0], ["config.json"]),
         ("fp8", "hybrid", ["low precision"]),
         ("attention_dropout", 0.1, ["log-probs"]),
-        ("context_parallel_size", 2, ["layout"]),
+        ("context_parallel_size", 2, ["megatron.context_parallel_size"]),
         ("tensor_model_parallel_size", 2, ["use that key", "megatron.tensor_model_parallel_size"]),
         ("expert_model_parallel_size", 2, ["megatron.expert_model_parallel_size"]),
         ("bf16", False, ["actor_rollout_ref.model.dtype"]),

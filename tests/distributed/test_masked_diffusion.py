@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_policy import LAYOUTS, assert_same_weights, ranks
 from tiny_models import (
-    layers_for,
     llada_name,
     random_batch,
     reference_scores,
@@ -30,8 +29,13 @@ LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"]
 def test_scores_and_gradients_are_transformers_and_files_survive(
     tmp_path: Path, layout: str
 ) -> None:
-    sizes = {"num_hidden_layers": layers_for(LAYOUTS[layout])}
-    models = {name: save_masked(name, tmp_path / "models" / name, **sizes) for name in SHIFTED}
+    # Float32's rounding grows with the depth; transformers' own is of the same size.
+    layers = 4 if "virtual_pipeline" in LAYOUTS[layout] else 2
+    limit = 0.5e-5 * layers
+    models = {
+        name: save_masked(name, tmp_path / "models" / name, num_hidden_layers=layers)
+        for name in SHIFTED
+    }
     batch = with_masks(random_batch(seed=3), seed=4)
     # A canvas that goes on behind the response, and a row that was not judged.
     batch["response_mask"] = batch["response_mask"].clone()
@@ -59,7 +63,7 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
             for result in results:
                 for ours, exact in zip(result[spec][name], (scores, entropies), strict=True):
                     gap = (ours.double() - exact.detach()).norm() / exact.detach().norm()
-                    assert gap < 1e-5, (name, spec, float(gap))
+                    assert gap < limit, (name, spec, float(gap))
             out = tmp_path / "out" / spec
             assert_same_weights(own, out / name, rel=0)
             assert read_model_shape(out / name) == read_model_shape(own)
@@ -69,4 +73,4 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
                 gap = (found[published].double() - exact).norm() / exact.norm()
                 # A key's bias moves all scores of a query alike: its gradient is rounding.
                 if not tensor.endswith("k_proj.bias"):
-                    assert gap < 1e-5, (name, spec, tensor, float(gap))
+                    assert gap < limit, (name, spec, tensor, float(gap))

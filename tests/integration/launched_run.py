@@ -91,6 +91,7 @@ class Job:
         restarts: int = 0,
         own: bool = False,
         least: int | None = None,
+        stopped_at: str = "",
     ) -> Iterator[Run]:
         """``ranks`` on each host; nothing of them outlives the block. torchrun starts them or, with
         ``own``, the command itself, again after ``restarts`` failures. With ``least`` so many hosts
@@ -98,6 +99,8 @@ class Job:
 
         ``preloaded`` is for tests that look at a run and not at how it comes up: torchrun and all
         processes below it are then forks of one that has imported everything (``preloaded.py``).
+        With ``stopped_at``, which is ``MODULE:NAME NTH``, the nth call of that function on rank 0
+        sends SIGTERM to the launcher.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / f"{name}.{time.monotonic_ns()}.log"
@@ -124,7 +127,9 @@ class Job:
         ]
         process: subprocess.Popen[bytes] | ForkedProgram
         if preloaded and hosts == 1:
-            process = ForkedProgram(command, log, below=(ranks * (1 + restarts), 1))
+            environ = {"STOPPED_AT": stopped_at} if stopped_at else {}
+            below = (ranks * (1 + restarts), 1)
+            process = ForkedProgram(command, log, below=below, environ=environ)
         else:
             # On each host an engine per rank, of which it may need fewer.
             fork = (str(PRELOADED), str(ranks), str(ranks)) if preloaded else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import pytest
 from forked_run import ForkedRun, run_forked
 from launched_run import Job
+
+from ctrl_megatron.checkpoint.store import DRAWN_AHEAD
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.metrics import read_json_lines
+from ctrl_megatron.pipeline.batch import completion_of, versions_of
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)
@@ -59,3 +65,33 @@ def test_a_step_trains_on_samples_of_older_weights_and_a_resumed_run_on_the_same
         for step, found in numbers(resumed).items():
             assert found == pytest.approx(expected[step], rel=1e-6), (name, step)
         assert sorted(numbers(resumed)) == [1, 2, 3, 4]
+
+
+@pytest.mark.long
+def test_a_resumed_run_replays_the_texts_that_updates_in_flight_met(
+    job: Job, tmp_path: Path
+) -> None:
+    extra = (*AHEAD, "actor_rollout_ref.rollout.update_in_flight=true")
+    stopped = run_forked(
+        job, "in_flight", steps=STEPS, extra=extra, phases=tmp_path / "phases", stop_at=6
+    )
+    assert stopped.codes == (130, 130), stopped.output[-6000:]
+    newest = max(stopped.folder.glob("checkpoints/global_step_*"), key=lambda p: p.name)
+    state = json.loads((newest / "trainer_state.json").read_text())[DRAWN_AHEAD]
+    codec, drawn = TextCodec(job.actor), dict[int, set[tuple[str, str]]]()
+    for draw in state["draws"]:
+        every = [completion_of(one) for group in draw["groups"] for one in group]
+        drawn[draw["step"] + 1] = {
+            (codec.decode(one.token_ids), f"critique by {versions_of(one)}") for one in every
+        }
+    assert drawn, "the stop left nothing to replay"
+    resumed = run_forked(job, "in_flight", steps=STEPS, extra=extra)
+    assert resumed.codes == (0, 0), resumed.output[-6000:]
+    assert sorted(numbers(resumed)) == [1, 2, 3, 4]
+    shown = read_json_lines(resumed.folder / "examples.jsonl")
+    for step, saved in drawn.items():
+        found = [example for example in shown if example["step"] == step]
+        assert found
+        for example in found:
+            critique, _, _ = example["versions"].partition(", revision")
+            assert (example["critique"], critique) in saved

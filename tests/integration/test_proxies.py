@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from forked_run import ForkedRun, run_forked
+from free_port import free_port
 from launched_run import Job
-from proxy_server import serving
+from proxy_server import Server, serving
 from tiny_run import PROGRAM, byte_chat_model
 
 from ctrl_megatron.config import KEYS
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
+from ctrl_megatron.pipeline.proxy import EngineProxy
+from ctrl_megatron.types import Completion, Message, VersionSpan
 
 P = "actor_rollout_ref.proxy."
 _SHARED = (f"{P}model.path",)
@@ -20,8 +32,9 @@ _SHARED = (f"{P}model.path",)
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A proxy of another shape, with another tokenizer and chat template than the actor's."""
-    return byte_chat_model(tmp_path_factory.mktemp("proxies") / "stranger", [PROGRAM])
+    """A proxy of another architecture than the actor's, with other tokens and another template."""
+    folder = tmp_path_factory.mktemp("proxies")
+    return byte_chat_model(folder / "stranger", [PROGRAM], experts=4)
 
 
 def examples(run: ForkedRun) -> list[dict[str, str]]:
@@ -36,14 +49,47 @@ def are_read(reads: Path, group: str) -> bool:
     return {key for key in KEYS if key.startswith(group)} <= set(seen)
 
 
-def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path, tmp_path: Path) -> None:
-    name = TextCodec(stranger)
-    assert name.tokenizer.get_vocab() != TextCodec(job.actor).tokenizer.get_vocab()
-    extra = (f"{P}kind=engine", f"{P}model.path={stranger}", f"{P}engine.threads=1")
+def rendered(messages: list[Message]) -> str:
+    """The conversation in the stranger's template."""
+    return "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[bot]"
+
+
+def shown(stranger: Path, tokens: list[int]) -> str:
+    """The text of the stranger's tokens, special ones included."""
+    return TextCodec(stranger).tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_an_engine_proxy_is_asked_in_its_own_template(stranger: Path) -> None:
+    asked: list[list[int]] = []
+
+    class Engine:
+        async def generate(self, prompts: Any, params: Any, finished: Any) -> Any:
+            asked.extend(prompts)
+            assert params.stop_token_ids == (0,)
+            drawn = VersionSpan(version="initial", start=0, end=1)
+            one = Completion(token_ids=(0,), log_probs=(), finish_reason="stop", spans=(drawn,))
+            for number in range(len(prompts)):
+                finished(number, one)
+            return [[one] for _ in prompts]
+
+    talks: list[list[Message]] = [[{"role": "user", "content": f"Größe {i}?"}] for i in range(2)]
+    engine: Any = Engine()
+    proxy = EngineProxy(engine, TextCodec(stranger), max_model_len=999, joins_calls=True)
+    asyncio.run(proxy.answer(talks, 9, lambda place, answer: None))
+    assert [shown(stranger, tokens) for tokens in asked] == [rendered(talk) for talk in talks]
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
+def test_a_stranger_revises_on_engines_of_its_own(
+    job: Job, stranger: Path, tmp_path: Path, engine: str
+) -> None:
+    assert TextCodec(stranger).tokenizer.get_vocab() != TextCodec(job.actor).tokenizer.get_vocab()
+    extra = (f"{P}kind=engine", f"{P}model.path={stranger}")
+    extra += (f"{P}engine.name={engine}", f"{P}engine.threads=1")
     reads = tmp_path / "reads"
-    run = run_forked(job, "engine", steps=3, extra=extra, without=_SHARED, reads=str(reads))
+    run = run_forked(job, engine, steps=3, extra=extra, without=_SHARED, reads=str(reads))
     assert run.codes == (0, 0), run.output[-6000:]
-    assert "1 hf engine, 1 hf engine of the proxy" in run.output
+    assert f"1 hf engine, 1 {engine} engine of the proxy" in run.output
     assert (run.folder / "proxy.log").is_file() and (run.folder / "engine.log").is_file()
     assert examples(run)
     for example in examples(run):
@@ -56,24 +102,80 @@ def test_a_stranger_revises_on_engines_of_its_own(job: Job, stranger: Path, tmp_
     assert are_read(reads, f"{P}engine.")
 
 
-def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path: Path) -> None:
-    with serving(fails=True) as server:
-        keys = (f"base_url={server.url}", "model=stranger", "attempts=1")
-        extra = (f"{P}kind=api", *(f"{P}api.{key}" for key in keys))
-        extra += ("reward.max_failed_share=0.9",)
-        reads = tmp_path / "reads"
-        run = run_forked(job, "api", steps=3, extra=extra, without=_SHARED, reads=str(reads))
+@contextmanager
+def vllm_server(model: Path, log: Path) -> Iterator[str]:
+    """The address of vLLM's own server of the model."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    command += ["--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager"]
+    command += ["--max-model-len=2048", "--max-num-seqs=16", "--served-model-name=stranger"]
+    chosen = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    chosen |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | chosen)
+    try:
+        deadline = time.monotonic() + 900
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                with urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                    break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def revised_by(server: Server, job: Job, run: str, reads: Path, *extra: str) -> ForkedRun:
+    """A run of three steps whose proxy is the server, which fails and is asked only once."""
+    keys = (f"base_url={server.url}", "model=stranger", "attempts=1", *extra)
+    settings = (f"{P}kind=api", *(f"{P}api.{key}" for key in keys))
+    settings += ("reward.max_failed_share=0.9",)
+    return run_forked(job, run, steps=3, extra=settings, without=_SHARED, reads=str(reads))
+
+
+def check_failing(run: ForkedRun, server: Server, model: str) -> None:
+    """The run was not lost, its failures are no rewards, and the other rewards are right."""
     assert run.codes == (0, 0), run.output[-6000:]
-    assert "proxy api:stranger-7b-v2 on 1 of 1 servers" in run.output
-    assert are_read(reads, f"{P}api.")
-    assert server.failures and all(b["temperature"] == 0.0 for b in server.bodies)
+    assert f"proxy api:{model} on 1 of 1 servers" in run.output
+    assert 0.2 < server.failures / len(server.bodies) < 0.4
+    assert all(body["temperature"] == 0.0 for body in server.bodies)
     records = [record["metrics"] for record in run.metrics()]
     assert len(records) == 3 and min(r.get("reward/judged_rate", 1.0) for r in records) < 1.0
+    asked = [body for body in server.bodies if body["max_tokens"] > 1]
+    assert sum(record["proxy/requests"] for record in records) == len(asked)
     found = examples(run)
     assert found and {e["reward"] for e in found} <= {0.0, 1.0, None}
     for example in found:
         if example["revision"]:
-            assert example["versions"].endswith("revision by api:stranger-7b-v2")
+            assert example["versions"].endswith(f"revision by api:{model}")
             assert example["reward"] == float("spider" not in example["problem"])
         else:
             assert example["reward"] is None and "no memory" in example["detail"]
+
+
+def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path: Path) -> None:
+    with serving(fails=True) as server:
+        run = revised_by(server, job, "api", tmp_path / "reads")
+    check_failing(run, server, "stranger-7b-v2")
+    assert are_read(tmp_path / "reads", f"{P}api.")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_vllms_own_server_revises_in_the_models_template_and_may_fail(
+    job: Job, stranger: Path, tmp_path: Path
+) -> None:
+    with (
+        vllm_server(stranger, tmp_path / "vllm.log") as address,
+        serving(fails=True, behind=address) as server,
+    ):
+        body = "extra_body={return_token_ids: true}"
+        run = revised_by(server, job, "api_vllm", tmp_path / "reads", body)
+    check_failing(run, server, "stranger")
+    assert len(server.answered) == len(server.bodies) - server.failures
+    for body, answer in server.answered:
+        assert shown(stranger, answer["prompt_token_ids"]) == rendered(body["messages"])
+    assert {a["choices"][0]["message"]["content"] for _, a in server.answered[1:]} == {PROGRAM}

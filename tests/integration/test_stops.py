@@ -1,11 +1,12 @@
-"""A run is asked to stop at twenty moments of its life: it ends soon and keeps every finished
-step.
+"""A run is asked to stop at many places of its life: it ends soon, keeps every finished step and
+leaves nothing behind.
+
+``tests/commands/test_start.py`` has the stops while ranks meet and before a restart.
 """
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 import time
 
 import pytest
@@ -13,39 +14,65 @@ from launched_run import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-MOMENTS, STEPS = 20, 4
+STEPS = 3
 WITHIN = 30.0
-"""Seconds from the signal to the end of every process."""
+"""Seconds from the signal to the end of every process, on an idle machine."""
+FIRST = "ctrl_megatron.pipeline."
+PLACES = {
+    # what the run is doing -> the function whose call asks for the stop, and which call of it
+    "before the ranks meet": "ctrl_megatron.parallel.meeting:meet 1",
+    "after they have met": FIRST + "session:RunLock.take 1",
+    "services start": FIRST + "services:Services.start 1",
+    "services come up": FIRST + "services:Services.wait 1",
+    "models are built": FIRST + "run:build_worker 1",
+    "the checkpoint is looked for": "ctrl_megatron.checkpoint.store:CheckpointStore.load_newest 1",
+    "validation before training": FIRST + "loop:TrainingLoop._validate 1",
+    "the first push begins": "ctrl_megatron.resharding.device:push 1",
+    "inside the first push": "ctrl_megatron.resharding.push:ChunkQueue.put 2",
+    "the end of a push": "ctrl_megatron.resharding.push:ChunkQueue.finish 4",
+    "inside a later push": "ctrl_megatron.resharding.push:ChunkQueue.put 20",
+    "engines wake": "ctrl_megatron.resharding.device:DeviceOwner._wake 5",
+    "engines go to sleep": "ctrl_megatron.resharding.device:DeviceOwner.to_trainer 9",
+    "critiques are drawn": FIRST + "ctrl:generate_critiques 2",
+    "an engine generates": "ctrl_megatron.rollout.client:RemoteEngine.generate 4",
+    "programs are judged": "ctrl_megatron.rewards.reward_sum:RewardSum.score 2",
+    "the first update begins": FIRST + "loop:TrainingLoop._before_update 1",
+    "inside an update": "ctrl_megatron.models.parallel_model:ParallelModel.train_step 2",
+    "the step's weights are new": FIRST + "loop:TrainingLoop._snapshot 3",
+    "a step is recorded": FIRST + "recorder:Recorder.end_step 2",
+    "a save begins": "ctrl_megatron.checkpoint.store:CheckpointStore.save 2",
+    "inside a save": "ctrl_megatron.checkpoint.store:CheckpointStore._write 2",
+    "validation between steps": FIRST + "loop:TrainingLoop._validate 2",
+    "the report is written": FIRST + "recorder:Recorder.close 1",
+}
 
 
-@pytest.fixture(scope="module")
-def whole_seconds(job: Job) -> float:
-    """The duration of a run that nobody stops."""
-    begin = time.monotonic()
-    with job.launch("unstopped", steps=STEPS) as run:
-        assert run.ends() == 0, run.output()[-8000:]
-    return time.monotonic() - begin
-
-
-@pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_stop_at_any_moment_ends_the_run_and_loses_no_step(
-    job: Job, whole_seconds: float, moment: int
-) -> None:
-    with job.launch(f"stopped_{moment}", steps=STEPS) as run:
-        time.sleep(whole_seconds * (moment + 0.5) / MOMENTS)
-        run.look()
-        if run.process.poll() is None:
-            os.kill(run.process.pid, signal.SIGTERM)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stop_at_any_place_ends_the_run_and_loses_no_step(job: Job, place: str) -> None:
+    extra = (
+        *("trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=true"),
+        *(f"data.val_files=[{job.data}]", "trainer.async_save=true"),
+        "actor_rollout_ref.actor.megatron.param_offload=true",
+        "actor_rollout_ref.rollout.update_bucket_megabytes=1",
+    )
+    name, at = "stopped_" + re.sub(r"\W", "_", place), PLACES[place]
+    with job.launch(name, steps=STEPS, extra=extra, preloaded=True, own=True, stopped_at=at) as run:
+        run.wait_for(lambda: run.log.is_file() and "stop asked at" in run.output())
         asked = time.monotonic()
-        run.ends(WITHIN)
+        code = run.ends(WITHIN)
         while run.look() and time.monotonic() < asked + WITHIN:
             time.sleep(0.1)
-        print(f"gone {time.monotonic() - asked:.1f} s after the signal")
+        print(f"{place}: gone {time.monotonic() - asked:.1f} s after the signal")
         assert run.look() == [], run.output()[-8000:]
         assert run.shared_memory() == []
-        recorded = [record["step"] for record in run.metrics()]
-        saved = [
-            int(path.parent.name.rpartition("_")[2])
-            for path in run.folder.glob("checkpoints/global_step_*/trainer_state.json")
-        ]
-        assert max(saved, default=0) == max(recorded, default=0), run.output()[-8000:]
+    # A run that was asked too late has done its work, but its launcher was stopped.
+    done = place == "the report is written"
+    assert code == 130 or (done and code == 0), run.output()[-8000:]
+    assert "Traceback" not in run.output(), run.output()[-8000:]
+    recorded = [record["step"] for record in run.metrics() if "time/step" in record["metrics"]]
+    saved = [
+        int(path.parent.name.rpartition("_")[2])
+        for path in run.folder.glob("checkpoints/global_step_*/trainer_state.json")
+    ]
+    assert max(saved, default=0) == max(recorded, default=0), run.output()[-8000:]
+    assert not done or max(saved) == STEPS

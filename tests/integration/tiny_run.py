@@ -153,7 +153,7 @@ def write_problems(path: Path, first: int = 0) -> Path:
     return path
 
 
-def byte_chat_model(directory: Path, texts: Sequence[str]) -> Path:
+def byte_chat_model(directory: Path, texts: Sequence[str], *, experts: int = 0) -> Path:
     """A ``chain_model`` with another vocabulary, tokenizer and chat template than SmolLM2's: its
     tokens are bytes, and a conversation ends with ``[bot]``.
     """
@@ -178,4 +178,4 @@ def byte_chat_model(directory: Path, texts: Sequence[str]) -> Path:
     LlamaConfig(
         vocab_size=size, eos_token_id=0, bos_token_id=None, max_position_embeddings=8192
     ).save_pretrained(source)
-    return chain_model(directory, source, texts, 0.9)
+    return chain_model(directory, source, texts, 0.9, experts=experts)

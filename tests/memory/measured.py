@@ -124,9 +124,8 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
                 patch.setitem(cpu_platform._TYPE_NAMES, meta, stands_for)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         place = layout.coordinates(rank)
-        groups = megatron_groups(
-            layout, GroupMaker(range(layout.world_size), timedelta(seconds=60))
-        )
+        maker = GroupMaker(range(layout.world_size), timedelta(seconds=60))
+        groups = megatron_groups(layout, maker)
         give_megatron(groups)
         tensor_parallel.model_parallel_cuda_manual_seed(
             1, tp_rank=place.tp, ep_rank=place.ep, etp_rank=place.etp
@@ -140,6 +139,7 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
                 "device": torch.device(device),
                 "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
                 "megatron": groups,
+                "alone": maker.group_of([(rank,)]),
             }
             # Models are built and run without the groups of host memory.
             names = [field.name for field in dataclasses.fields(ProcessGroups)]

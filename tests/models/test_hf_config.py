@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -694,6 +694,14 @@ def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     for key, value in changes.items():
         found = engine_obstacle(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
+
+
+def test_only_the_engine_for_it_generates_with_a_masked_diffusion_model() -> None:
+    for engine in get_args(EngineName):
+        for config in (DREAM, LLADA, SMOLLM2):
+            obstacle = engine_obstacle(parse_model_shape(config), engine)
+            assert (obstacle is None) == ((engine == "diffusion") == (config is not SMOLLM2))
+    assert "use diffusion" in str(engine_obstacle(parse_model_shape(DREAM), "hf"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from tensordict import TensorDict
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline import Node, NodeStatus, NodeType, TaskGraph
 from ctrl_megatron.pipeline.executor import Executor
@@ -22,7 +25,7 @@ from ctrl_megatron.pipeline.graph import NodeOutput
 
 @pytest.fixture
 def worker() -> Iterator[Any]:
-    """A single rank, its own leader, that is never stopped."""
+    """A single rank, its own leader."""
     background = BackgroundLoop()
     groups: Any = SimpleNamespace(
         is_leader=True,
@@ -30,7 +33,7 @@ def worker() -> Iterator[Any]:
         on_any=lambda *flags: flags,
         sum_over_data=lambda sums: sums,
     )
-    stop: Any = SimpleNamespace(agreed=lambda groups: stop.is_set, is_set=False)
+    stop = StopFlag()
     yield SimpleNamespace(
         groups=groups,
         background=background,
@@ -50,6 +53,27 @@ def graph_of(*nodes: Node) -> TaskGraph:
 
 def batch() -> TensorDict:
     return TensorDict({"x": torch.tensor([1.0, 2.0, 3.0])}, batch_size=[3])
+
+
+def test_a_stop_drops_a_step_until_it_changes_weights_and_then_waits_for_its_end(
+    worker: Any,
+) -> None:
+    def ask(worker: Any, batch: TensorDict) -> NodeOutput:
+        worker.stop._on_signal(signal.SIGTERM, None)
+        return NodeOutput()
+
+    def wait(worker: Any, batch: TensorDict) -> NodeOutput:
+        done: Future[float] = Future()
+        done.set_result(7.0)
+        return NodeOutput(metrics={"waited": worker.waiting.together(done, "an engine")})
+
+    kind, train = NodeType.COMPUTE, NodeType.MODEL_TRAIN
+    asked, waits = Node("ask", kind, func=ask), Node("wait", kind, func=wait)
+    changes = Node("change", train, func=lambda worker, batch: NodeOutput())
+    executor = Executor(graph_of(changes, asked, waits), worker)
+    assert executor.run_step(batch())[1] == {"waited": 7.0}
+    with pytest.raises(StopRequested):
+        executor.run_step(batch())
 
 
 def test_both_branches_reach_the_node_that_joins_them(worker: Any) -> None:

@@ -13,7 +13,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError
 from ctrl_megatron.pipeline.proxy import ApiProxy, answer_cache
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure
-from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache
+from ctrl_megatron.rewards.cache import CacheCounters, CacheFileError, VerdictCache
 
 
 class Scripted:
@@ -72,6 +72,8 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
     # Another length is another request.
     answers(proxy, talks(["z"]), 6)
     assert len(first.asked) == 5
+    assert asyncio.run(proxy.take_counts()) == CacheCounters(hits=1, runs=5)
+    assert asyncio.run(proxy.take_counts()) == CacheCounters()
     first.fails = True
     (lost, known) = answers(proxy, talks(["new", "x"]), 5)
     assert lost == Failure(error="b is down; a is down") and known == expected[0]

@@ -36,6 +36,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         reference=reference,
         value=None,
         engine=None,
+        proxy=None,
         counted={},
         restarts=lambda: {"sandbox/restarts": 1, "engine/restarts": 0},
         ask=lambda work, what, stoppable: asyncio.run(work()),

@@ -20,7 +20,7 @@ from ctrl_megatron.pipeline.node_fields import needs, writes
 from ctrl_megatron.pipeline.sampling import deal_rows
 from ctrl_megatron.pipeline.worlds import (
     Action,
-    Message,
+    Parcel,
     Receive,
     Run,
     Send,
@@ -142,7 +142,7 @@ def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circ
     found = programs(*nodes)
     sent = [a.message for of in found.values() for a in of if isinstance(a, Send)]
     received = [a.message for of in found.values() for a in of if isinstance(a, Receive)]
-    key: Callable[[Message], int] = lambda message: message.number  # noqa: E731
+    key: Callable[[Parcel], int] = lambda message: message.number  # noqa: E731
     assert sorted(sent, key=key) == sorted(received, key=key)
     assert [message.number for message in sorted(sent, key=key)] == list(range(len(sent)))
     # Each world goes on as far as it can: all of them reach their end.

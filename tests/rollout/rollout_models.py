@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
-from ctrl_megatron.types import TensorSpec
+from ctrl_megatron.types import Completion, TensorSpec
 
 VOCAB = 512
+MASK = VOCAB - 1
+"""The mask token of masked-diffusion models."""
 
 
 def tiny_llama(seed: int) -> torch.nn.Module:
@@ -83,6 +87,54 @@ def tiny_mixtral(seed: int) -> torch.nn.Module:
     return MixtralForCausalLM(config).eval()
 
 
+_LLADA = {
+    **{"model.layers.": "model.transformer.blocks.", "model.norm": "model.transformer.ln_f"},
+    **{"model.embed_tokens": "model.transformer.wte", "lm_head": "model.transformer.ff_out"},
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm"},
+    **{"self_attn.o_proj": "attn_out", "mlp.down_proj": "ff_out", "mlp.gate_proj": "ff_proj"},
+    **{"self_attn.": "", "mlp.": ""},
+}
+
+
+def masked_dream(
+    seed: int, directory: Path, family: str = "Dream"
+) -> tuple[torch.nn.Module, Callable[[str], str]]:
+    """(a random fp32 Qwen2 or Llama, from its names to those of the files): its weights are in
+    ``directory`` as a ``Dream`` or ``llada`` model."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": VOCAB},
+        **{"max_position_embeddings": 2048, "tie_word_embeddings": False},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    }
+    dream = family == "Dream"
+    kind = (Qwen2ForCausalLM, Qwen2Config) if dream else (LlamaForCausalLM, LlamaConfig)
+    model = kind[0](kind[1](**sizes, initializer_range=0.2)).eval()
+    config: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "mask_token_id": MASK}
+    if dream:
+        del sizes["rope_parameters"]
+        config |= sizes | {"model_type": "Dream", "architectures": ["DreamModel"]}
+    else:
+        config |= {"model_type": "llada", "architectures": ["LLaDAModelLM"], "d_model": 64}
+        config |= {"n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 96}
+        config |= {"max_sequence_length": 2048, "vocab_size": VOCAB, "block_type": "llama"}
+        config |= {"layer_norm_type": "rms"}
+
+    def name(usual: str) -> str:
+        for part, own in () if dream else _LLADA.items():
+            usual = usual.replace(part, own)
+        return usual
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {name(n): t.detach().clone() for n, t in model.named_parameters()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return model, name
+
+
 def save(model: torch.nn.Module, directory: Path) -> Path:
     """Write an HF directory that holds a tied head too, as some exports do."""
     model.save_pretrained(directory)  # type: ignore[operator]
@@ -112,6 +164,75 @@ def greedy(model: torch.nn.Module, prompt: Sequence[int], count: int) -> list[in
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def full_logits(model: torch.nn.Module) -> Callable[[list[int], int], torch.Tensor]:
+    """(text, place) -> (V,) the logits that predict the place, where every token sees all."""
+
+    @torch.no_grad()
+    def logits(text: list[int], place: int) -> torch.Tensor:
+        everything = torch.zeros(1, 1, len(text), len(text))
+        return model(torch.tensor([text]), attention_mask=everything).logits[0, place - 1]
+
+    return logits
+
+
+def denoised(
+    logits: Callable[[list[int], int], torch.Tensor],
+    prompt: list[int],
+    length: int,
+    *,
+    alg: str,
+    seed: int,
+    t: float,
+    steps: int,
+    alg_temp: float = 0.0,
+) -> tuple[list[int], list[int], list[float]]:
+    """(tokens, the step of each, log-probs) of a row: time falls from 1 to 0.001 in equal steps;
+    from t to s a share of 1 - s/t of the masked places is committed; the last step commits the
+    rest."""
+    stream, text = torch.Generator().manual_seed(seed), prompt + [MASK] * length
+    times = torch.linspace(1, 1e-3, steps + 1, dtype=torch.float64)
+    order, log_probs = [-1] * length, [0.0] * length
+    for step in range(steps):
+        numbers = torch.rand(2, length, generator=stream, dtype=torch.float64)
+        masked = [p for p in range(length) if order[p] < 0]
+        share = 1 - float(times[step + 1] / times[step])
+        count = len(masked) if step == steps - 1 else int(len(masked) * share)
+        found = []
+        for place in masked if count else ():
+            log_p = (logits(text, len(prompt) + place) / (t or 1)).log_softmax(-1)
+            p = (log_p.exp() * (torch.arange(len(log_p)) != MASK)).double()
+            at = numbers[0, place] * p.sum()
+            token = int((p.cumsum(-1) > at).nonzero()[0]) if t else int(p.argmax())
+            q = (p / p.sum()).sort(descending=True).values
+            sure = float({"entropy": (q * (q + 1e-10).log()).sum(), "margin": q[0] - q[1]}[alg])
+            if alg_temp:
+                sure = sure / alg_temp - float((-numbers[1, place].log()).log())
+            found.append((-sure, place, token, float(log_p[token])))
+        for _, place, token, log_prob in sorted(found)[:count]:
+            text[len(prompt) + place], order[place], log_probs[place] = token, step, log_prob
+    return text[len(prompt) :], order, log_probs
+
+
+def denoised_log_probs(
+    model: torch.nn.Module, prompt: list[int], completion: Completion, temperature: float
+) -> torch.Tensor:
+    """(R,) log-probs of a completion without a stop token: each token's at its own step."""
+    length, logits = len(completion.token_ids), torch.zeros(len(completion.token_ids))
+    for step in sorted(set(completion.order)):
+        shown = [
+            token if order < step else MASK
+            for token, order in zip(completion.token_ids, completion.order, strict=True)
+        ]
+        everything = torch.zeros(1, 1, len(prompt) + length, len(prompt) + length)
+        with torch.no_grad():
+            given = model(torch.tensor([prompt + shown]), attention_mask=everything).logits[0]
+        scores = (given[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        for place, token in enumerate(completion.token_ids):
+            if completion.order[place] == step:
+                logits[place] = scores[place, token]
+    return logits
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -17,7 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import VOCAB, Sender, greedy, log_probs, save, tiny_llama, weights
+from rollout_models import (
+    MASK,
+    VOCAB,
+    Sender,
+    denoised,
+    denoised_log_probs,
+    full_logits,
+    greedy,
+    log_probs,
+    masked_dream,
+    save,
+    tiny_llama,
+    weights,
+)
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.parallel.parent_watch import group_members
@@ -45,7 +58,13 @@ class Bench:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-        self.models = [tiny_llama(0), tiny_llama(1)]
+        self.denoises = name == "diffusion"
+        if self.denoises:
+            self.models = [masked_dream(seed, path / str(seed))[0] for seed in (0, 1)]
+            self.path = path / "0"
+        else:
+            self.models = [tiny_llama(0), tiny_llama(1)]
+            save(self.models[0], path)
         self.loop = BackgroundLoop()
         self.process: EngineProcess | None = None
         self.ruined = False
@@ -96,6 +115,29 @@ class Bench:
         self.run(self.engine.update(sender.specs(), sender.chunks(), version))
         return version
 
+    def greedy(self, which: int, prompt: list[int], count: int) -> list[int]:
+        """What ``which`` of the models writes at temperature 0."""
+        if not self.denoises:
+            return greedy(self.models[which], prompt, count)
+        logits = full_logits(self.models[which])
+        return denoised(logits, prompt, count, alg="entropy", seed=0, t=0.0, steps=count)[0]
+
+    def log_probs(
+        self, which: int, prompt: list[int], completion: Completion, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """The log-probs of a completion by ``which`` of the models."""
+        if not self.denoises:
+            return log_probs(self.models[which], prompt, completion.token_ids, temperature)
+        return denoised_log_probs(self.models[which], prompt, completion, temperature)
+
+    def first_token(self, prompt: list[int]) -> torch.Tensor:
+        """(V,) the probabilities of the only token behind ``prompt``."""
+        if not self.denoises:
+            with torch.no_grad():
+                return self.models[0](torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        one = full_logits(self.models[0])([*prompt, MASK], len(prompt)).softmax(-1)
+        return one * (torch.arange(len(one)) != MASK)
+
     def generate(self, prompts: list[list[int]], **params: Any) -> list[list[Completion]]:
         return self.run(self.engine.generate(prompts, SamplingParams(**params)))
 
@@ -106,7 +148,10 @@ class Bench:
             assert group_members(self.process.pid) == []
 
 
-@pytest.fixture(scope="module", params=["hf", "vllm", "sglang"])
+DENOISING = pytest.param("diffusion", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm", "sglang", DENOISING])
 def bench_of_module(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
@@ -114,7 +159,7 @@ def bench_of_module(
         pytest.skip(f"the optional engine {request.param} is not installed")
     # The oracle's threads and the engine's would wait for each other on few cores.
     torch.set_num_threads(1)
-    bench = Bench(request.param, save(tiny_llama(0), tmp_path_factory.mktemp("tiny")))
+    bench = Bench(request.param, tmp_path_factory.mktemp("tiny"))
     yield bench
     bench.stop()
     bench.loop.close()
@@ -159,6 +204,10 @@ def test_a_completion_is_heard_as_soon_as_it_is_drawn(bench: Bench) -> None:
 
     answers = bench.run(bench.engine.generate(PROMPTS[:2], params, finished=listen))
     assert [heard[place][1] for place in range(8)] == [c for group in answers for c in group]
+    if bench.denoises:
+        # The order of commitment, not the length, says when a completion is known.
+        assert answers == bench.run(bench.engine.generate(PROMPTS[:2], params))
+        return
     by_length = sorted(heard.values(), key=lambda entry: len(entry[1].token_ids))
     assert len(by_length[0][1].token_ids) < len(by_length[-1][1].token_ids)
     assert by_length[0][0] < by_length[-1][0]
@@ -169,9 +218,9 @@ def test_greedy_is_transformers_greedy(bench: Bench) -> None:
     answers = bench.generate(PROMPTS, max_tokens=12, temperature=0.0)
     assert [len(group) for group in answers] == [1] * len(PROMPTS)
     for prompt, (completion,) in zip(PROMPTS, answers, strict=True):
-        assert list(completion.token_ids) == greedy(bench.models[0], prompt, 12)
+        assert list(completion.token_ids) == bench.greedy(0, prompt, 12)
         assert completion.finish_reason == "length"
-        assert_explained(completion, log_probs(bench.models[0], prompt, completion.token_ids))
+        assert_explained(completion, bench.log_probs(0, prompt, completion))
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 20, "top_p": 0.9}])
@@ -182,7 +231,7 @@ def test_log_probs_are_those_at_the_temperature_before_truncation(
     assert [len(group) for group in answers] == [3] * len(PROMPTS)
     for prompt, group in zip(PROMPTS, answers, strict=True):
         for completion in group:
-            expected = log_probs(bench.models[0], prompt, completion.token_ids, 0.7)
+            expected = bench.log_probs(0, prompt, completion, 0.7)
             assert_explained(completion, expected)
 
 
@@ -236,7 +285,7 @@ def test_samples_of_a_prompt_share_its_keys_and_the_work_is_counted(bench: Bench
     grown = {name: value - before[name] for name, value in after.items()}
     assert grown["drawn_tokens"] == sum(len(c.token_ids) for group in answers for c in group)
     assert grown["busy_seconds"] > 0 and after["under_way"] == 0
-    if bench.name == "hf":
+    if bench.name in ("hf", "diffusion"):
         assert set(grown) == {"drawn_tokens", "busy_seconds", "under_way"}
         return
     assert grown["prompt_tokens"] == 4 * 8 * 200 and grown["preemptions"] == 0
@@ -255,8 +304,7 @@ def test_draws_without_a_seed_differ(bench: Bench) -> None:
 
 def test_draws_follow_the_truncated_distribution(bench: Bench) -> None:
     prompt = [3, 1, 4]
-    with torch.no_grad():
-        probabilities = bench.models[0](torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    probabilities = bench.first_token(prompt)
     likeliest = probabilities.topk(4).indices.tolist()
     answers = bench.generate([prompt], max_tokens=1, n=400, seed=0, top_k=4)[0]
     drawn = [c.token_ids[0] for c in answers]
@@ -268,7 +316,7 @@ def test_draws_follow_the_truncated_distribution(bench: Bench) -> None:
 
 
 def test_a_stop_token_ends_a_completion_and_is_kept(bench: Bench) -> None:
-    free = greedy(bench.models[0], PROMPTS[0], 12)
+    free = bench.greedy(0, PROMPTS[0], 12)
     stop = free[5]
     (completion,) = bench.generate(
         [PROMPTS[0]], max_tokens=12, temperature=0.0, stop_token_ids=(stop,)
@@ -284,8 +332,8 @@ def test_an_update_changes_everything_at_once(bench: Bench) -> None:
     after = bench.generate(PROMPTS, max_tokens=8, temperature=0.0)
     for prompt, (completion,) in zip(PROMPTS, after, strict=True):
         # Same prompts as before: cached prefixes of the old weights would show here.
-        assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
-        assert_explained(completion, log_probs(bench.models[1], prompt, completion.token_ids))
+        assert list(completion.token_ids) == bench.greedy(1, prompt, 8)
+        assert_explained(completion, bench.log_probs(1, prompt, completion))
         assert [(s.version, s.start, s.end) for s in completion.spans] == [(version, 0, 8)]
     assert before != after
     expected = {n: tensor_checksum(t) for n, t in weights(bench.models[1]).items()}
@@ -302,7 +350,7 @@ def test_weights_of_another_dtype_are_cast(bench: Bench) -> None:
 
 
 def test_running_completions_cross_an_update(bench: Bench) -> None:
-    prompt, count = [1, 2, 3], 900
+    prompt, count = [1, 2, 3], 150 if bench.denoises else 900
     # On a busy machine the completion may not have begun when the update arrives; then try again.
     for pause in (0.3, 0.6, 1.2, 2.4):
         before = bench.load(0)
@@ -314,6 +362,16 @@ def test_running_completions_cross_an_update(bench: Bench) -> None:
         ((completion,),) = running.result(timeout=60)
         if len(completion.spans) > 1:
             break
+    if bench.denoises:
+        # Tokens of both versions lie in any order.
+        old, new = (bench.log_probs(which, prompt, completion) for which in (0, 1))
+        versions = [span.version for span in completion.spans for _ in range(span.start, span.end)]
+        assert len(versions) == count and set(versions) == {before, after}
+        assert_explained(
+            completion, torch.where(torch.tensor([v == before for v in versions]), old, new)
+        )
+        return
+    assert len(completion.spans) == 2
     first, second = completion.spans
     assert (first.version, second.version) == (before, after)
     assert (first.start, first.end, second.end) == (0, second.start, count)
@@ -336,7 +394,7 @@ def test_a_wrong_update_is_refused_before_anything_changes(bench: Bench, kind: s
         bench.run(bench.engine.update(sender.specs(), sender.chunks(), "wrong"))
     assert sender.pulled == 0
     (completion,) = bench.generate([PROMPTS[0]], max_tokens=8, temperature=0.0)[0]
-    assert list(completion.token_ids) == greedy(bench.models[0], PROMPTS[0], 8)
+    assert list(completion.token_ids) == bench.greedy(0, PROMPTS[0], 8)
     assert bench.run(bench.engine.checksums()) == held
     assert completion.spans[0].version != "wrong"
 
@@ -376,7 +434,7 @@ def test_an_update_leaves_a_paused_engine_paused(bench: Bench) -> None:
         waiting.result(timeout=0.5)
     bench.run(bench.engine.resume())
     ((completion,),) = waiting.result(timeout=30)
-    assert_explained(completion, log_probs(bench.models[1], [1], completion.token_ids))
+    assert_explained(completion, bench.log_probs(1, [1], completion))
 
 
 def test_prompts_that_cannot_be_served_are_refused(bench: Bench) -> None:
@@ -421,13 +479,13 @@ def test_a_deep_sleeper_wakes_for_an_update_and_then_for_its_cache(bench: Bench)
     for prompt, (completion,) in zip(
         PROMPTS, bench.generate(PROMPTS, max_tokens=8, temperature=0.0), strict=True
     ):
-        assert list(completion.token_ids) == greedy(bench.models[1], prompt, 8)
+        assert list(completion.token_ids) == bench.greedy(1, prompt, 8)
 
 
 def test_log_probs_are_left_out_unless_requested(bench: Bench) -> None:
     (completion,) = bench.generate([[1, 2]], max_tokens=4, temperature=0.0, log_probs=False)[0]
     assert completion.log_probs == ()
-    assert list(completion.token_ids) == greedy(bench.models[0], [1, 2], 4)
+    assert list(completion.token_ids) == bench.greedy(0, [1, 2], 4)
 
 
 def test_many_calls_at_once_keep_their_answers_apart(bench: Bench) -> None:
@@ -437,7 +495,7 @@ def test_many_calls_at_once_keep_their_answers_apart(bench: Bench) -> None:
         return list(await asyncio.gather(*calls))
 
     for token, ((completion,),) in enumerate(bench.run(ask())):
-        assert list(completion.token_ids) == greedy(bench.models[0], [token, 9], 4)
+        assert list(completion.token_ids) == bench.greedy(0, [token, 9], 4)
 
 
 def test_fifty_updates_leave_nothing_behind(bench: Bench) -> None:

@@ -54,7 +54,7 @@ def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
     for name in ("vllm", "sglang"):
         absent = replace(ENGINES[name], library="no_such_module_anywhere")
         monkeypatch.setitem(ENGINES, name, absent)  # type: ignore[arg-type]
-    assert available_engines() == ("hf",)
+    assert available_engines() == ("hf", "diffusion")
     for name in ("vllm", "sglang"):
         with pytest.raises(ValueError, match=f"'{name}' is not installed here; install the extra"):
             require_engine(name)

@@ -23,6 +23,7 @@ completions = st.builds(
     spans=st.lists(
         st.builds(VersionSpan, names, st.integers(0, 9), st.integers(0, 9)), max_size=3
     ).map(tuple),
+    order=st.lists(st.integers(0, 9), max_size=3).map(tuple),
 )
 params = st.builds(
     SamplingParams,
