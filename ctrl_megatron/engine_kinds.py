@@ -33,6 +33,8 @@ class EngineKind:
     the number of workers must divide the width."""
     denoises: bool = False
     """Generates with masked-diffusion models, and with no others."""
+    quantised: bool = True
+    """Can compute with weights in 8 bits (``rollout.quantization``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
 
@@ -61,6 +63,7 @@ ENGINES: Mapping[str, EngineKind] = {
         counts_workspace=False,
         cpu_width_unit=32,
         adapters=False,
+        quantised=False,
     ),
     "hf": EngineKind(
         library="transformers",

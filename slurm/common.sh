@@ -14,6 +14,9 @@
 #                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
 #
+# Where engines have GPUs of their own (rollout.placement=dedicated, proxy.kind=engine), the ranks get
+# the others of each machine; trainer.n_gpus_per_node is their number.
+#
 # A job runs the memory plan (on the first machine), a health check (on every machine) and the run
 # (torch's launcher on every machine, with the exit code of the rank that ended first; srun reports the
 # highest). If the run is not finished, the job is requeued.
@@ -209,6 +212,12 @@ plan() {
     --purpose "$purpose" "${overrides[@]}"
 }
 
+# count_ranks: sets ranks, the ranks of a machine: one on each GPU that does not belong to engines alone.
+count_ranks() {
+  ranks=$("${python[@]}" tools/plan.py --config "$config" --gpus-per-node "$SLURM_GPUS_ON_NODE" \
+    --purpose "$purpose" --ranks "${overrides[@]}") || fail "wrong input, see above"
+}
+
 # pause SECONDS: a signal ends it.
 pause() {
   sleep "$1" &
@@ -232,10 +241,11 @@ run_training() {
   # HUP: the terminal of an interactive allocation is gone; bash keeps an ignored HUP ignored.
   trap 'stop_training TERM' TERM HUP
 
+  count_ranks
   plan || fail "the memory plan refuses this configuration (exit code $?), see above"
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
-    --nproc-per-node "$SLURM_GPUS_ON_NODE" "$@"
+    --nproc-per-node "$ranks" "$@"
   ((status != WRONG_INPUT)) || fail "wrong input, see above"
   if ((status != 0)); then
     say "the health check failed, see the lines with FAIL; their first number is the place in" \
@@ -279,7 +289,7 @@ train() {
   on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \
     "${python[@]}" -m ctrl_megatron.commands.launcher \
     --nnodes "${#nodes[@]}" \
-    --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+    --nproc-per-node "$ranks" \
     --rdzv-backend c10d \
     --rdzv-endpoint "${nodes[0]}:$port" \
     --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$1" \

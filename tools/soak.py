@@ -3,7 +3,7 @@
 
 The run is that of ``tools/kill_drill.py`` with the engine ``hf`` and a save per step. The processes
 of ``--victims`` are killed in turn, each time that ``--every`` more steps are done. After a step
-the resident memory and the open descriptors of all processes are a line of ``samples.jsonl`` in
+the anonymous memory and the open descriptors of all processes are a line of ``samples.jsonl`` in
 ``--out``, with the sizes of the run's files. A table has, for each kind of process, the processes
 of its longest life and what they have gained in the second half of it.
 
@@ -15,6 +15,7 @@ of the steps as in the first.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections import defaultdict
@@ -34,7 +35,6 @@ from tools.kill_drill import Range, is_victim, metrics_of
 _SHORTEST = 40
 """Steps of a life that is looked at: buffers and caches reach their sizes in its first half."""
 _MOST_MIB, _MOST_DESCRIPTORS, _MOST_SECOND_HALF = 5.0, 2.0, 1.2
-_MIB = 1 << 20
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -57,15 +57,21 @@ def sample(run: Run, step: int) -> dict[str, Any]:
                     {
                         "kind": "launcher" if first else kind_of(process),
                         "pid": process.pid,
-                        "mib": process.memory_info().rss / _MIB,
+                        "mib": anonymous(process.pid),
                         "descriptors": process.num_fds(),
                         "threads": process.num_threads(),
                     }
                 )
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             continue  # a program of the sandbox, or a victim
     files = {p.name: p.stat().st_size for p in sorted(run.folder.iterdir()) if p.is_file()}
     return {"step": step, "processes": found, "files": files | {"log": run.log.stat().st_size}}
+
+
+def anonymous(pid: int) -> float:
+    """MiB of a process's own memory, which neither other processes nor the page cache change."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(kib) for kib in re.findall(r"^RssAnon:\s+(\d+)", status, re.M)) / 1024
 
 
 def watched(run: Run, victims: Sequence[str], every: int, file: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float32")
 MOST_THREADS = 4096
+SERVERS = "server of MODEL, or several with commas between them"
 
 
 def add_chat_flags(parser: CommandParser, *, required: str) -> None:
@@ -28,13 +29,14 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
         parser.add_argument(
             f"--{role}", required=role == required, metavar="MODEL", help=does + other
         )
-        parser.add_argument(f"--{role}-url", default="", metavar="URL", help="server of MODEL")
+        parser.add_argument(f"--{role}-url", default="", metavar="URL", help=SERVERS)
     parser.add_argument("--engine", choices=list(ENGINES), help="for model directories")
     parser.add_argument(
         "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    add_tensor_flag(parser)
     parser.add_argument(
         "--max-concurrency", type=count(), default=32, help="concurrent requests to a server"
     )
@@ -49,6 +51,16 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
     )
 
 
+def add_tensor_flag(parser: CommandParser) -> None:
+    """Add ``--tensor-parallel-size``."""
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=count(),
+        default=1,
+        help="GPUs of an engine; the models have GPUs of their own, or share too few of them",
+    )
+
+
 def chat_sources(
     options: argparse.Namespace, *, required: str
 ) -> tuple[dict[str, ChatSource], EngineOptions]:
@@ -60,6 +72,7 @@ def chat_sources(
         max_model_len=options.max_model_len,
         dtype=options.dtype,
         threads=options.threads,
+        tensor_parallel_size=options.tensor_parallel_size,
         max_concurrency=options.max_concurrency,
         token_budget=options.token_budget,
     )

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config import Config, check_world_size, load_config
+from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
 from ctrl_megatron.config.elastic import fitting_hosts
 from ctrl_megatron.config.flags import count, given_file, number
+from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from ctrl_megatron.models.shape import ModelShape
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gpus-per-node",
         type=count(),
-        help="GPUs per machine; defaults to trainer.n_gpus_per_node",
+        help="GPUs per machine; defaults to trainer.n_gpus_per_node and the engines' own",
     )
     parser.add_argument(
         "--gpu-memory", type=number(above=0, most=1e6), default=80.0, help="memory of one GPU, GiB"
@@ -38,6 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--model-config",
         type=given_file,
         help="config.json of all models, in place of their directories",
+    )
+    parser.add_argument(
+        "--proxy-config", type=given_file, help="config.json of a proxy on engines of its own"
+    )
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="print instead how many GPUs of a machine the trainer's ranks use",
     )
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
     parser.add_argument(
@@ -60,10 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = list(options.overrides)
     if options.nodes is not None:
         overrides.append(f"trainer.nnodes={options.nodes}")
-    if options.gpus_per_node is not None:
-        overrides.append(f"trainer.n_gpus_per_node={options.gpus_per_node}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
+    if options.gpus_per_node is not None:
+        each = _ranks_of(options.gpus_per_node, config, purpose)
+        config = load_config(
+            options.config, [*overrides, f"trainer.n_gpus_per_node={each}"], purpose
+        )
     trainer = config.trainer
+    if options.ranks:
+        print(trainer.n_gpus_per_node)
+        return 0
     if options.left is not None:
         print(fitting_hosts(config, options.left, purpose))
         return 0
@@ -76,15 +91,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import table
 
-    shapes = model_shapes(config, purpose, same=options.model_config)
+    shapes = model_shapes(
+        config, purpose, same=options.model_config, proxy_file=options.proxy_config
+    )
     if options.push:
         print(_push(config, shapes.actor, options))
         return 0
     memory = int(options.gpu_memory * GIB)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
-    print(table(config, budget))
+    print(table(config, budget, unknown=shapes.proxy_is_unknown))
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
     return 0
+
+
+def _ranks_of(gpus: int, config: Config, purpose: Purpose) -> int:
+    """How many of a machine's GPUs are the ranks', beside those that belong to engines alone."""
+    own = config.engine_gpus_per_node if purpose == "rl" else 0
+    if gpus <= own:
+        raise UserError(
+            f"--gpus-per-node={gpus} leaves no GPU for ranks beside {own} of engines",
+            remedy="lower n_gpus_per_node of the actor's or the proxy's engines",
+        )
+    return gpus - own
 
 
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:

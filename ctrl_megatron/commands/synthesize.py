@@ -38,7 +38,13 @@ from rich.progress import (
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
-from ctrl_megatron.commands.chat_flags import DTYPES, MOST_THREADS, service_faults
+from ctrl_megatron.commands.chat_flags import (
+    DTYPES,
+    MOST_THREADS,
+    SERVERS,
+    add_tensor_flag,
+    service_faults,
+)
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import (
     count,
@@ -128,11 +134,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         strict=True,
     ):
         parser.add_argument(f"--{role}", metavar="MODEL", help=does)
-        parser.add_argument(f"--{role}-url", metavar="URL", default="")
+        parser.add_argument(f"--{role}-url", metavar="URL", default="", help=SERVERS)
     parser.add_argument("--engine", choices=list(ENGINES))
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
     parser.add_argument("--max-model-len", type=count(), default=2048)
     parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    add_tensor_flag(parser)
     parser.add_argument("--n", type=count(), default=2, help="solutions per problem")
     parser.add_argument("--temperature", type=temperature, default=0.7, help="of the solver")
     parser.add_argument("--max-tokens", type=count(), default=256, help="of a solution or revision")
@@ -166,7 +173,8 @@ def _settings(
     kept = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(options).items()
-        if name not in ("out", "overwrite", "problems", "solutions", "threads")
+        if name
+        not in ("out", "overwrite", "problems", "solutions", "threads", "tensor_parallel_size")
     }
     texts = {
         "problems": json.dumps([own_record(problem) for problem in problems]),
@@ -212,6 +220,7 @@ def _sources(
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         threads=options.threads,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     sources = {
         role: ChatSource(model, getattr(options, f"{role}_url"))

@@ -136,6 +136,9 @@ class Megatron:
     It replaces config.json's router_aux_loss_coef, which is not read."""
     moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
     """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
+    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0)
+    """Change per update of the biases by which DeepSeek-V3's routers balance their experts; 0
+    leaves them as the model's directory has them. Megatron's default is 0.001."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
@@ -325,11 +328,16 @@ class Rollout(EngineKeys):
     update_bucket_megabytes: int = key(128, AT_LEAST_1)
     """Size of one bucket of a weight update, in 2**20 bytes."""
     weight_transport: str = "shared_memory"
-    """Medium that brings weights to the engines: shared_memory, shards (each worker of an engine
-    gets only its part), or module:Class of your own."""
+    """Medium that brings weights to the engines: shared_memory; shards, cuda_ipc and nccl, with
+    which each worker of an engine gets only its part, through the host's memory, through memory of
+    the same device, and between devices; or module:Class of your own."""
     adapter_push: bool = key(False, read=ADAPTERS)
     """Send the engines only adapters, which they compute beside the weights of model.path; false
     sends whole weights with the adapters merged into them."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: engines get linear layers' weights in 8 bits (e4m3, one float32 scale for each block of
+    128 x 128); needs algorithm.rollout_correction, as their probabilities differ from the
+    trainer's."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

@@ -30,6 +30,8 @@ _OTHER_CUTS = (
     *("ep_num_redundant_experts", "init_expert_location"),
 )
 """Arguments of vLLM and SGLang that give a worker other parts of a model."""
+_CUT = ("shards", "cuda_ipc", "nccl")
+"""Transports that send each worker its part of a model."""
 _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
@@ -49,7 +51,10 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_required(config, purpose),
         *_sizes(config, purpose),
     ]
-    for relation in (_names, _parallelism, _proxy, _adapters, _ahead, _objective, _groups, _reward):
+    for relation in (
+        *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
+        *(_objective, _groups, _reward),
+    ):
         problems += relation(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -309,7 +314,7 @@ def _parallelism(config: Config) -> Iterator[str]:
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
     if rollout.engine_kwargs.get("ep_size", 1) not in (1, rollout.tensor_model_parallel_size):
         others.append("ep_size")
-    if rollout.weight_transport in ("shards", "cuda_ipc") and others:
+    if rollout.weight_transport in _CUT and others:
         yield (
             f"{_R}weight_transport={rollout.weight_transport} sends each worker the part that "
             f"tensor_model_parallel_size gives it, which {_R}engine_kwargs.{others[0]} changes; "
@@ -318,7 +323,13 @@ def _parallelism(config: Config) -> Iterator[str]:
     if rollout.weight_transport == "cuda_ipc" and rollout.placement == "dedicated":
         yield (
             f"{_R}weight_transport=cuda_ipc maps the memory of the trainer's own devices, which "
-            f"engines of {_R}placement=dedicated do not use; use shards or colocated engines"
+            f"engines of {_R}placement=dedicated do not use; use nccl, shards or colocated engines"
+        )
+    if rollout.weight_transport == "nccl" and rollout.placement == "colocated":
+        yield (
+            f"{_R}weight_transport=nccl sends to other devices, and engines of {_R}placement="
+            "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
+            f"{_R}placement=dedicated"
         )
     yield from _engine(_R, rollout)
     yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)
@@ -361,13 +372,37 @@ def _adapters(config: Config) -> Iterator[str]:
     if not ENGINES[rollout.name].adapters:
         able = " or ".join(name for name, kind in ENGINES.items() if kind.adapters)
         yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
-    if rollout.weight_transport == "shards":
+    if rollout.weight_transport in _CUT:
         yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
     own, proxy = family.model.path, family.proxy.model.path
     if config.shares_engines and proxy not in (None, own):
         yield (
             f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
             f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
+        )
+
+
+def _quantisation(config: Config) -> Iterator[str]:
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    key = f"{_R}quantization={rollout.quantization}"
+    if rollout.quantization is None:
+        return
+    if correction.rollout_is == "none" and correction.rollout_rs == "none":
+        yield (
+            f"{key} draws with weights that are not the trainer's; correct for it with "
+            "algorithm.rollout_correction.rollout_is or rollout_rs (docs/algorithms.md)"
+        )
+    if not ENGINES[rollout.name].quantised:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.quantised)
+        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
+    if rollout.weight_transport in _CUT:
+        yield f"{key} sends whole tensors; use {_R}weight_transport=shared_memory"
+    if rollout.adapter_push:
+        yield f"{key} replaces whole weights; leave {_R}adapter_push out"
+    if rollout.name == "vllm" and config.trainer.verify_weight_sync:
+        yield (
+            f"{key} lets vLLM rearrange weights for its kernels, which cannot be read back; set "
+            "trainer.verify_weight_sync=false"
         )
 
 

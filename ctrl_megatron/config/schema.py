@@ -274,6 +274,13 @@ class Config:
         return self.writes_revisions and self.actor_rollout_ref.proxy.kind == "engine"
 
     @property
+    def engine_gpus_per_node(self) -> int:
+        """GPUs of a host that belong to engines alone, in addition to those of the ranks."""
+        rollout, proxy = self.actor_rollout_ref.rollout, self.actor_rollout_ref.proxy.engine
+        owners = [(rollout, rollout.placement == "dedicated"), (proxy, self.has_proxy_engines)]
+        return sum(keys.n_gpus_per_node or 0 for keys, alone in owners if alone)
+
+    @property
     def needs_values(self) -> bool:
         """True if a value model is trained."""
         return VALUE_MODEL.is_met(self)

@@ -33,7 +33,7 @@ _SAME = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "sequence_parallel"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     *("recompute_granularity", "recompute_num_layers"),
 )
 OURS: Mapping[str, str] = {
@@ -55,6 +55,7 @@ REASONS: Mapping[str, str] = {
             *("layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias"),
             *("gated_linear_unit", "activation_func", "activation_func_clamp_value"),
             *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq"),
+            *("moe_router_enable_expert_bias", "moe_router_score_function"),
             *("qk_layernorm", "qk_l2_norm", "softmax_scale", "softmax_type", "window_size"),
             *("window_attn_skip_freq", "rotary_interleaved", "no_rope_freq", "mrope_section"),
             *("multi_latent_attention", "attention_output_gate", "mtp_num_layers"),

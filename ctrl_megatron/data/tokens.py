@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from os import PathLike
@@ -163,6 +164,39 @@ def _end_tokens(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     more = named if isinstance(named, list) else [named]
     return tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskToken:
+    """The mask token of a tokenizer."""
+
+    number: int
+    is_new: bool
+    """Whether the tokenizer did not have it before."""
+    others: int
+    """Number of the tokenizer's other tokens, which come before it if it is new."""
+
+
+def add_mask_token(directory: Path, text: str) -> MaskToken:
+    """Give the tokenizer in ``directory`` the special token ``text``, unless it has it.
+
+    UserError for a directory without a tokenizer, or one whose tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(directory.glob("tokenizer*")):
+        raise UserError("the model's directory holds no tokenizer (tokenizer.json)")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the model's tokenizer: {error}") from error
+    known = tokenizer.get_vocab()
+    if text in known:
+        return MaskToken(number=known[text], is_new=False, others=len(known) - 1)
+    tokenizer.add_special_tokens({"mask_token": text})
+    tokenizer.save_pretrained(str(directory))
+    number = tokenizer.convert_tokens_to_ids(text)
+    return MaskToken(number=number, is_new=True, others=number)
 
 
 MEANING = ("vocabulary", "merges")

@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Protocol
 
+from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.rollout.engine import StreamingEngine
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
@@ -59,6 +62,60 @@ class Chat(Protocol):
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+class DealtChat:
+    """A ``Chat`` over several servers of one model: conversations are dealt to all of them, and one
+    that a server fails to answer goes to the next. ``ChatError`` names the failures of all. It is
+    not asked again of another server once ``listener`` has received a part of its answer.
+    """
+
+    def __init__(self, servers: Sequence[Chat]) -> None:
+        self._servers, self._turns = list(servers), count()
+
+    async def complete(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        params: SamplingParams,
+        listener: TextListener | None = None,
+    ) -> list[list[ChatAnswer]]:
+        names = params.names(len(conversations))
+        calls = [
+            partial(self._ask, messages, replace(params, rows=(name,)), place, listener)
+            for place, (name, messages) in enumerate(zip(names, conversations, strict=True))
+        ]
+        return await gathered(calls)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+    async def _ask(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams,
+        place: int,
+        listener: TextListener | None,
+    ) -> list[ChatAnswer]:
+        heard = False
+
+        def hear(number: int, text: str) -> None:
+            nonlocal heard
+            assert listener is not None
+            heard = True
+            listener(place * params.n + number, text)
+
+        first, errors = next(self._turns) % len(self._servers), []
+        for server in self._servers[first:] + self._servers[:first]:
+            try:
+                (answers,) = await server.complete([messages], params, listener and hear)
+            except ChatError as error:
+                errors.append(error)
+                if heard:
+                    break
+                continue
+            return answers
+        raise ChatError("; ".join(map(str, errors))) from errors[-1]
 
 
 class EngineChat:

@@ -8,16 +8,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.generation.chat import EngineChat
+from ctrl_megatron.generation.chat import DealtChat, EngineChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineSpec, default_engine, require_engine
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+
+_SHARE = 0.9
+"""Share of a GPU's memory that engines use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,13 @@ class ChatSource:
     model: str
     """An HF directory or, with ``url``, the server's name of the model."""
     url: str = ""
-    """Address of the server, usually ending in ``/v1``; empty for a model directory."""
+    """Addresses of the model's servers, usually ending in ``/v1``, separated by commas; empty for a
+    model directory."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses."""
+        return [url.strip() for url in self.url.split(",")] if self.url else []
 
     def weights(self) -> str | None:
         """Fingerprint of the directory's weights; None for a server, whose weights are unknown.
@@ -45,6 +57,7 @@ class EngineOptions:
     """With ``float32`` an answer seldom depends on the other answers of its batch."""
     max_model_len: int = 2048
     threads: int | None = None
+    tensor_parallel_size: int = 1
     max_concurrency: int = 32
     token_budget: int | None = None
 
@@ -53,9 +66,17 @@ def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
     """Raise UserError that names ``flag`` for a source that cannot be opened."""
     with users_input(flag):
         if source.url:
-            OpenAIChat(source.url, source.model)
+            for url in source.urls:
+                OpenAIChat(url, source.model)
             return
-        require_engine(options.engine or default_engine())
+        name = options.engine or default_engine()
+        require_engine(name)
+        if options.tensor_parallel_size > 1 and not ENGINES[name].tensor_parallel:
+            raise UserError(
+                f"--tensor-parallel-size={options.tensor_parallel_size} is not possible with "
+                f"--engine {name}",
+                remedy="name another engine, or leave it out",
+            )
         _ = TextCodec(source.model).eos_token_ids
         shape = read_model_shape(source.model)
         SafetensorsDirectory(source.model).check(shape)
@@ -68,27 +89,58 @@ def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
             )
 
 
+def engine_places(engines: int, tensor: int, gpus: int) -> list[tuple[tuple[int, ...], float]]:
+    """(GPUs, share of their memory) of each engine of ``tensor`` processes: GPUs of its own where
+    the machine has enough of its ``gpus``, otherwise the first ones in equal parts; no GPUs on a
+    machine without any. Raises ``UserError`` where one engine needs more than there are.
+    """
+    if not gpus:
+        return [((), _SHARE)] * engines
+    if engines and gpus < tensor:
+        raise UserError(
+            f"--tensor-parallel-size={tensor} is more than the {gpus} GPUs that are there",
+            remedy="lower it",
+        )
+    if gpus < engines * tensor:
+        return [(tuple(range(tensor)), _SHARE / engines)] * engines
+    return [(tuple(range(i * tensor, (i + 1) * tensor)), _SHARE) for i in range(engines)]
+
+
 @contextmanager
 def open_chats(
     sources: Mapping[str, ChatSource], options: EngineOptions
-) -> Iterator[dict[str, EngineChat | OpenAIChat]]:
+) -> Iterator[dict[str, EngineChat | OpenAIChat | DealtChat]]:
     """A chat per role; roles with one source share it. Engines run until the block ends. Raises
     ``EngineDied`` for an engine that does not start. Use the chats on one event loop only.
+
+    On a machine with GPUs each engine has its own, if there are enough for all of them; otherwise
+    they share the first ones in equal parts (``engine_places``).
     """
     budget = None if options.token_budget is None else TokenBudget(options.token_budget)
-    chats: dict[ChatSource, EngineChat | OpenAIChat] = {}
+    chats: dict[ChatSource, EngineChat | OpenAIChat | DealtChat] = {}
     launched: list[EngineProcess] = []
+    different = list(dict.fromkeys(sources.values()))
+    places = engine_places(
+        sum(not source.url for source in different),
+        options.tensor_parallel_size,
+        torch.cuda.device_count(),
+    )
     try:
-        for source in dict.fromkeys(sources.values()):
+        for source in different:
             if source.url:
-                chats[source] = OpenAIChat(
-                    source.url,
-                    source.model,
-                    api_key=read_openai_key(),
-                    max_concurrency=options.max_concurrency,
-                    budget=budget,
-                )
+                servers = [
+                    OpenAIChat(
+                        url,
+                        source.model,
+                        api_key=read_openai_key(),
+                        max_concurrency=options.max_concurrency,
+                        budget=budget,
+                    )
+                    for url in source.urls
+                ]
+                chats[source] = servers[0] if len(servers) == 1 else DealtChat(servers)
                 continue
+            devices, share = places[len(launched)]
             spec = EngineSpec(
                 name=options.engine or default_engine(),
                 model_path=source.model,
@@ -96,6 +148,9 @@ def open_chats(
                 max_model_len=options.max_model_len,
                 kv_cache_gib=1.0,
                 threads=options.threads,
+                tensor_parallel_size=options.tensor_parallel_size,
+                devices=devices,
+                gpu_memory_utilization=share,
             )
             launched.append(launch_engine(spec))
             engine: RemoteEngine = launched[-1].connect()

@@ -247,7 +247,9 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     ffn = e * p.shape.widest / p.layout.tensor
     gathered = e * hidden if p.layout.sequence_parallel else 0
     stream = 3 if p.kernels == "te" else 5
-    moments = [p.tokens * (stream * p.residual + gathered + 3 * ffn)]
+    # An adapter's output, before and after its parts are joined, is beside the layer's own.
+    widths = 3 if p.shape.lora is None else 6
+    moments = [p.tokens * (stream * p.residual + gathered + widths * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
     moments.append(p.tokens * (stream * p.residual + _exchanged(p)))
     if pp == p.layout.pipeline - 1:

@@ -17,7 +17,14 @@ from ctrl_megatron.memory.activations import (
     inference_workspace,
     update_use,
 )
-from ctrl_megatron.memory.engine import COMMUNICATOR, CUDA_CONTEXT, GIB, EngineUse, engine_use
+from ctrl_megatron.memory.engine import (
+    COMMUNICATOR,
+    CUDA_CONTEXT,
+    GIB,
+    EngineUse,
+    engine_use,
+    proxy_engine_use,
+)
 from ctrl_megatron.memory.model_state import (
     DTYPE_SIZE,
     ModelState,
@@ -74,6 +81,9 @@ class MemoryBudget:
     phases: tuple[PhaseUse, ...]
     """The fullest GPU of each phase, in the order of a run."""
     engine: EngineUse | None
+    proxy: EngineUse | None
+    """The proxy's own engine, on GPUs of its own; None without one, and where its model has no
+    shape here."""
     host: Items
     """Host memory of the fullest host."""
     host_number: int
@@ -121,9 +131,11 @@ def memory_budget(
     layout = world.layout
     layout.check_layers(shapes.actor.num_layers)
     check_split(shapes.actor, layout)
-    engine = None
+    engine = proxy = None
     if purpose == "rl":
         engine = engine_use(config, shapes.actor, gpu_memory)
+    if shapes.proxy is not None:
+        proxy = proxy_engine_use(config, shapes.proxy, gpu_memory)
     # A dedicated engine has its GPUs to itself.
     beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
     stages = [
@@ -143,6 +155,7 @@ def memory_budget(
         gpu_memory=gpu_memory,
         phases=tuple(phases),
         engine=engine,
+        proxy=proxy,
         host=hosts[number],
         host_number=number,
         checkpoint_per_rank=max(stage.checkpoint for stage in stages),
@@ -421,7 +434,8 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     """Host memory that the ranks of a host share."""
     family = config.actor_rollout_ref
     sends = "trained" if family.rollout.adapter_push else "merged"
-    specs = hf_specs(shapes.actor, family.rollout_dtype, sends)
+    quantised = family.rollout.quantization is not None
+    specs = hf_specs(shapes.actor, family.rollout_dtype, sends, quantised=quantised)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     items = {"weight buckets": _BUCKETS * bucket}
@@ -450,6 +464,8 @@ def _host(
         return items
     engine_gpus = family.rollout.n_gpus_per_node or each
     items["engines"] = engine_gpus * _ENGINE_PROCESS
+    if config.has_proxy_engines:
+        items["proxy's engines"] = (family.proxy.engine.n_gpus_per_node or 0) * _ENGINE_PROCESS
     if megatron.param_offload:
         items["weights away"] = sum(
             state.parameters

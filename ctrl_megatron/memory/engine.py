@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.models.rules import rules
@@ -45,6 +46,8 @@ class EngineUse:
     reload: int
     """Whole tensors that arrive in a weight push before they are cut."""
     cache_per_token: int
+    longest: int
+    """Tokens of the longest sequence, for which the cache needs room."""
 
     @property
     def cache(self) -> int:
@@ -68,25 +71,52 @@ class EngineUse:
 
 
 def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
-    """The configured engine of ``shape`` on a GPU of ``gpu_memory`` bytes."""
-    rollout, dtype = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout_dtype
-    tensor, size = rollout.tensor_model_parallel_size, DTYPE_SIZE[dtype]
-    given = rollout.engine_kwargs.get("max_num_batched_tokens") or _BATCHED_TOKENS
-    tokens = max(given, rollout.max_num_seqs)
+    """The actor's configured engine on a GPU of ``gpu_memory`` bytes."""
+    keys = config.actor_rollout_ref.rollout
+    quantised = keys.quantization is not None
+    return _use(config, keys, shape, gpu_memory, config.max_model_len, quantised=quantised)
+
+
+def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
+    """The proxy's own configured engine on a GPU of ``gpu_memory`` bytes.
+
+    Where the length of its sequences follows from the rows, it is taken from the actor's tokens,
+    with room for a critique that is twice as long (``pipeline.inputs.proxy_length``).
+    """
+    keys, data = config.actor_rollout_ref.proxy.engine, config.data
+    revision = config.actor_rollout_ref.rollout.revision_max_tokens
+    expected = data.max_prompt_length + 2 * data.max_response_length + revision
+    longest = keys.max_model_len or min(expected, shape.max_position_embeddings)
+    return _use(config, keys, shape, gpu_memory, longest)
+
+
+def _use(
+    config: Config,
+    keys: EngineKeys,
+    shape: ModelShape,
+    gpu_memory: int,
+    longest: int,
+    *,
+    quantised: bool = False,
+) -> EngineUse:
+    dtype = config.actor_rollout_ref.dtype_in(keys)
+    tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
+    given = keys.engine_kwargs.get("max_num_batched_tokens") or _BATCHED_TOKENS
+    tokens = max(given, keys.max_num_seqs)
     width = 4 * shape.hidden_size + 3 * shape.widest / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
-    logits = min(tokens, rollout.max_num_seqs) * shape.vocab_size * 3 * 4
+    logits = min(tokens, keys.max_num_seqs) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
-    weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype)
+    weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
     workspace = int(tokens * width * size + logits)
-    graphs = 0 if rollout.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
-    share = int(rollout.gpu_memory_utilization * gpu_memory)
-    if not ENGINES[rollout.name].reserves_cache:
+    graphs = 0 if keys.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
+    share = int(keys.gpu_memory_utilization * gpu_memory)
+    if not ENGINES[keys.name].reserves_cache:
         # transformers takes what it needs, and has no graphs.
-        cache = rollout.max_num_seqs * config.max_model_len * cache_per_token
+        cache = keys.max_num_seqs * longest * cache_per_token
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
-    if not ENGINES[rollout.name].counts_workspace:
+    if not ENGINES[keys.name].counts_workspace:
         outside, workspace, graphs = outside + workspace + graphs, 0, 0
     return EngineUse(
         share=share,
@@ -96,6 +126,7 @@ def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
         outside=outside,
         reload=_largest_module(shape) * size,
         cache_per_token=cache_per_token,
+        longest=longest,
     )
 
 

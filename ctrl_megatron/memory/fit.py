@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.activations import Kernels
@@ -17,18 +18,29 @@ Change = tuple[str, Any]
 """A key and its new value."""
 _ACTOR = "actor_rollout_ref.actor."
 _MEGATRON, _ROLLOUT = _ACTOR + "megatron.", "actor_rollout_ref.rollout."
+_PROXY = "actor_rollout_ref.proxy.engine."
 _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
 
 def problem(config: Config, budget: MemoryBudget) -> str | None:
     """The phase that does not fit, with its largest items; None if all fit."""
-    engine, needed = budget.engine, config.max_model_len
-    if engine is not None and engine.cache_tokens < needed:
-        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    for name, prefix, engine in (
+        ("engine", _ROLLOUT, budget.engine),
+        ("proxy's engine", _PROXY, budget.proxy),
+    ):
+        if engine is None or engine.cache_tokens >= engine.longest:
+            continue
+        share = value_of(config, f"{prefix}gpu_memory_utilization")
         return (
-            f"start: engine: {_ROLLOUT}gpu_memory_utilization={share} of {gib(budget.gpu_memory)} "
+            f"start: {name}: {prefix}gpu_memory_utilization={share} of {gib(budget.gpu_memory)} "
             f"leaves the key-value cache room for {engine.cache_tokens} tokens beside weights "
-            f"{gib(engine.weights)}, a sequence of max_model_len needs {needed}"
+            f"{gib(engine.weights)}, a sequence of max_model_len needs {engine.longest}"
+        )
+    if (proxy := budget.proxy) is not None and proxy.awake > budget.gpu_memory:
+        return (
+            f"start: proxy's engine needs {gib(proxy.awake)} on a GPU of its own, which has "
+            f"{gib(budget.gpu_memory)}: {_PROXY}gpu_memory_utilization of it and "
+            f"{gib(proxy.outside)} for its context and buffers"
         )
     use = budget.fullest
     if use.total <= budget.limit:
@@ -81,9 +93,11 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
                 if fits(_together(config, fewer)):
                     chosen = fewer
             return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
+    proxy = f", {_PROXY}n_gpus_per_node" if config.has_proxy_engines else ""
     return (
         "no offloading, recomputation or smaller share is enough: raise "
-        f"{_MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size, or take more GPUs"
+        f"{_MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size{proxy}, or take "
+        "more GPUs"
     )
 
 
@@ -107,10 +121,21 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
     while purpose == "rl" and (tokens := tokens // 2) >= longest:
         yield _ROLLOUT + "log_prob_max_token_len_per_gpu", tokens
     if purpose == "rl":
-        for step in range(_SHARE_STEPS - 1, int(_SMALLEST_SHARE * _SHARE_STEPS), -1):
-            share = step / _SHARE_STEPS
-            if share != rollout.gpu_memory_utilization:
-                yield _ROLLOUT + "gpu_memory_utilization", share
+        yield from _shares(_ROLLOUT, rollout)
+    if config.has_proxy_engines:
+        own = config.actor_rollout_ref.proxy.engine
+        yield from _shares(_PROXY, own)
+        gpus = own.n_gpus_per_node or 0
+        for size in range(own.tensor_model_parallel_size + 1, gpus + 1):
+            if gpus % size == 0:
+                yield _PROXY + "tensor_model_parallel_size", size
+
+
+def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
+    for step in range(_SHARE_STEPS - 1, int(_SMALLEST_SHARE * _SHARE_STEPS), -1):
+        share = step / _SHARE_STEPS
+        if share != keys.gpu_memory_utilization:
+            yield prefix + "gpu_memory_utilization", share
 
 
 def _together(config: Config, changes: dict[str, Any]) -> Config:

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ctrl_megatron.models.fp8 import quantised_specs
 from ctrl_megatron.models.rules import rules
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout, MeshName
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
+from ctrl_megatron.types import TensorSpec
 
 DTYPE_SIZE = {"bfloat16": 2, "float32": 4}
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -134,18 +137,25 @@ def largest_in_layer(shape: ModelShape, layout: Layout) -> int:
     return max(math.prod(p.shape) for p in params if ".layers." in p.name and p.trained)
 
 
-def engine_weight_bytes(shape: ModelShape, *, tensor: int, dtype: str) -> int:
+def engine_weight_bytes(
+    shape: ModelShape, *, tensor: int, dtype: str, quantised: bool = False
+) -> int:
     """Weights of one of vLLM's ``tensor`` workers, in bytes: matrices are split, norms are not,
-    keys and values at most over their heads, and the vocabulary is padded."""
+    keys and values at most over their heads, and the vocabulary is padded. ``quantised``: linear
+    layers have 8 bits and scales."""
     total = 0
     for rule in rules(shape.base):
         if rule.part == "output" and shape.tied_embeddings:
             continue
-        for position, (rows, *tail) in enumerate(whole.shape for whole in rule.hf):
+        for position, whole in enumerate(rule.hf):
+            rows, *tail = whole.shape
             parts = 1 if rule.kind == "replicated" else tensor
             if rule.kind == "vocab":
                 rows = _up(_up(rows, _VLLM_VOCAB_ALIGNMENT), tensor)
             if rule.kind == "qkv" and position > 0:
                 parts = min(tensor, shape.attention.groups)
-            total += len(rule.layers) * rule.experts * (math.prod((rows, *tail)) // parts)
-    return total * DTYPE_SIZE[dtype]
+            spec, size = TensorSpec(name=whole.name, dtype=dtype, shape=(rows, *tail)), 0
+            for held in quantised_specs([spec]) if quantised else [spec]:
+                size += spec_bytes(held)
+            total += len(rule.layers) * rule.experts * (size // parts)
+    return total

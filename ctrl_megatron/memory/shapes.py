@@ -21,10 +21,21 @@ class ModelShapes:
     """None if the objective has no KL, or if the reference is the actor without its adapters."""
     value: ModelShape | None
     """None if nothing reads values."""
+    proxy: ModelShape | None = None
+    """The model of the proxy's own engines; None if it has none, and for one that has no shape
+    here, since these engines run any model."""
+    proxy_is_unknown: str = ""
+    """The reason why such a model has no shape here."""
 
 
-def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> ModelShapes:
-    """The shapes of the configured directories, or of one file in place of all of them.
+def model_shapes(
+    config: Config,
+    purpose: Purpose,
+    same: Path | None = None,
+    proxy_file: Path | None = None,
+) -> ModelShapes:
+    """The shapes of the configured directories, or of one file in place of all of them but a proxy
+    on engines of its own, whose file is ``proxy_file``.
 
     Raises ValueError for a file that does not exist or describes a model that is not supported.
     """
@@ -37,14 +48,28 @@ def model_shapes(config: Config, purpose: Purpose, same: Path | None = None) -> 
         value = value_shape(_shape(config.critic.model.path or own, same))
         value = adapted(value, configured(config, value=True))
     actor = adapted(_shape(own, same), configured(config))
-    return ModelShapes(actor=actor, reference=reference, value=value)
+    proxy, unknown = None, ""
+    if purpose == "rl" and config.has_proxy_engines:
+        file = _file(family.proxy.model.path or own, proxy_file, "--proxy-config")
+        try:
+            proxy = parse_model_shape(read_json(file), str(file))
+        except UserError as error:
+            unknown = str(error)
+    return ModelShapes(
+        actor=actor, reference=reference, value=value, proxy=proxy, proxy_is_unknown=unknown
+    )
 
 
 def _shape(directory: str, same: Path | None) -> ModelShape:
-    file = same or Path(directory) / "config.json"
+    file = _file(directory, same, "--model-config")
+    return parse_model_shape(read_json(file), str(file))
+
+
+def _file(directory: str, given: Path | None, flag: str) -> Path:
+    file = given or Path(directory) / "config.json"
     if not file.is_file():
         raise UserError(
             f"{file} does not exist; a plan needs the model's shape, not its weights: give "
-            "--model-config FILE with a Hugging Face config.json (two are in examples/shapes/)"
+            f"{flag} FILE with a Hugging Face config.json (two are in examples/shapes/)"
         )
-    return parse_model_shape(read_json(file), str(file))
+    return file

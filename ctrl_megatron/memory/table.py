@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib
-from ctrl_megatron.memory.engine import GIB
+from ctrl_megatron.memory.engine import GIB, EngineUse
 
 _ITEMS = 5
 
 
-def table(config: Config, budget: MemoryBudget) -> str:
-    """A line per phase with its fullest GPU, then lines for the engine and the host."""
+def table(config: Config, budget: MemoryBudget, *, unknown: str = "") -> str:
+    """A line per phase with its fullest GPU, then lines for the engines and the host; ``unknown``
+    is the reason why the proxy's own engines have no plan.
+    """
     trainer = config.trainer
     ranks = trainer.nnodes * trainer.n_gpus_per_node
+    own = config.engine_gpus_per_node * trainer.nnodes if budget.engine is not None else 0
+    alone = f", and {own} of engines alone" if own else ""
     lines = [
-        f"{ranks} GPUs of {gib(budget.gpu_memory)} on {trainer.nnodes} hosts; "
+        f"{ranks} GPUs of {gib(budget.gpu_memory)} on {trainer.nnodes} hosts{alone}; "
         f"{gib(budget.limit)} of each may be used, {RESERVE:.0%} stay free",
         "",
         f"{'phase':<14} {'GiB':>6}  {'rank':>5}  largest",
@@ -26,13 +30,24 @@ def table(config: Config, budget: MemoryBudget) -> str:
         )
     lines += ["", f"fullest: {budget.fullest.phase}, rank {budget.fullest.rank} (pipeline stage "]
     lines[-1] += f"{budget.fullest.stage}), {gib(budget.fullest.total)}"
-    if (engine := budget.engine) is not None:
-        sequences = engine.cache_tokens // config.max_model_len
-        lines.append(
-            f"engine: key-value cache {gib(max(0, engine.cache))} of each GPU, "
-            f"{engine.cache_tokens} tokens, {sequences} sequences of {config.max_model_len}"
-        )
+    if budget.engine is not None:
+        lines.append(f"engine: {_cache(budget.engine)}")
+    if budget.engine is not None and config.has_proxy_engines:
+        gpus = config.actor_rollout_ref.proxy.engine.n_gpus_per_node or 0
+        where = f"proxy's engines: {gpus} more GPUs of each host"
+        if (proxy := budget.proxy) is not None:
+            lines.append(f"{where}, {gib(proxy.awake)} of each; {_cache(proxy)}")
+        else:
+            lines.append(f"{where}, whose memory is not planned: {unknown}")
     host = ", ".join(f"{item} {gib(size)}" for item, size in budget.host.items())
     lines.append(f"host {budget.host_number}: {gib(sum(budget.host.values()))} ({host})")
     lines.append(f"checkpoint: at most {gib(budget.checkpoint_per_rank)} written by one rank")
     return "\n".join(lines)
+
+
+def _cache(engine: EngineUse) -> str:
+    sequences = engine.cache_tokens // engine.longest
+    return (
+        f"key-value cache {gib(max(0, engine.cache))} of each GPU, "
+        f"{engine.cache_tokens} tokens, {sequences} sequences of {engine.longest}"
+    )

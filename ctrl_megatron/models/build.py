@@ -253,7 +253,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             params = shard_params(shape, layout, groups.place, **stage)
             add_adapters(model, shape.lora, {param.name: param for param in params})
         chunks.append(model.to(groups.device))
-    # The routers have their biases by now, which Megatron would change after every step.
+    # The routers have their biases by now, which models.router updates instead of Megatron.
     config.moe_router_enable_expert_bias = False
     return chunks
 

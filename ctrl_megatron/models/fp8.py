@@ -1,23 +1,31 @@
 """Weights in 8 bits with one scale for each block, as DeepSeek-V3 and others are published.
 
 Beside a weight ``NAME`` in float8_e4m3fn its file has ``NAME_scale_inv``, float32, with one factor
-for each block of rows and columns.
+for each block of rows and columns. ``dequantised`` reads this form, ``quantised`` writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.types import TensorSpec
 
 SCALES = "_scale_inv"
 """What the name of a weight's scales has after the weight's name."""
 
 Block = tuple[int, int]
 """Rows and columns of a weight that have one scale."""
+
+BLOCK: Block = (128, 128)
+"""The blocks of what is written."""
+FP8 = "float8_e4m3fn"
+"""The type of a quantised weight."""
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def weight_block(config: Mapping[str, Any], where: str) -> Block | None:
@@ -44,8 +52,70 @@ def dequantised(
 ) -> torch.Tensor:
     """The float32 values of a rectangle (rows, columns) of a weight that begins at ``start``;
     ``scales`` are those of the whole weight."""
+    return weight.float().mul_(_of_elements(scales, start, weight.shape, block))
+
+
+def _of_elements(
+    scales: torch.Tensor, start: tuple[int, ...], extent: Iterable[int], block: Block
+) -> torch.Tensor:
+    """The scale of every element of a rectangle that begins at ``start``."""
     rows, columns = (
-        torch.arange(begin, begin + count) // size
-        for begin, count, size in zip(start, weight.shape, block, strict=True)
+        torch.arange(begin, begin + count, device=scales.device) // size
+        for begin, count, size in zip(start, extent, block, strict=True)
     )
-    return weight.float().mul_(scales[rows][:, columns])
+    return scales[rows][:, columns]
+
+
+def written_config() -> dict[str, Any]:
+    """``quantization_config`` of a ``config.json`` beside weights that ``quantised`` has made."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK),
+    }
+
+
+def quantised_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """``specs`` with the linear layers' weights in 8 bits, each followed by its scales. Embeddings,
+    head, norms, biases and routers stay as they are, as in what DeepSeek publishes."""
+    for spec in specs:
+        linear = ".layers." in spec.name and spec.name.endswith(".weight") and len(spec.shape) == 2
+        if not linear or spec.name.endswith(".gate.weight"):
+            yield spec
+            continue
+        blocks = tuple(-(-size // of) for size, of in zip(spec.shape, BLOCK, strict=True))
+        yield replace(spec, dtype=FP8)
+        yield TensorSpec(name=spec.name + SCALES, dtype="float32", shape=blocks)
+
+
+def largest_of_blocks(weight: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+    """The largest magnitude of each block that a rectangle of a weight touches, float32; the
+    rectangle begins at ``start`` of the weight, and the result at block ``start // BLOCK``."""
+    top, left = (begin % size for begin, size in zip(start, BLOCK, strict=True))
+    height, width = weight.shape
+    bottom, right = -(top + height) % BLOCK[0], -(left + width) % BLOCK[1]
+    padded = torch.nn.functional.pad(weight.abs(), (left, right, top, bottom))
+    blocks = padded.unflatten(1, (-1, BLOCK[1])).unflatten(0, (-1, BLOCK[0]))
+    return blocks.amax(dim=(1, 3)).float()
+
+
+def raise_to(largest: torch.Tensor, part: torch.Tensor, start: tuple[int, ...]) -> None:
+    """Combine ``largest_of_blocks`` of a rectangle that begins at ``start`` into ``largest`` of the
+    whole weight."""
+    row, column = (begin // size for begin, size in zip(start, BLOCK, strict=True))
+    blocks = largest[row : row + part.shape[0], column : column + part.shape[1]]
+    torch.maximum(blocks, part, out=blocks)
+
+
+def scales_of(largest: torch.Tensor) -> torch.Tensor:
+    """The scales of blocks with these largest magnitudes: they become the largest number that 8
+    bits can hold. A block of zeros has scale 1."""
+    return torch.where(largest > 0, largest / _LARGEST, 1.0)
+
+
+def quantised(weight: torch.Tensor, scales: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+    """A rectangle of a weight that begins at ``start``, in 8 bits; ``scales`` are those of all its
+    blocks."""
+    divided = weight.float() / _of_elements(scales, start, weight.shape, BLOCK)
+    return divided.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Bytes; a multiple of every element size, so that a copy can be viewed in any dtype."""
 
 
@@ -82,10 +82,10 @@ class OffloadedTensors:
         if not sizes:
             return
         on_gpu = any(storages[identity].device.type == "cuda" for identity in sizes)
-        block, begin = host_block(sum(map(_aligned, sizes.values())), page_locked=on_gpu), 0
+        block, begin = host_block(sum(map(aligned, sizes.values())), page_locked=on_gpu), 0
         for identity, size in sizes.items():
             self._copies[identity] = block[begin : begin + size]
-            begin += _aligned(size)
+            begin += aligned(size)
 
 
 def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Tensor:
@@ -110,8 +110,9 @@ def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Te
     return block
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned(size: int) -> int:
+    """The bytes that ``size`` bytes take where tensors lie behind each other."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -40,7 +40,7 @@ from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
-from ctrl_megatron.models.router import RouterLosses, Routers
+from ctrl_megatron.models.router import RouterOptions, Routers
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -61,8 +61,8 @@ class ModelOptions:
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together; a value model has none."""
-    router: RouterLosses = field(default_factory=RouterLosses)
-    """Losses of the routers of a model with experts, in optimizer steps."""
+    router: RouterOptions = field(default_factory=RouterOptions)
+    """How optimizer steps train the routers of a model with experts."""
     optimizer: OptimizerOptions | None = None
     """None builds a frozen model."""
 
@@ -303,9 +303,11 @@ class ParallelModel:
         if self.groups.on_any(not fine)[0]:
             self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
             return {}
+        stepped = self.optimization.step(norm)
+        self._routers.step_biases()
         return {
             **scalars,
-            **self.optimization.step(norm),
+            **stepped,
             **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
         }
 

@@ -1,4 +1,5 @@
-"""The router of a layer with experts: its losses, and how many tokens it gives to each expert.
+"""The router of a layer with experts: its losses, how many tokens it gives to each expert, and the
+bias by which it balances them.
 
 Both losses are means over the tokens of the global mini-batch and are added over the layers:
 
@@ -10,6 +11,11 @@ Both losses are means over the tokens of the global mini-batch and are added ove
 Megatron's own losses are switched off: where the loss is normalised already
 (``calculate_per_token_loss``) it multiplies them by the tokens of the micro-batch and expects a
 division by all tokens afterwards. Here the weight of a token contains that division.
+
+A router with a bias (DeepSeek-V3, arXiv 2412.19437) may balance without a loss: after an update
+``moe_router_bias_update_rate`` is added to the bias of every expert with fewer tokens than the mean
+of its layer in the global mini-batch and subtracted where there are more. Megatron's own update
+counts over the ranks of its global state and is switched off.
 """
 
 from __future__ import annotations
@@ -31,15 +37,19 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterLosses:
-    """Coefficients of the losses; 0 for none."""
+class RouterOptions:
+    """How routers are trained beside the model's loss."""
 
     balance: float = 0.0
+    """Coefficient of the balance loss; 0 for none."""
     z: float = 0.0
+    """Coefficient of the z loss; 0 for none."""
+    bias_rate: float = 0.0
+    """What an update adds to the bias of an expert with too few tokens; 0 leaves the biases."""
 
     @property
-    def used(self) -> bool:
-        """Whether there is any."""
+    def has_losses(self) -> bool:
+        """Whether there is any loss."""
         return bool(self.balance or self.z)
 
 
@@ -48,11 +58,11 @@ class Router(TopKRouter):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.start(RouterLosses(), 1)
+        self.start(RouterOptions(), 1)
 
-    def start(self, losses: RouterLosses, tokens: int) -> None:
+    def start(self, options: RouterOptions, tokens: int) -> None:
         """Begin a global mini-batch of ``tokens`` tokens and forget what was counted."""
-        self._weights = RouterLosses(balance=losses.balance / tokens, z=losses.z / tokens)
+        self._weights = (options.balance / tokens, options.z / tokens)
         self.load = torch.zeros(self.config.num_moe_experts or 0, dtype=torch.int64)
         """(E,): tokens of this rank that each expert was chosen for."""
         self.sums = torch.zeros(2)
@@ -71,7 +81,7 @@ class Router(TopKRouter):
         if padding_mask is not None:
             real = ~padding_mask.reshape(-1, 1)
         self.load = self.load.to(rows.device) + (chosen & real).sum(dim=0)
-        if self._weights.used:
+        if any(self._weights):
             probs = MoEAuxLossAutoScaler.apply(probs, self._loss(rows.float(), real))
         return probs, chosen
 
@@ -86,7 +96,7 @@ class Router(TopKRouter):
         balance = len(share) * (share * (scores * real).sum(dim=0)).sum()
         z = (logits.logsumexp(dim=-1, keepdim=True).square() * real).sum()
         self.sums = self.sums.to(logits.device) + torch.stack([balance, z]).detach()
-        return self._weights.balance * balance + self._weights.z * z
+        return self._weights[0] * balance + self._weights[1] * z
 
 
 class Routers:
@@ -96,16 +106,17 @@ class Routers:
         kinds = enumerate(shape.feed_forward)
         self._experts = {layer: kind.count for layer, kind in kinds if isinstance(kind, Experts)}
         self._own = [m for model in models for m in model.modules() if isinstance(m, Router)]
-        self._losses, self._tokens = RouterLosses(), 1
+        self._options, self._tokens = RouterOptions(), 1
+        self._loads: dict[int, torch.Tensor] = {}
 
-    def start(self, losses: RouterLosses, tokens: int, groups: ProcessGroups) -> None:
+    def start(self, options: RouterOptions, tokens: int, groups: ProcessGroups) -> None:
         """Begin a global mini-batch, of which ``tokens`` are this data rank's. Collective."""
         if not self._experts:
             return
-        self._losses = losses
+        self._options = options
         self._tokens = int(groups.sum_over_data(torch.tensor(tokens)))
         for router in self._own:
-            router.start(losses, self._tokens)
+            router.start(options, self._tokens)
 
     def metrics(self, groups: ProcessGroups) -> dict[str, float]:
         """``max_load`` and, for each layer with experts, ``max_load/LAYER``: the tokens of the
@@ -117,18 +128,30 @@ class Routers:
         found = torch.zeros(len(self._experts), widest + 2, dtype=torch.float64)
         rows = {layer: found[row] for row, layer in enumerate(self._experts)}
         for router in self._own:
-            row = rows[(router.layer_number or 0) - 1]
+            row = rows[_layer(router)]
             row[: len(router.load)] += router.load.cpu()
             row[widest:] += router.sums.cpu()
         dist.all_reduce(found, group=groups.host)
-        loads = {
-            layer: float(row[:count].max() / row[:count].mean())
-            for (layer, count), row in zip(self._experts.items(), found, strict=True)
-        }
+        self._loads = {layer: rows[layer][:count] for layer, count in self._experts.items()}
+        loads = {layer: float(load.max() / load.mean()) for layer, load in self._loads.items()}
         sums = (found[:, widest:].mean(dim=0) / self._tokens).tolist()
-        used = {"balance_loss": self._losses.balance, "z_loss": self._losses.z}
+        used = {"balance_loss": self._options.balance, "z_loss": self._options.z}
         return {
             "max_load": max(loads.values()),
             **{f"max_load/{layer}": load for layer, load in loads.items()},
             **{name: value for (name, on), value in zip(used.items(), sums, strict=True) if on},
         }
+
+    @torch.no_grad()
+    def step_biases(self) -> None:
+        """Change the biases by the loads that ``metrics`` has counted."""
+        for router in self._own if self._options.bias_rate else ():
+            if router.expert_bias is not None:
+                load = self._loads[_layer(router)]
+                missing = (load.mean() - load).sign() * self._options.bias_rate
+                router.expert_bias += missing.to(router.expert_bias)
+
+
+def _layer(router: Router) -> int:
+    """The router's layer among all of the model, from 0."""
+    return (router.layer_number or 0) - 1

@@ -25,7 +25,7 @@ from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import ModelOptions, Part
 from ctrl_megatron.models.policy import BasePolicy, Policy
-from ctrl_megatron.models.router import RouterLosses
+from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -357,7 +357,11 @@ def _model_options(
         token_budget=budget,
         shared_prefix=config.actor_rollout_ref.model.shared_prefix,
         logprob_chunk=megatron.logprob_chunk_size,
-        router=RouterLosses(balance=megatron.moe_aux_loss_coeff, z=megatron.moe_z_loss_coeff),
+        router=RouterOptions(
+            balance=megatron.moe_aux_loss_coeff,
+            z=megatron.moe_z_loss_coeff,
+            bias_rate=megatron.moe_router_bias_update_rate,
+        ),
         optimizer=optimizer,
     )
 
@@ -408,6 +412,7 @@ def device_owner(
             on_cpu=run.groups.device.type == "cpu",
         ),
         sends="trained" if family.rollout.adapter_push else "merged",
+        quantised=family.rollout.quantization is not None,
     )
     return DeviceOwner(
         services.connect_here(),

@@ -184,6 +184,13 @@ def _check_role(
         layout = worlds[-1 if key == "critic.model.path" else 0].layout
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
+    rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
+    if key == _MODEL and rate and not any(kind.correction_bias for kind in shape.expert_kinds):
+        raise UserError(
+            f"the routers of {path}, of type {shape.family!r}, have no bias",
+            key=f"actor_rollout_ref.actor.megatron.moe_router_bias_update_rate={rate:g}",
+            remedy="set it to 0; moe_aux_loss_coeff balances the experts of any family",
+        )
     if shape.value_head and key != "critic.model.path":
         raise UserError(
             f"{path} is a value model, which writes no text", remedy="name a language model"

@@ -80,7 +80,7 @@ class SandboxService:
     name = "sandbox service"
 
     def __init__(self, start: Callable[[int], EmbeddedSandbox], ready: Callable[[], None]) -> None:
-        self._start, self._ready, self.box = start, ready, start(0)
+        self._start, self._ready, self._port, self.box = start, ready, 0, start(0)
 
     def died(self) -> str | None:
         return child_died(self.name, self.box.pid, self.box.alive, self.box.log)
@@ -89,10 +89,12 @@ class SandboxService:
         self.box.stop(_DRAIN_SECONDS)
 
     def launch_again(self) -> None:
-        self.box = self._start(int(self.box.endpoint.rpartition(":")[2]))
+        self.box = self._start(self._port)
 
     def wait_ready(self) -> None:
         self.box.wait_ready()
+        # A start that fails leaves a box without an address.
+        self._port = int(self.box.endpoint.rpartition(":")[2])
         self._ready()
 
 

@@ -9,14 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import count
 from os import PathLike
 from typing import Any
 
 from ctrl_megatron.background import gathered
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceLost, UserError
-from ctrl_megatron.generation.chat import Chat, ChatError
+from ctrl_megatron.generation.chat import Chat, ChatError, DealtChat
 from ctrl_megatron.pipeline.sampling import greedy_params, require_version
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
 from ctrl_megatron.resharding.device import DeviceOwner
@@ -126,9 +125,9 @@ class EngineProxy:
 class ApiProxy:
     """A proxy on servers, by the ``Chat`` of each address.
 
-    Requests are dealt to all servers, and one that a server fails to answer goes to the next. An
-    equal request gets the answer of the first one, from ``cache``. ``extra`` are the further fields
-    of every request, which are a part of what is equal.
+    Requests are dealt to all servers (``DealtChat``). An equal request gets the answer of the first
+    one, from ``cache``. ``extra`` are the further fields of every request, which are a part of what
+    is equal.
     """
 
     beside = True
@@ -142,9 +141,9 @@ class ApiProxy:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._servers, self._model = dict(servers), model
+        self._dealt = DealtChat(list(servers.values()))
         self.cache = answer_cache() if cache is None else cache
         self._extra = dict(extra or {})
-        self._turns = count()
 
     def prepare(self, step: int) -> None:
         """Its servers are always ready."""
@@ -161,7 +160,7 @@ class ApiProxy:
 
     async def greet(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]
-        answers = [await self._ask([server], hello, 1) for server in self._servers.values()]
+        answers = [await self._ask(server, hello, 1) for server in self._servers.values()]
         named = {answer.version for answer in answers if isinstance(answer, Answer)}
         failed = [answer.error for answer in answers if isinstance(answer, Failure)]
         if not named:
@@ -175,8 +174,7 @@ class ApiProxy:
         return f"proxy {', '.join(sorted(named))} on {count} of {len(answers)} servers{without}"
 
     async def close(self) -> None:
-        for server in self._servers.values():
-            await server.close()
+        await self._dealt.close()
         self.cache.close()
 
     async def take_counts(self) -> CacheCounters:
@@ -186,36 +184,28 @@ class ApiProxy:
 
     async def _remembered(self, messages: Conversation, max_tokens: int) -> Reply:
         async def ask() -> Reply:
-            servers = list(self._servers.values())
-            first = next(self._turns) % len(servers)
-            return await self._ask(servers[first:] + servers[:first], messages, max_tokens)
+            return await self._ask(self._dealt, messages, max_tokens)
 
         greedy = {"max_tokens": max_tokens, "temperature": 0.0, "seed": None}
         key = fingerprint(self._model, list(messages), greedy, self._extra)
         answer, _ = await self.cache.get(key, ask)
         return answer
 
-    async def _ask(
-        self, servers: Sequence[Chat], messages: Conversation, max_tokens: int
-    ) -> Answer | Failure | None:
+    async def _ask(self, chat: Chat, messages: Conversation, max_tokens: int) -> Reply:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=1, log_probs=False)
-        errors = []
-        for server in servers:
-            try:
-                (answers,) = await server.complete([messages], params)
-            except ChatError as error:
-                errors.append(str(error))
-                continue
-            if not answers:
-                return None
-            (answer,) = answers
-            return Answer(
-                text=answer.text,
-                tokens=answer.completion_tokens,
-                version=f"api:{answer.model or self._model}",
-                finish_reason=answer.finish_reason,
-            )
-        return Failure(error="; ".join(errors))
+        try:
+            (answers,) = await chat.complete([messages], params)
+        except ChatError as error:
+            return Failure(error=str(error))
+        if not answers:
+            return None
+        (answer,) = answers
+        return Answer(
+            text=answer.text,
+            tokens=answer.completion_tokens,
+            version=f"api:{answer.model or self._model}",
+            finish_reason=answer.finish_reason,
+        )
 
 
 def answer_cache(path: str | PathLike[str] | None = None) -> ResultCache[Reply]:

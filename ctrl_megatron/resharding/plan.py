@@ -9,13 +9,15 @@ from functools import cache, lru_cache
 from math import prod
 from typing import Literal
 
+from ctrl_megatron.models.fp8 import SCALES, quantised_specs
+from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import EnginePlace, Placement
 from ctrl_megatron.resharding.shard_plan import EngineCut
-from ctrl_megatron.rollout.weight_chunks import aligned, spec_bytes
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 Sent = Literal["merged", "trained"]
@@ -39,6 +41,8 @@ class EngineLayout:
     cut: EngineCut = WHOLE
     """How every engine's workers cut the model, for media that bring a worker only its part."""
     sends: Sent = "merged"
+    quantised: bool = False
+    """Whether linear layers' weights are sent in 8 bits (``models.fp8``)."""
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -74,23 +78,28 @@ class TensorPlace:
     """The rectangles that it consists of, if the host for which the plan was made writes it."""
 
 
-def hf_specs(shape: ModelShape, dtype: str, sends: Sent = "merged") -> list[TensorSpec]:
-    """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers."""
+def hf_specs(
+    shape: ModelShape, dtype: str, sends: Sent = "merged", *, quantised: bool = False
+) -> list[TensorSpec]:
+    """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers and for what
+    is ``quantised``."""
     own = hf_buffers(shape)
     names = hf_shapes(shape.base).keys() if sends == "merged" else trained_names(shape)
-    return [
+    specs = [
         TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
         for name, size in hf_shapes(shape).items()
         if name in names
     ]
+    return list(quantised_specs(specs)) if quantised else specs
 
 
 def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[TensorPlace, ...]:
-    """Tensors in order, each at an aligned offset; a full bucket begins a new one."""
+    """Tensors in order, each at an aligned offset; a full bucket begins a new one. A weight and its
+    scales share a bucket."""
     places, bucket, used = [], 0, 0
     for spec in specs:
         size = aligned(spec_bytes(spec))
-        if used and used + size > bucket_bytes:
+        if used and used + size > bucket_bytes and not spec.name.endswith(SCALES):
             bucket, used = bucket + 1, 0
         places.append(TensorPlace(spec=spec, bucket=bucket, offset=used))
         used += size
@@ -151,9 +160,12 @@ def plan(
 
     load_of_host, load_of_rank = [0] * (1 + max(host_of_rank)), [0] * train.world_size
     readers, places = frozenset(engine.hosts), []
-    specs = hf_specs(shape, engine.dtype, engine.sends)
+    specs = hf_specs(shape, engine.dtype, engine.sends, quantised=engine.quantised)
     for place in place_in_buckets(specs, engine.bucket_bytes):
         name, size = place.spec.name, spec_bytes(place.spec)
+        if name.endswith(SCALES):  # every host has them before a bucket is filled
+            places.append(place)
+            continue
         parts = held[name]
         givers, takers = givers_and_takers(frozenset((part.mesh, part.at) for part in parts))
         if not givers:

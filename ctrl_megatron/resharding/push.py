@@ -14,6 +14,7 @@ from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import Sender
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes
 from ctrl_megatron.rollout.weight_update import Checksums
@@ -63,16 +64,18 @@ def push(
         if sent:
             sent.wait()
 
-    moved = False
+    moved, unseen = False, False
     with sender.send(source, wait_until_read) as buckets:
         for bucket in buckets:
-            moved = moved or not bucket.kept
+            moved, unseen = moved or not bucket.kept, unseen or bucket.unseen
             if queue:
                 queue.put(bucket.chunk)
             if sent:
                 for name, tensor in bucket.tensors:
                     sent.add(name, tensor)
         waiting.together(queue.finish() if queue else None, f"the engines to load {version}")
+    if verify and unseen:
+        read_whole(source, sender, sent)
     if verify:
         asked = loop.submit(engine.checksums()) if engine else None
         held = waiting.together(asked, f"the engines' checksums of {version}") or {}
@@ -85,6 +88,20 @@ def push(
             )
     num_bytes = sum(spec_bytes(place.spec) for place in source.places) if moved else 0
     return PushReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
+
+
+def read_whole(source: WeightSource, sender: Sender, sent: Checksums | None) -> None:
+    """Add the source's tensors to ``sent``, of which ranks without an engine have none. Collective.
+
+    A medium whose bytes go from device to device leaves nothing to read, so that verified pushes
+    read the weights once more, through host memory.
+    """
+    whole = SharedMemorySender(sender.groups)
+    with whole.send(source, lambda bucket: sent.wait() if sent else None) as buckets:
+        for bucket in buckets:
+            if sent:
+                for name, tensor in bucket.tensors:
+                    sent.add(name, tensor)
 
 
 class ChunkQueue:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.models.layer_spec import fuses_norms
+from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -23,7 +24,7 @@ from ctrl_megatron.resharding.schedule import steps
 from ctrl_megatron.resharding.shard_plan import ShardPlan, Transfer, takers_of_engines
 from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports import SentBucket
-from ctrl_megatron.rollout.weight_chunks import WeightChunk, aligned, tensor_at
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
 from ctrl_megatron.types import TensorSpec
 
 Read = Callable[[int, str, Piece], torch.Tensor]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ctrl_megatron.models.adapters import merged
+from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -54,7 +57,8 @@ class WeightSource(Protocol):
 
 
 class MegatronSource:
-    """The trainer's shards: each rank copies its own rectangles; nothing is gathered."""
+    """The trainer's shards: each rank copies its own rectangles; of what is quantised the largest
+    magnitudes of blocks are gathered, and nothing else."""
 
     kept = False
 
@@ -82,11 +86,38 @@ class MegatronSource:
         return merged(self.model.models[chunk], param)
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
+        scales = self._scales(bucket) if self.layout.quantised else {}
         for param, pieces in self._copies[bucket].items():
             weight = self.weight(*param)
             for place, piece in pieces:
-                whole = tensor_at(memory, place.spec, place.offset)
-                whole[piece.hf_slices].copy_(weight[piece.slices])
+                whole, part = tensor_at(memory, place.spec, place.offset), weight[piece.slices]
+                if place.spec.dtype == FP8:
+                    own = scales[place.spec.name + SCALES].to(part.device)
+                    part = quantised(part, own, piece.hf_start)
+                whole[piece.hf_slices].copy_(part)
+        for place in self._scale_places(bucket) if self.model.groups.is_first_here else ():
+            whole = tensor_at(memory, place.spec, place.offset)
+            whole.copy_(scales[place.spec.name])
+
+    def _scale_places(self, bucket: int) -> list[TensorPlace]:
+        return [p for p in self.places if p.bucket == bucket and p.spec.name.endswith(SCALES)]
+
+    def _scales(self, bucket: int) -> dict[str, torch.Tensor]:
+        """Name -> the bucket's scales, on the host. Collective over all ranks: a block may lie in
+        the shards of several."""
+        specs = [place.spec for place in self._scale_places(bucket)]
+        sizes = [prod(spec.shape) for spec in specs]
+        largest = torch.zeros(sum(sizes))
+        parts = largest.split(sizes)
+        of = {s.name: part.view(s.shape) for s, part in zip(specs, parts, strict=True)}
+        for param, pieces in self._copies[bucket].items():
+            weight = self.weight(*param)
+            for place, piece in pieces:
+                if place.spec.dtype == FP8:
+                    own = largest_of_blocks(weight[piece.slices], piece.hf_start).cpu()
+                    raise_to(of[place.spec.name + SCALES], own, piece.hf_start)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.model.groups.host)
+        return {name: scales_of(blocks) for name, blocks in of.items()}
 
 
 class NoAdapters:
@@ -119,15 +150,23 @@ class DirectorySource:
     ) -> None:
         self.model, self.kept = None, kept
         shape = read_model_shape(directory)
-        self.places = place_in_buckets(hf_specs(shape, layout.dtype), layout.bucket_bytes)
+        specs = hf_specs(shape, layout.dtype, quantised=layout.quantised)
+        self.places = place_in_buckets(specs, layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)
         self._tensors.check(shape)
         ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
         needed = self.places if groups.here in layout.hosts else ()
-        self._own_places = needed[ranks.index(groups.rank) :: len(ranks)]
+        self._scales = {p.spec.name: p for p in needed if p.spec.name.endswith(SCALES)}
+        read = [place for place in needed if place.spec.name not in self._scales]
+        self._own_places = read[ranks.index(groups.rank) :: len(ranks)]
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         for place in self._own_places:
             if place.bucket == bucket:
                 whole = self._tensors.read(place.spec.name)
+                if place.spec.dtype == FP8:
+                    scales = scales_of(largest_of_blocks(whole, (0, 0)))
+                    beside = self._scales[place.spec.name + SCALES]
+                    tensor_at(memory, beside.spec, beside.offset).copy_(scales)
+                    whole = quantised(whole, scales, (0, 0))
                 tensor_at(memory, place.spec, place.offset).copy_(whole)

@@ -91,6 +91,8 @@ class EngineSpec:
     lora: Lora | None = None
     """Adapters beside the directory's weights, which updates replace in place of the weights; zero
     at first. ``sleep`` must keep the weights then."""
+    quantised: bool = False
+    """Linear layers have weights in 8 bits (``models.fp8``), and updates bring them so."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0

@@ -32,13 +32,14 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
 )
 from ctrl_megatron.rollout.hf_adapters import add_adapters
-from ctrl_megatron.rollout.hf_weights import views_by_name
+from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
     checksums,
+    read_manifest,
     read_model_config,
     updated_tensors,
 )
@@ -93,7 +94,12 @@ class HfEngine:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
                 weight.data = weight.data.clone()
-        if spec.lora is None:
+        self._quantised: QuantisedWeights | None = None
+        if spec.quantised:
+            views = loaded.views(read_manifest(spec.model_path, spec.dtype))
+            self._quantised = QuantisedWeights(views, self._state.manifest)
+            self._weights = self._quantised.held
+        elif spec.lora is None:
             self._weights = loaded.views(self._state.manifest)
         else:
             dtype = getattr(torch, spec.dtype)
@@ -204,6 +210,8 @@ class HfEngine:
     def _copy(self, chunk: WeightChunk) -> None:
         for name, tensor in read_chunk(chunk):
             self._weights[name].copy_(tensor)
+        if self._quantised is not None:
+            self._quantised.multiply_out(tensor["name"] for tensor in chunk["tensors"])
         wait_until_copied(torch.device(DEVICE))
 
     async def commit_update(self, version: str) -> None:

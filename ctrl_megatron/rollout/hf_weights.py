@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ctrl_megatron.models.fp8 import (
+    BLOCK,
+    SCALES,
+    dequantised,
+    largest_of_blocks,
+    quantised,
+    scales_of,
+)
 from ctrl_megatron.types import TensorSpec
 
 _SHOWN = 5
@@ -70,3 +78,34 @@ def _expert(
         return None
     place, count = stacks[pattern]
     return stack[int(number[1])].chunk(count)[place]
+
+
+class QuantisedWeights:
+    """Weights in 8 bits, beside the parameters that transformers multiplies with: it has no kernels
+    for these weights on every device, so that they are multiplied out."""
+
+    def __init__(self, views: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]) -> None:
+        """``views`` are the model's parameters by name (``views_by_name``); they become what the
+        tensors of ``manifest`` say."""
+        self._views = views
+        self.held: dict[str, torch.Tensor] = {}
+        """The tensors of ``manifest`` by name; those that are not quantised are views."""
+        for spec in manifest:
+            name, view = spec.name, views.get(spec.name)
+            if view is None:
+                weight = views[name.removesuffix(SCALES)]
+                scales = scales_of(largest_of_blocks(weight.detach(), (0, 0)))
+                self.held[name.removesuffix(SCALES)] = quantised(weight, scales, (0, 0))
+                self.held[name] = scales
+            else:
+                self.held[name] = view
+        self.multiply_out(self.held)
+
+    @torch.no_grad()
+    def multiply_out(self, names: Iterable[str]) -> None:
+        """Renew the parameters of which ``names`` has the scales; weights come before them."""
+        for name in names:
+            if name.endswith(SCALES):
+                weight = name.removesuffix(SCALES)
+                own = dequantised(self.held[weight], self.held[name], (0, 0), BLOCK)
+                self._views[weight].copy_(own)

@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ctrl_megatron.background import gathered
+from ctrl_megatron.models.fp8 import written_config
 from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
@@ -70,6 +71,8 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "disable_log_stats": True,
     }
     chosen |= lora_args(spec.lora)
+    if spec.quantised:
+        chosen["hf_overrides"] = {"quantization_config": written_config()}
     if current_platform.is_cpu():
         # vLLM rewinds the request's generator for a prompt in several parts. CPU generators cannot
         # be rewound, so prompts stay whole.

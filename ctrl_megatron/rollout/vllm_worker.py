@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from ctrl_megatron.models.fp8 import SCALES
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
@@ -92,7 +93,8 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
             }
             for name, view in read_chunk(chunk):
                 lent.add(_memory_of(view))
-                yield name, view.to(self.device, dtype)
+                own = name.endswith(SCALES) or view.dtype is torch.float8_e4m3fn
+                yield name, view.to(self.device, view.dtype if own else dtype)
 
         model.load_weights(tensors())  # type: ignore[operator]
         for layer in model.modules():

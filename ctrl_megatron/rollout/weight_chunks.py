@@ -16,9 +16,8 @@ import torch
 
 from ctrl_megatron.types import TensorSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """The dtypes in which weights are sent, with the bytes of one element."""
-ALIGNMENT = 64
 VLLM_BACKEND = "ctrl_chunks"
 """The name under which vLLM knows our weight transfer."""
 
@@ -66,11 +65,6 @@ def spec_bytes(spec: TensorSpec) -> int:
             f"{spec.name}: dtype {spec.dtype!r} is not supported; known: {', '.join(DTYPE_BYTES)}"
         )
     return prod(spec.shape) * DTYPE_BYTES[spec.dtype]
-
-
-def aligned(size: int) -> int:
-    """The bytes that ``size`` bytes take where tensors lie behind each other."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def tensor_at(memory: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:

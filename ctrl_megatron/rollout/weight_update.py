@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from ctrl_megatron.models.fp8 import quantised_specs
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
@@ -37,7 +38,7 @@ from ctrl_megatron.types import TensorSpec
 _SHOWN = 5
 # Elements; small enough to stay in a core's cache between the two passes.
 _PIECE = 2**16
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHECKSUM_THREADS = 4
 
 
@@ -60,10 +61,11 @@ def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
-    """What an update of the engine replaces: ``read_manifest``, or the adapters of ``spec``."""
+    """What an update of the engine replaces: ``read_manifest``, in 8 bits if ``spec`` says so, or
+    the adapters of ``spec``."""
     manifest = read_manifest(spec.model_path, spec.dtype)
     if spec.lora is None:
-        return manifest
+        return tuple(quantised_specs(manifest)) if spec.quantised else manifest
     adapters: list[TensorSpec] = []
     for base in manifest:
         if base.name.endswith(tuple(f".{target}.weight" for target in spec.lora.targets)):

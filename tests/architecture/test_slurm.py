@@ -49,6 +49,7 @@ PYTHON = """
 printf '%s\\n' "$@" >> "$STUBS/${1##*/}.args"
 [[ $1 != *check_env.py ]] || exit "$HEALTH"
 [[ $* != *--left* ]] || { echo "$USED"; exit; }
+[[ $* != *--ranks* ]] || { echo "$RANKS"; exit; }
 [[ $1 != *plan.py ]] || exit "$PLAN"
 [[ $1 != -c ]] || echo "$STUBS/run"
 """
@@ -104,6 +105,7 @@ def job(tmp_path: Path) -> dict[str, str]:
         "STATUS": "0",
         "HEALTH": "0",
         "PLAN": "0",
+        "RANKS": "8",
         "STATE": "RUNNING",
         "CTRL_VENV": str(tmp_path / "venv"),
         "SLURM_JOB_ID": "31234",
@@ -224,6 +226,15 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     assert lines(job, "torchrun.files") == [hard.stdout.strip()]
 
 
+def test_gpus_of_engines_get_no_ranks(job: dict[str, str]) -> None:
+    assert submit(job | {"RANKS": "6"}, "actor_rollout_ref.proxy.kind=engine").returncode == 0
+    for file in ("torchrun.args", "check_env.py.args"):
+        words = lines(job, file)
+        assert words[words.index("--nproc-per-node") + 1] == "6"
+    asked = lines(job, "plan.py.args")
+    assert asked.count("--ranks") == 1 and asked.count("actor_rollout_ref.proxy.kind=engine") == 2
+
+
 def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:
     job |= {"CONFIG": "examples/ctrl_7b.yaml", "SLURM_RESTART_COUNT": "2"}
     assert submit(job).returncode == 0
@@ -237,7 +248,7 @@ def test_everything_runs_in_the_container_where_there_is_one(job: dict[str, str]
     write_program(Path(job["STUBS"], "bin/apptainer"), f'{apptainer}; shift; exec "$@"')
     done = submit(job | {"CONTAINER": "apptainer exec --nv --bind /shared image.sif"})
     assert done.returncode == 0, done.stderr
-    assert lines(job, "inside") == ["plan.py", "check_env.py", "-m"]
+    assert lines(job, "inside") == ["plan.py", "plan.py", "check_env.py", "-m"]
 
 
 NEEDED = (

@@ -24,6 +24,7 @@ from ctrl_megatron.config.foreign import ABSENT, RENAMED
 
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = ACTOR + "megatron."
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,25 @@ MEGATRON = ACTOR + "megatron."
         (
             (MEGATRON + "virtual_pipeline_model_parallel_size=2",),
             ["pipeline_model_parallel_size", "2 or more"],
+        ),
+        ((ROLLOUT + "quantization=fp8",), ["quantization=fp8", "rollout_correction.rollout_is"]),
+        *(
+            (
+                (ROLLOUT + "quantization=fp8", CORRECTED, *own),
+                ["rollout.quantization=fp8", *fragments],
+            )
+            for own, fragments in (
+                ((ROLLOUT + "name=sglang",), ["name=sglang", "vllm or hf"]),
+                ((ROLLOUT + "weight_transport=shards",), ["weight_transport=shared_memory"]),
+                (
+                    (ROLLOUT + "adapter_push=true", "actor_rollout_ref.model.lora_rank=4"),
+                    ["leave", "adapter_push out"],
+                ),
+                (
+                    (ROLLOUT + "name=vllm", "trainer.verify_weight_sync=true"),
+                    ["read back", "verify_weight_sync=false"],
+                ),
+            )
         ),
         ((ROLLOUT + "n=1",), ["rollout.n=1", "grpo", "2 or more"]),
         ((ROLLOUT + "temperature=0",), ["temperature=0", "greater than 0", "greedy"]),
@@ -341,6 +361,22 @@ def test_mapped_memory_is_refused_for_engines_on_other_devices() -> None:
     keys = [rollout + "weight_transport=cuda_ipc", rollout + "placement=dedicated"]
     (line,) = messages(*keys, rollout + "n_gpus_per_node=1")
     assert "cuda_ipc" in line and "placement=dedicated" in line
+
+
+def test_messages_are_refused_for_engines_on_the_same_devices() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    (line,) = messages(rollout + "weight_transport=nccl")
+    assert "nccl" in line and "placement=colocated" in line
+    apart = [rollout + "placement=dedicated", rollout + "n_gpus_per_node=1"]
+    assert messages(rollout + "weight_transport=nccl", *apart) == []
+
+
+@pytest.mark.parametrize("transport", ["shards", "cuda_ipc"])
+def test_adapters_go_as_wholes(transport: str) -> None:
+    keys = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.adapter_push=true"]
+    assert messages(*keys) == []
+    (line,) = messages(*keys, f"actor_rollout_ref.rollout.weight_transport={transport}")
+    assert "adapter_push" in line and "weight_transport=shared_memory" in line
 
 
 def test_engines_take_whole_hosts() -> None:

@@ -171,6 +171,7 @@ def go_on(
     te: bool = False,
     load: str | None = None,
     steps: int = 2,
+    router: dict[str, float] | None = None,
 ) -> list[dict[str, float]]:
     """Load a checkpoint or start from ``directory``; ``out/first``, steps, ``out/last``, an export.
 
@@ -178,11 +179,18 @@ def go_on(
     """
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+    from ctrl_megatron.models.router import RouterOptions
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     with te_stand_ins.installed(te):
-        model = make_policy(groups, directory, optimizer=OPTIMIZER, token_budget=64)
+        model = make_policy(
+            groups,
+            directory,
+            optimizer=OPTIMIZER,
+            token_budget=64,
+            router=RouterOptions(**router or {}),
+        )
         assert has_te_names(model) == te
         metrics = []
         if load is not None:

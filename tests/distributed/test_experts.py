@@ -17,6 +17,7 @@ from test_saved_state import assert_same_contents
 from tiny_models import (
     EXPERTS,
     random_batch,
+    reference_biases,
     reference_gradients,
     reference_log_probs,
     reference_router_losses,
@@ -39,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4_ep2": {"data": 4, "expert": 2},
     "tp2_ep2": TENSOR | {"data": 2, "expert": 2},
     "tp2_ep4_etp1": TENSOR | {"data": 2, "expert": 4, "expert_tensor": 1},
+    "cp2_ep2": {"context": 2, "expert": 2},
+    "tp2_cp2": TENSOR | {"context": 2},
+    "cp2_ep4": {"context": 2, "data": 2, "expert": 4},
+    "cp3": {"context": 3},
 }
 
 QUICK = ("tp2_ep2_etp1", "pp2", "ep2", "tp2_ep2")
@@ -54,6 +59,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
+
+
+def biases_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The biases that DeepSeek-V3's routers add to their choice."""
+    weights = weights_of(directory)
+    return {name: w for name, w in weights.items() if name.endswith("e_score_correction_bias")}
 
 
 def assert_close(found: Path, expected: dict[str, torch.Tensor], rel: float) -> None:
@@ -199,9 +210,15 @@ def test_transformer_engines_layers_compute_the_same(
 
 
 def test_checkpoints_go_from_layout_to_layout(models: dict[str, Path], tmp_path: Path) -> None:
-    """What a layout reads it saves again to the last bit, and goes on as the one before."""
-    common = {"directory": str(models["deepseek_v3"]), "batch": random_batch(seed=5, rows=8)}
-    start, first = None, list[dict[str, float]]()
+    """What a layout reads it saves again to the last bit, and goes on as the one before, also with
+    the biases of the routers, which change in every step."""
+    common: dict[str, Any] = {
+        "directory": str(models["deepseek_v3"]),
+        "batch": random_batch(seed=5, rows=8),
+        "router": {"bias_rate": 0.03},
+    }
+    start, first, biases = None, list[dict[str, float]](), biases_of(models["deepseek_v3"])
+    steps: dict[str, torch.Tensor] = {}
     for name in ("dp2", "ep2", "tp2_ep2"):
         layout, out = LAYOUTS[name], tmp_path / name
         size = Layout(**layout).world_size
@@ -213,6 +230,24 @@ def test_checkpoints_go_from_layout_to_layout(models: dict[str, Path], tmp_path:
             assert found == pytest.approx(want, rel=1e-5, abs=1e-9), name
         assert_same_contents(tmp_path / "dp2/first", out / "first")
         start = str(out / "first")
+        changed = {name: bias - biases[name] for name, bias in biases_of(out / "hf").items()}
+        steps = steps or changed
+        assert all(step.abs().max() > 0.1 for step in steps.values())
+        assert all(torch.equal(step, changed[name]) for name, step in steps.items())
+
+
+@pytest.mark.parametrize("name", ["tp2_ep2_etp1", "pp2", "ep2"])
+def test_biases_of_the_routers_follow_the_tokens_of_all_ranks(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    batch, rate = random_batch(seed=6, rows=7), 0.01
+    arguments = {"directory": str(models["deepseek_v3"]), "batch": batch}
+    in_world(LAYOUTS[name], tmp_path, router_gradients=arguments | {"options": {"bias_rate": rate}})
+    found = biases_of(tmp_path / "router_gradients")
+    expected = reference_biases(models["deepseek_v3"], batch, rate)
+    assert len(expected) == 3 and found.keys() == expected.keys()
+    for bias, want in expected.items():
+        assert torch.allclose(found[bias], want, atol=1e-6, rtol=0), bias
 
 
 @pytest.mark.parametrize("name", ["ep2", "tp2_ep2_etp1"])
@@ -245,7 +280,7 @@ def test_losses_of_the_routers_are_means_over_all_tokens(
     parts = [{key: rows[rank::data] for key, rows in batch.items()} for rank in range(data)]
     family = "qwen3_moe_mixed"
     theirs, metrics = reference_router_losses(models[family], parts, losses, tmp_path / "theirs")
-    arguments = {"directory": str(models[family]), "batch": batch, "losses": losses}
+    arguments = {"directory": str(models[family]), "batch": batch, "options": losses}
     for found in in_world(layout, tmp_path, router_gradients=arguments):
         step = found["router_gradients"]
         assert {key: step[key] for key in metrics} == pytest.approx(metrics, rel=1e-5)

@@ -20,7 +20,7 @@ from world import run_world
 from ctrl_megatron.models.hf_config import read_model_shape
 
 SHIFTED = {"dream": True, "dream_tied": True, "llada": False}
-LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"]
+LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "cp2"]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,11 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
     # Float32's rounding grows with the depth; transformers' own is of the same size.
     layers = 4 if "virtual_pipeline" in LAYOUTS[layout] else 2
     limit = 0.5e-5 * layers
+    # A tied head differs from other models' only where stages or ranks share it.
+    names = [name for name in SHIFTED if name != "dream_tied" or layout != "tp1"]
     models = {
         name: save_masked(name, tmp_path / "models" / name, num_hidden_layers=layers)
-        for name in SHIFTED
+        for name in names
     }
     batch = with_masks(random_batch(seed=3), seed=4)
     # A canvas that goes on behind the response, and a row that was not judged.

@@ -13,6 +13,8 @@ from te_stand_ins import SPECS
 from tiny_models import FAMILIES, VOCAB, layers_for, random_batch, reference_log_probs, save_tiny
 from world import run_world
 
+from ctrl_megatron.parallel.layout import Layout
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
     "dp2": {"data": 2},
@@ -24,11 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp2_dp2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
     "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
     "tp2_pp2_dp2": {"tensor": 2, "pipeline": 2, "data": 2},
+    "cp2": {"context": 2},
+    "tp2_cp2_sp": {"tensor": 2, "context": 2, "sequence_parallel": True},
 }
 
 
 def ranks(layout: dict[str, Any]) -> int:
-    return layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
+    return Layout(**layout).world_size
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from ctrl_megatron.resharding.shard_plan import EngineCut
 STAGES = {"tensor": 2, "pipeline": 2}
 
 
-@pytest.mark.parametrize("transport", ["shards", "cuda_ipc"])
+@pytest.mark.parametrize("transport", ["shards", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(
     ("family", "layout", "of_rank", "readers", "workers"),
     [
@@ -60,9 +60,23 @@ def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
             want = {name: tensor * factor for name, tensor in sent.items()}
             assert got[-1].keys() == want.keys()
             assert all(torch.equal(got[-1][name], want[name]) for name in want)
-            for worker in range(workers):
-                cut = EngineCut(tensor=workers)
-                held = fused(shape, cut, worker, got[worker])
+            for place in range(2 * workers):
+                cut, worker = EngineCut(tensor=workers), place % workers
+                held = fused(shape, cut, worker, got[place])
                 asked = fused(shape, cut, worker, want)
                 assert held.keys() == asked.keys()
                 assert all(torch.equal(held[name], asked[name]) for name in asked)
+
+
+def test_groups_are_made_anew_for_a_new_worker_and_refused_to_another_library(
+    tmp_path: Path,
+) -> None:
+    directory = save_tiny("llama", tmp_path, vocab_size=96)
+    ((pushes, refusal),) = run_world("push_to_restarted", 1, layout={}, directory=str(directory))
+    (first, _), (again, _), (anew, _) = pushes
+    assert all(complete for _, complete in pushes)
+    # The chunk with which a worker joins is missing where it is in the group already.
+    assert first == anew == again + 1
+    assert (
+        "worker 0 of engine 0 has gloo of another torch, the trainer has gloo of torch" in refusal
+    )

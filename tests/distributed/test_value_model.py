@@ -64,7 +64,13 @@ def value_batch(seed: int, rows: int = 8) -> dict:
     return batch
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tp1", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp"),
+        pytest.param("tp2_cp2_sp", marks=pytest.mark.long),
+    ],
+)
 def test_values_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

@@ -304,6 +304,31 @@ def reference_router_losses(
 
 
 @torch.no_grad()
+def reference_biases(directory: Path, batch: dict, rate: float) -> dict[str, torch.Tensor]:
+    """The biases of DeepSeek-V3's routers after a step on ``batch``, by their names in files: an
+    expert that transformers chooses for fewer tokens than the mean gains ``rate``, one that it
+    chooses for more loses it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    counts: dict[str, torch.Tensor] = {}
+
+    def count(name: str, found: tuple[torch.Tensor, ...]) -> None:
+        chosen = torch.bincount(found[2].flatten(), minlength=model.config.n_routed_experts)
+        counts[name] = counts.get(name, 0) + chosen.float()
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _, given, found, name=name: count(name, found))
+    for ids, attended in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        model.model(ids[attended.bool()][None])
+    biases = {}
+    for name, tokens in counts.items():
+        bias, even = model.get_submodule(name).e_score_correction_bias, tokens.mean()
+        steps = [rate * ((own < even).item() - (own > even).item()) for own in tokens]
+        biases[f"{name}.e_score_correction_bias"] = bias + torch.tensor(steps)
+    return biases
+
+
+@torch.no_grad()
 def reference_log_probs(
     directory: Path, batch: dict, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -111,60 +113,180 @@ def push_shards(
     workers: int,
     transport: str,
 ) -> list[list[dict[str, torch.Tensor]]]:
-    """Two pushes from shard to shard, of the weights and of their doubles. Returns what each
-    worker's segment has after each push, with the tensors for checksums last; empty on ranks that
-    are not the first of a host."""
+    """Two pushes from shard to shard, of the weights and of their doubles, into two engines on each
+    of the ``readers``. Returns what each worker of each engine has after each push, with the
+    tensors for checksums last; empty on ranks that are not the first of a host."""
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import read_whole
     from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import MegatronSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports.cuda_ipc import CudaIpcReceiver
+    from ctrl_megatron.rollout.transports.nccl import NcclReceiver
     from ctrl_megatron.rollout.transports.shards import ShardsReceiver
 
     groups = on_hosts(start(layout), of_rank)
     policy = make_policy(groups, directory)
-    there = [range(workers if host in readers else 0) for host in range(1 + max(of_rank))]
-    engines = EngineLayout(
+    there = [range(2 * workers if host in readers else 0) for host in range(1 + max(of_rank))]
+    taken = EngineLayout(
         dtype="float32",
         bucket_bytes=3000,
         placement=place_engines(there, tensor=workers),
         cut=EngineCut(tensor=workers),
     )
-    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
-    kind: Any = {"shards": ShardsReceiver, "cuda_ipc": CudaIpcReceiver}[transport]
-    receivers = [kind(lambda own=worker: (own, workers)) for worker in range(workers)]
+    source, sender = MegatronSource(policy, taken), sender_class(transport)(groups)
+    kinds: Any = {
+        "shards": ShardsReceiver,
+        "cuda_ipc": CudaIpcReceiver,
+        "nccl": NcclReceiver,
+    }
+    here = range(workers if groups.is_first_here and groups.here in readers else 0)
+    receivers = [
+        (reader, kinds[transport](lambda own=worker: (own, workers)))
+        for reader in range(2)
+        for worker in here
+    ]
+    threads = ThreadPoolExecutor(max(1, len(receivers)))
 
-    def read_late(
-        offered: list[Any], read: list[int], got: list[dict[str, torch.Tensor]], number: int
-    ) -> None:
+    class Engines:
         """Read a bucket at the last moment at which a sender must leave it alone."""
-        read.append(number)
-        if groups.is_first_here and groups.here in readers:
-            for worker, receiver in enumerate(receivers):
-                tensors = receiver.tensors(offered[number].chunk)
-                got[worker] |= {name: tensor.clone() for name, tensor in tensors}
+
+        def __init__(self) -> None:
+            self.offered: list[Any] = []
+            self.waited: list[int] = []
+            self.began: dict[int, list[Any]] = {}
+            self.got: list[dict[str, torch.Tensor]] = [{} for _ in range(len(receivers) + 1)]
+
+        def offer(self, bucket: Any) -> None:
+            self.offered.append(bucket)
+            if not bucket.chunk["tensors"]:
+                # With it the workers meet the trainer, which waits for them.
+                self.begin(len(self.offered) - 1)
+
+        def begin(self, number: int) -> None:
+            chunk = json.loads(json.dumps(self.offered[number].chunk))
+            self.began[number] = [
+                threads.submit(self.take, place, receiver, {**chunk, "reader": reader})
+                for place, (reader, receiver) in enumerate(receivers)
+            ]
+
+        def take(self, place: int, receiver: Any, chunk: Any) -> None:
+            for name, tensor in receiver.tensors(chunk):
+                self.got[place][name] = tensor.clone()
+
+        def read(self, number: int) -> None:
+            for earlier in range(number + 1):
+                if earlier not in self.began:
+                    self.begin(earlier)
+                for reading in self.began[earlier]:
+                    reading.result()
+
+        def wait_until_read(self, number: int) -> None:
+            self.waited.append(number)
+            self.read(number)
+
+        def add(self, name: str, tensor: torch.Tensor) -> None:
+            self.got[-1][name] = tensor.clone()
+
+        def wait(self) -> None:
+            """What ``add`` was given is copied."""
 
     found: list[list[dict[str, torch.Tensor]]] = []
     for _ in range(2):
-        offered: list[Any] = []
-        read: list[int] = []
-        got: list[dict[str, torch.Tensor]] = [{} for _ in range(workers + 1)]
-
-        with sender.send(source, partial(read_late, offered, read, got)) as buckets:
+        engines = Engines()
+        with sender.send(source, engines.wait_until_read) as buckets:
             for bucket in buckets:
-                offered.append(bucket)
-                if groups.is_first_here and groups.here in readers:
-                    got[-1] |= {name: tensor.clone() for name, tensor in bucket.tensors}
+                engines.offer(bucket)
+                for name, tensor in bucket.tensors if here else ():
+                    engines.add(name, tensor)
+            full = [n for n, bucket in enumerate(engines.offered) if bucket.chunk["tensors"]]
             # Three buckets are in memory at the same time.
-            assert read == list(range(max(0, len(offered) - 3)))
-            for number in range(len(read), len(offered)):
-                read_late(offered, read, got, number)
+            assert [n for n in engines.waited if n in full] == full[:-3]
+            engines.read(full[-1])
+        if engines.offered[0].unseen:
+            read_whole(source, sender, engines if here else None)  # type: ignore[arg-type]
+        got = engines.got
         found.append(got)
         with torch.no_grad():
             for model in policy.models:
                 for parameter in model.parameters():
                     parameter.mul_(2)
+    return found
+
+
+def push_to_restarted(rank: int, layout: dict[str, Any], directory: str) -> tuple[list[Any], str]:
+    """Pushes over messages to a worker, to the same one, to one that was started anew, and to one
+    with another library. Returns for each of the first three how many chunks it got and whether it
+    has every tensor, and the refusal of the last."""
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+    from ctrl_megatron.rollout.transports import nccl
+
+    groups = start(layout)
+    policy = make_policy(groups, directory)
+    source = MegatronSource(policy, EngineLayout(dtype="float32", bucket_bytes=20000))
+    sender = sender_class("nccl")(groups)
+
+    def push(receiver: Any) -> tuple[int, bool]:
+        found: list[str] = []
+        futures: list[Any] = []
+        with ThreadPoolExecutor(1) as thread:
+
+            def read(chunk: Any) -> None:
+                found.extend(name for name, _ in receiver.tensors(chunk))
+
+            with sender.send(source, lambda number: futures[number].result()) as buckets:
+                for bucket in buckets:
+                    futures.append(thread.submit(read, bucket.chunk))
+        return len(futures), found == [place.spec.name for place in source.places]
+
+    first, other = nccl.NcclReceiver(), nccl.NcclReceiver()
+    found = [push(first), push(first), push(other)]
+    nccl.library_version = lambda library: "gloo of another torch"
+    try:
+        push(other)
+    except ValueError as error:
+        return found, str(error)
+    return found, "nothing was refused"
+
+
+def push_quantised(
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    of_rank: tuple[int, ...],
+    readers: tuple[int, ...],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """By source the tensors in 8 bits that a push brings to this host: of a model, and of its
+    directory; empty on ranks that are not the first of a host."""
+    from ctrl_megatron.parallel.placement import place_engines
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+
+    groups = on_hosts(start(layout), of_rank)
+    there = [range(int(host in readers)) for host in range(1 + max(of_rank))]
+    engines = EngineLayout(
+        dtype="float32",
+        bucket_bytes=50000,
+        placement=place_engines(there, tensor=1),
+        quantised=True,
+    )
+    sender = sender_class("shared_memory")(groups)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, source in (
+        ("model", MegatronSource(make_policy(groups, directory), engines)),
+        ("directory", DirectorySource(directory, engines, groups)),
+    ):
+        got = found[name] = {}
+        with sender.send(source, lambda bucket: None) as buckets:
+            for bucket in buckets:
+                if groups.is_first_here and groups.here in readers:
+                    got |= {name: tensor.clone() for name, tensor in bucket.tensors}
+                groups.barrier()
+    sender.close()
     return found
 
 
@@ -376,11 +498,12 @@ def no_loss(log_probs, entropy, rows, counts):
 
 
 def router_gradients(
-    rank: int, layout: dict, directory: str, batch: dict, losses: dict[str, float], out: str
+    rank: int, layout: dict, directory: str, batch: dict, options: dict[str, float], out: str
 ) -> dict[str, float]:
-    """The metrics of a step with no other losses than the routers'; its gradients are exported.
+    """The metrics of a step with no other losses than the routers'; its gradients are exported
+    in the place of parameters.
     Every data rank has one micro-batch."""
-    from ctrl_megatron.models.router import RouterLosses
+    from ctrl_megatron.models.router import RouterOptions
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -390,7 +513,7 @@ def router_gradients(
         optimizer={"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9},
         token_budget=4096,
         shared_prefix=False,
-        router=RouterLosses(**losses),
+        router=RouterOptions(**options),
     )
     metrics = policy.step(mine, no_loss)
     save_gradients(policy, out, directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from ctrl_megatron.commands.start import CommandParser
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation import sources
-from ctrl_megatron.generation.chat import Chat, ChatError, EngineChat
+from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, DealtChat, EngineChat
 from ctrl_megatron.generation.openai_client import BudgetSpent, OpenAIChat, TokenBudget
 from ctrl_megatron.rollout.engine import EngineSpec, TokenListener
 from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
@@ -390,3 +391,54 @@ def test_engines_are_started_as_asked_and_once_per_model(monkeypatch: pytest.Mon
         assert (spec.name, spec.model_path) == ("hf", "model")
         assert (spec.dtype, spec.threads) == ("float32", 3) and not ended
     assert ended == [True]
+
+
+def test_engines_have_gpus_of_their_own_where_there_are_enough() -> None:
+    assert sources.engine_places(2, 2, 0) == [((), 0.9)] * 2
+    assert sources.engine_places(2, 2, 4) == [((0, 1), 0.9), ((2, 3), 0.9)]
+    assert sources.engine_places(1, 4, 4) == [((0, 1, 2, 3), 0.9)]
+    assert sources.engine_places(2, 2, 3) == [((0, 1), 0.45)] * 2
+    assert sources.engine_places(0, 8, 1) == []
+    with pytest.raises(ValueError, match=r"tensor-parallel-size=2 is more than the 1 GPUs"):
+        sources.engine_places(1, 2, 1)
+
+
+class _Server:
+    """A ``Chat`` that answers with its name, or fails before or in the middle of an answer."""
+
+    def __init__(self, name: str, fault: str = "") -> None:
+        self.name, self.fault = name, fault
+        self.asked: list[tuple[str, Any]] = []
+
+    async def complete(self, conversations: Any, params: Any, listener: Any = None) -> Any:
+        ((message,),) = conversations
+        self.asked.append((message["content"], params.rows))
+        if self.fault != "before":
+            for number in range(params.n) if listener else ():
+                listener(number, self.name)
+        if self.fault:
+            raise ChatError(f"{self.name} fails")
+        answer = ChatAnswer(
+            text=self.name, finish_reason="stop", prompt_tokens=1, completion_tokens=1
+        )
+        return [[answer] * params.n]
+
+
+def test_conversations_are_dealt_and_go_to_the_next_server_unless_they_were_heard() -> None:
+    one, two = _Server("one"), _Server("two", "before")
+    asked: list[list[Message]] = [[{"role": "user", "content": text}] for text in "abc"]
+    params = SamplingParams(max_tokens=2, n=2, rows=("x", "y", "z"), seed=1)
+    heard: dict[int, str] = {}
+    chat = DealtChat(cast(Any, [one, two]))
+    answers = asyncio.run(chat.complete(asked, params, heard.__setitem__))
+    assert [[answer.text for answer in group] for group in answers] == [["one"] * 2] * 3
+    # The names, and with them the draws, do not depend on the server.
+    assert sorted(one.asked) == [("a", ("x",)), ("b", ("y",)), ("c", ("z",))]
+    assert two.asked == [("b", ("y",))] and heard == dict.fromkeys(range(6), "one")
+    first = replace(params, rows=("x",))
+    broken = DealtChat(cast(Any, [_Server("one", "middle"), two]))
+    with pytest.raises(ChatError, match=r"^one fails$"):
+        asyncio.run(broken.complete(asked[:1], first, heard.__setitem__))
+    down = DealtChat(cast(Any, [_Server("one", "before"), two]))
+    with pytest.raises(ChatError, match=r"^one fails; two fails$"):
+        asyncio.run(down.complete(asked[:1], first))

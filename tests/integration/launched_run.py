@@ -25,10 +25,8 @@ PRELOADED = Path(__file__).parents[1] / "preloaded.py"
 AGAIN = """
 until "$@"; do
   [ "$PET_NODE_RANK" != 0 ] || { : > "$0.over"; exit 1; }
-  until [ -e "$0" ]; do
-    [ ! -e "$0.over" ] || exit 1
-    sleep 0.2
-  done
+  while [ ! -e "$0.over" ] && [ ! -e "$0" ]; do sleep 0.2; done
+  [ ! -e "$0.over" ] || exit 1
 done
 : > "$0.over"
 """
@@ -110,6 +108,7 @@ class Job:
         meeting = ("--master-addr", first, "--master-port", str(free_port()))
         nodes, back = str(hosts), self.folder / f"{name}.back"
         if least is not None:
+            Path(f"{back}.over").unlink(missing_ok=True)
             nodes = f"{least}:{hosts}"
             meeting = (
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{free_port()}"),
@@ -199,9 +198,11 @@ class Run:
                     return process
         raise LookupError(f"no rank {number} among {self.look()}")
 
-    def wait_for(self, condition: Callable[[], bool], pause: float = 0.1) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], pause: float = 0.1, within: float = PATIENCE
+    ) -> None:
         """Return when the condition holds; fails with the output if the run ends before."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + within
         while not condition():
             assert self.process.poll() is None, self.output()[-8000:]
             assert time.monotonic() < deadline, self.output()[-8000:]

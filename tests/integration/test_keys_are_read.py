@@ -21,7 +21,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *(ACTOR + "use_kl_loss=false", "algorithm.use_kl_in_reward=true"),
         *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6", ROLLOUT + "n=4"),
         *("algorithm.rollout_correction.rollout_is=token", "reward.overlong_buffer.enable=true"),
-        "reward.overlong_buffer.len=8",
+        *("reward.overlong_buffer.len=8", ROLLOUT + "quantization=fp8"),
     ),
     "grpo": (
         *(ACTOR + "policy_loss=clip_cov", "reward.judgment_weight=0.1"),

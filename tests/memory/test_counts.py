@@ -200,6 +200,9 @@ PASSES = {
         {**SEQUENCE, "data": 2, "expert": 4, "expert_tensor": 1}, EXPERTS
     ),
     "latent attention": case(shape=LATENT),
+    "adapters": case(shape={"lora": 8}),
+    "adapters over tensor ranks": case(SEQUENCE, {"lora": 8}),
+    "adapters, layers again": case(shape={"lora": 8}, recompute_granularity="full"),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
 }

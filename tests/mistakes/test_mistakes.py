@@ -380,6 +380,11 @@ CASES = [
         _model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ),
     rl(
+        "routers without a bias to change",
+        f"{_A}actor.megatron.moe_router_bias_update_rate=0.001",
+        f"{_A}actor.megatron.moe_router_bias_update_rate=0.001: the routers of model",
+    ),
+    rl(
         "an engine that cannot receive latent attention",
         f"{_A}model.path=other {_A}rollout.name=vllm",
         f"pushed to engine 'vllm'; set {_A}rollout.name",

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 
 from ctrl_megatron.models import attention, attention_kernel
-from ctrl_megatron.models.packed_layout import PackedLayout, lay_out, layout_params
+from ctrl_megatron.models.packed_layout import (
+    PackedLayout,
+    by_rank,
+    in_order,
+    lay_out,
+    layout_params,
+)
 
 Groups = list[tuple[int, list[int]]]
 CPU = torch.device("cpu")
@@ -172,6 +178,48 @@ WAYS = {
     "flash in its place": in_its_place("varlen"),
     "masks in its place": in_its_place("masked"),
 }
+
+
+@pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)
+@settings(deadline=None, max_examples=8)
+@given(groups_of_rows, st.integers(2, 4), st.booleans(), st.sampled_from([1, 3, 100]))
+@example(RAGGED, 2, True, 3)
+@example(RAGGED, 3, True, 100)
+@example([(0, [9])], 2, False, 100)
+def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
+    compute: Callable[..., torch.Tensor], groups: Groups, ranks: int, causal: bool, apart: int
+) -> None:
+    """Each context rank has the queries of a piece in each half of the tokens; together they are
+    all tokens."""
+    if not causal:
+        groups = [(prompt, [n]) for prompt, responses in groups for n in responses]
+    tokens = lay_out(groups).tokens
+    whole = lay_out(groups, filler=-tokens % (2 * ranks), causal=causal)
+    *parts, given_back = random_inputs(whole, torch.float64)
+    sees = by_definition(groups, -tokens % (2 * ranks))[0]
+    if not causal:
+        sees = sees | sees.T
+    wanted = dense(*parts, sees)
+    gradients = torch.autograd.grad(wanted, parts, given_back)
+    order = by_rank(torch.arange(whole.tokens), ranks)
+    assert torch.equal(in_order(order, ranks), torch.arange(whole.tokens))
+    summed = [torch.zeros_like(x) for x in parts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_TOGETHER", 3)
+        patch.setattr(attention, "_APART", apart)
+        for own in order.chunk(ranks):
+            pieces = [range(int(piece[0]), int(piece[-1]) + 1) for piece in own.chunk(2)]
+            assert [token for piece in pieces for token in piece] == own.tolist()
+            layout, seen = whole.seen_by(pieces)
+            query, key, value = parts
+            found = compute(query[own], key[seen], value[seen], layout)
+            torch.testing.assert_close(found, wanted[own], rtol=0, atol=1e-12)
+            for total, grad in zip(
+                summed, torch.autograd.grad(found, parts, given_back[own]), strict=True
+            ):
+                total += grad
+    for total, wanted_grad in zip(summed, gradients, strict=True):
+        torch.testing.assert_close(total, wanted_grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("compute", WAYS.values(), ids=WAYS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from ctrl_megatron.pipeline import keeping
-from ctrl_megatron.pipeline.keeping import Keeper
+from ctrl_megatron.pipeline.keeping import Keeper, SandboxService
 
 
 class Scripted:
@@ -63,6 +64,36 @@ def keep() -> Iterator[Callable[..., Keeper]]:
     yield begin
     for keeper in kept:
         keeper.stop()
+
+
+class Box:
+    """Stands in for an embedded sandbox, which has an address once it answers."""
+
+    def __init__(self, port: int, *, answers: bool) -> None:
+        self.port, self._answers, self.endpoint = port or 4321, answers, ""
+
+    def wait_ready(self) -> None:
+        if not self._answers:
+            raise RuntimeError("no answer within 60 s")
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+
+def test_a_sandbox_keeps_its_address_also_after_starts_that_fail() -> None:
+    boxes, answers = list[Box](), [True, False, True]
+
+    def start(port: int) -> Any:
+        boxes.append(Box(port, answers=answers[len(boxes)]))
+        return boxes[-1]
+
+    service = SandboxService(start, lambda: None)
+    service.wait_ready()
+    service.launch_again()
+    with pytest.raises(RuntimeError, match="no answer"):
+        service.wait_ready()
+    service.launch_again()
+    service.wait_ready()
+    assert [box.port for box in boxes] == [4321] * 3
+    assert service.box.endpoint == "http://127.0.0.1:4321"
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.models.offload import ALIGNMENT
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
@@ -24,7 +25,7 @@ from ctrl_megatron.resharding.plan import (
     place_in_buckets,
     plan,
 )
-from ctrl_megatron.rollout.weight_chunks import ALIGNMENT, spec_bytes
+from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -174,7 +174,7 @@ def test_a_medium_of_ones_own_is_named_by_its_class(
     [
         (
             "carrier_pigeon",
-            "is none of cuda_ipc, shards, shared_memory; name one of them, or module:Class",
+            "is none of cuda_ipc, nccl, shards, shared_memory; name one of them, or module:Class",
         ),
         ("no_such_module_anywhere:Sender", "cannot import 'no_such_module_anywhere:Sender'"),
         ("ctrl_megatron.types:Sender", "cannot import 'ctrl_megatron.types:Sender'"),

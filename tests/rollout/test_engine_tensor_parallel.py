@@ -107,6 +107,6 @@ def test_two_tensor_ranks_hold_what_was_sent(
     with launch_engine(spec) as process:
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
         cut = engine_cut(engine, 2, {}, on_cpu=True)
-        for transport in ("shards", "cuda_ipc"):
+        for transport in ("shards", "cuda_ipc", "nccl"):
             check_shards(process, save(sent, tmp_path / "sent"), cut, transport)
     assert group_members(process.pid) == []

@@ -10,7 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from ctrl_megatron.rollout.hf_weights import views_by_name
+from ctrl_megatron.models.fp8 import SCALES, quantised_specs
+from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
 from ctrl_megatron.rollout.weight_update import read_manifest
 from ctrl_megatron.types import TensorSpec
 
@@ -63,3 +64,26 @@ def test_a_tensor_in_another_form_is_named(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"2 tensors .*: model\.norm\.weight, model\.bell\.weight"):
         views_by_name(model, asked)
+
+
+@torch.no_grad()
+def test_weights_in_8_bits_are_multiplied_out(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(**{**DIMS, "hidden_size": 136, **QWEN3_MOE})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    manifest = read_manifest(tmp_path, "float32")
+    views = views_by_name(model, manifest)
+    before = {name: view.clone() for name, view in views.items()}
+    weights = QuantisedWeights(views, tuple(quantised_specs(manifest)))
+    changed = {name for name, view in views.items() if not torch.equal(view, before[name])}
+    scaled = {name.removesuffix(SCALES) for name in weights.held if name.endswith(SCALES)}
+    assert changed == scaled == {name for name in views if "_proj.weight" in name}
+    for name in changed:
+        assert (views[name] - before[name]).abs().max() < before[name].abs().max() / 16
+    # What an update brings replaces both.
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    weights.held[name].copy_(torch.full(before[name].shape, 2.0))
+    weights.held[name + SCALES].copy_(torch.tensor([[3.0, 5.0]]))
+    weights.multiply_out([name, name + SCALES])
+    assert views[name][:, :128].unique().tolist() == [6.0]
+    assert views[name][:, 128:].unique().tolist() == [10.0]

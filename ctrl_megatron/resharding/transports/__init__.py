@@ -26,12 +26,16 @@ _KEY = "actor_rollout_ref.rollout.weight_transport"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentBucket:
-    """Whole tensors that the engines of this rank's host can read now."""
+    """Tensors that the engines of this rank's host can read now."""
 
     chunk: WeightChunk
     """What an engine needs to read them."""
-    tensors: Iterable[tuple[str, torch.Tensor]]
-    """(HF name, tensor) of what was sent, for checksums; read once, before the next bucket."""
+    tensors: Iterable[tuple[str, torch.Tensor]] = ()
+    """(HF name, whole tensor) of what was sent, for checksums; read once, before the next
+    bucket."""
+    unseen: bool = False
+    """Whether the bytes are in no memory of this host, on all ranks alike; so there are no
+    ``tensors``."""
     kept: bool = False
     """Whether the bytes have been there since an earlier push."""
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
+from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
@@ -20,7 +21,7 @@ from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports.shards import Lend, ShardsSender
 from ctrl_megatron.rollout.device_memory import DriverName, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
-from ctrl_megatron.rollout.weight_chunks import WeightChunk, aligned, tensor_at, weight_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at, weight_chunk
 from ctrl_megatron.types import TensorSpec
 
 _RECEIVER = "ctrl_megatron.rollout.transports.cuda_ipc:CudaIpcReceiver"
