@@ -10,6 +10,10 @@
 #   GPU_MEMORY   GiB of one GPU, for the memory plan; 80 by default
 #   MAX_RESTARTS most restarts of the run inside the job, in a row without a new checkpoint; 2 by
 #                default
+#   PROXY_NODES  machines of the job, its last ones, that have no ranks: vLLM's server on each of them
+#                serves the proxy (kind=api); none by default
+#   PROXY_MODEL  the proxy's directory, with PROXY_NODES
+#   PROXY_ARGS   further arguments of `vllm serve`, e.g. "--tensor-parallel-size 8"
 #   MAX_CRASHES  most consecutive crashes without a new checkpoint before the job gives up;
 #                3 by default
 # Arguments of a script override keys of the file, e.g. trainer.total_epochs=1.
@@ -72,6 +76,20 @@ check_job() {
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   ((${#nodes[@]} == SLURM_JOB_NUM_NODES)) ||
     fail "scontrol lists ${#nodes[@]} hosts in $SLURM_JOB_NODELIST, the job has $SLURM_JOB_NUM_NODES"
+  serving=()
+  if ((${PROXY_NODES:-0} > 0)); then
+    [[ -n ${PROXY_MODEL:-} ]] || fail "PROXY_NODES=$PROXY_NODES needs PROXY_MODEL, the proxy's directory"
+    ((PROXY_NODES < ${#nodes[@]})) ||
+      fail "PROXY_NODES=$PROXY_NODES leaves no machine of ${#nodes[@]} for ranks"
+    serving=("${nodes[@]: -PROXY_NODES}")
+    nodes=("${nodes[@]:0:${#nodes[@]}-PROXY_NODES}")
+    proxy_port=$((30000 + SLURM_JOB_ID % 10000))
+    local urls=("${serving[@]/#/http://}")
+    urls=("${urls[@]/%/:$proxy_port/v1}")
+    overrides+=(actor_rollout_ref.proxy.kind=api "actor_rollout_ref.proxy.api.model=$PROXY_MODEL"
+      "actor_rollout_ref.proxy.api.base_url=[$(IFS=,; echo "${urls[*]}")]")
+  fi
+  machines=${#nodes[@]}
   crash_file=$SLURM_SUBMIT_DIR/$name-$SLURM_JOB_ID.crashes
 }
 
@@ -84,6 +102,33 @@ set_environment() {
   export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
   # CTRL_ names are the package's own; these are meant for the script.
   export -n CTRL_VENV CONTAINER CONFIG GPU_MEMORY MAX_CRASHES MAX_RESTARTS
+  export -n PROXY_NODES PROXY_MODEL PROXY_ARGS
+}
+
+# serve_proxy: start the proxy's servers on the machines in serving, each again where it ends, and
+# return when all answer.
+serve_proxy() {
+  ((${#serving[@]})) || return 0
+  local list host given
+  read -r -a given <<<"${PROXY_ARGS:-}"
+  list=$(IFS=,; echo "${serving[*]}")
+  # The trainer sends the key that the servers require.
+  OPENAI_API_KEY=${OPENAI_API_KEY:-$(od -An -tx1 -N24 /dev/urandom | tr -d ' \n')}
+  export OPENAI_API_KEY VLLM_API_KEY=$OPENAI_API_KEY
+  # shellcheck disable=SC2016  # expanded on each machine
+  srun --nodes="${#serving[@]}" --nodelist="$list" --ntasks="${#serving[@]}" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0 --kill-on-bad-exit=0 --label \
+    --output="$SLURM_SUBMIT_DIR/$name-$SLURM_JOB_ID-proxy.out" --open-mode=append \
+    bash -c 'while true; do "$@"; sleep 10; done' node \
+    "${container[@]}" "$CTRL_VENV/bin/vllm" serve "$PROXY_MODEL" --port "$proxy_port" "${given[@]}" &
+  serving_pid=$!
+  for host in "${serving[@]}"; do
+    until curl --silent --fail --output /dev/null "http://$host:$proxy_port/health"; do
+      kill -0 "$serving_pid" 2>/dev/null || fail "the proxy's servers do not start, see *-proxy.out"
+      [[ -z $stopping ]] || return 0
+      pause "${SLURM_RETRY_SECONDS:-30}"
+    done
+  done
 }
 
 # on_every_node COMMAND...: one task per machine, in the background, followed to its end; sets status.
@@ -195,11 +240,13 @@ machines_left() {
     [[ $(sinfo --noheader --nodes="$list" --format=%t) == *"*"* ]] || break
     sleep "${SLURM_RETRY_SECONDS:-30}"
   done
-  mapfile -t nodes < <(scontrol show hostnames "$list")
-  ((${#nodes[@]} < SLURM_JOB_NUM_NODES)) || return 0
-  say "${#nodes[@]} of $SLURM_JOB_NUM_NODES machines are left: ${nodes[*]}"
+  mapfile -t nodes < <(
+    scontrol show hostnames "$list" | grep -vxF "$(printf '%s\n' "${serving[@]:--}")"
+  )
+  ((${#nodes[@]} < machines)) || return 0
+  say "${#nodes[@]} of $machines machines are left: ${nodes[*]}"
   count=$("${python[@]}" tools/plan.py --config "$config" --purpose "$purpose" \
-    --gpus-per-node "$SLURM_GPUS_ON_NODE" --nodes "$SLURM_JOB_NUM_NODES" \
+    --gpus-per-node "$SLURM_GPUS_ON_NODE" --nodes "$machines" \
     --left "${#nodes[@]}" "${overrides[@]}") || return 1
   nodes=("${nodes[@]:0:count}")
   plan
@@ -235,8 +282,8 @@ run_training() {
 
   scratch=$(mktemp -d)
   pid_file=$scratch/torchrun.pid
-  stopping='' waiting_to_stop=''
-  trap 'rm -rf "$scratch"; [[ -z $waiting_to_stop ]] || kill "$waiting_to_stop" 2>/dev/null || true' EXIT
+  stopping='' waiting_to_stop='' serving_pid=''
+  trap 'rm -rf "$scratch"; kill $waiting_to_stop $serving_pid 2>/dev/null || true' EXIT
   trap 'stop_training USR1' USR1
   # HUP: the terminal of an interactive allocation is gone; bash keeps an ignored HUP ignored.
   trap 'stop_training TERM' TERM HUP
@@ -245,13 +292,14 @@ run_training() {
   plan || fail "the memory plan refuses this configuration (exit code $?), see above"
 
   on_every_node --label "${python[@]}" tools/check_env.py --config "$config" --purpose "$purpose" \
-    --nproc-per-node "$ranks" "$@"
+    --nproc-per-node "$ranks" "${overrides[@]}"
   ((status != WRONG_INPUT)) || fail "wrong input, see above"
   if ((status != 0)); then
     say "the health check failed, see the lines with FAIL; their first number is the place in" \
       "${nodes[*]}. Keep a bad machine out with sbatch --exclude=HOST"
     conclude
   fi
+  serve_proxy
   if [[ -n $stopping ]]; then
     status=1
     conclude

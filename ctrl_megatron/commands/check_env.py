@@ -109,6 +109,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
         "torch": lambda: torch_and_gpus(ranks),
         "GPUs": gpus,
         "NCCL": nccl,
+        "weights": lambda: weights(config),
         "kernels": lambda: kernels(config),
         "/dev/shm": shared_memory,
         "limits": limits,
@@ -253,6 +254,40 @@ def nccl() -> Iterator[Finding]:
         yield Finding("FAIL", "NCCL", f"{number}, but {' and '.join(installed)} overlap", remedy)
     else:
         yield Finding("pass", "NCCL", number)
+
+
+def weights(config: Config | None) -> Iterator[Finding]:
+    """The medium that brings weights to engines; for ``nccl`` whether the engines' interpreter has
+    the trainer's NCCL."""
+    import torch
+    from torch.cuda import nccl as library
+
+    if config is None:
+        return
+    rollout, item = config.actor_rollout_ref.rollout, "weights"
+    medium, needs = (
+        rollout.weight_transport,
+        {
+            "cuda_ipc": "engines on the ranks' GPUs",
+            "nccl": "one NCCL on both sides",
+        },
+    )
+    found = f"over {medium}" + (f": {needs[medium]}" if medium in needs else "")
+    if medium != "nccl" or rollout.python is None:
+        yield Finding("pass", item, found)
+        return
+    if not torch.cuda.is_available():
+        yield Finding("skip", item, f"{found}; no GPU for it")
+        return
+    asked = "from torch.cuda import nccl; print('.'.join(map(str, nccl.version())))"
+    done = subprocess.run(
+        [rollout.python, "-c", asked], capture_output=True, text=True, timeout=300
+    )
+    own = ".".join(map(str, library.version()))
+    theirs = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2] or "no answer"
+    remedy = "install the same nvidia-nccl in both environments, or choose another transport"
+    status: Status = "pass" if theirs == own else "FAIL"
+    yield Finding(status, item, f"over nccl: {own} here, {theirs} in {rollout.python}", remedy)
 
 
 def kernels(config: Config | None = None) -> Iterator[Finding]:

@@ -117,36 +117,17 @@ def _ranks_of(gpus: int, config: Config, purpose: Purpose) -> int:
 
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     """The simulated push of the actor to the engines of the configuration."""
-    from ctrl_megatron.parallel.layout import worlds_of
-    from ctrl_megatron.parallel.placement import engine_devices, place_engines
+    from ctrl_megatron.memory.pushes import push_plan
     from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
-    from ctrl_megatron.resharding.shard_plan import ShardPlan, engine_cut, takers_of_engines
 
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
-    devices = engine_devices(
-        each,
-        placement=rollout.placement,
-        engine_gpus=rollout.n_gpus_per_node,
-        tensor=tensor,
-        visible=each + (rollout.n_gpus_per_node or 0),
-    )
-    world = worlds_of(trainer.nnodes * each, config)[0]
-    host_of_rank = tuple(rank // each for rank in world.ranks)
-    plan = ShardPlan(
-        shape,
-        world.layout,
-        engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
-        takers_of_engines(place_engines([devices] * trainer.nnodes, tensor=tensor), host_of_rank),
-        host_of_rank,
-        dtype=config.actor_rollout_ref.rollout_dtype,
-    )
+    plan = push_plan(config, shape)
     speeds = Speeds(
         network=options.network_speed * 1e9,
         host=options.host_speed * 1e9,
         copy=options.copy_speed * 1e9,
     )
-    return push_table(plan, simulate(plan, rollout.update_bucket_megabytes << 20, speeds), speeds)
+    bucket = config.actor_rollout_ref.rollout.update_bucket_megabytes << 20
+    return push_table(plan, simulate(plan, bucket, speeds), speeds)
 
 
 if __name__ == "__main__":

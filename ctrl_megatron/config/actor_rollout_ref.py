@@ -154,7 +154,8 @@ class Actor:
     ppo_epochs: int = key(1, AT_LEAST_1)
     """Passes over the batch of one training step."""
     ppo_max_token_len_per_gpu: int = key(16384, AT_LEAST_1, stage="both")
-    """Token budget of a packed micro-batch in the update and in fine-tuning."""
+    """Token budget of a packed micro-batch in the update and in fine-tuning; context ranks share a
+    micro-batch of so many tokens each."""
     clip_ratio: float = key(0.2, AT_LEAST_0, read=(_CLIPPED, _ONE_SIDE))
     """PPO clip range of a side whose own key is None."""
     clip_ratio_low: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
@@ -393,7 +394,14 @@ class ActorRolloutRef:
         return engine.dtype or self.model.dtype
 
     @property
+    def update_token_budget(self) -> int:
+        """Token budget of micro-batches in updates, over the ranks that share one."""
+        return self.actor.ppo_max_token_len_per_gpu * self.actor.megatron.context_parallel_size
+
+    @property
     def log_prob_token_budget(self) -> int:
-        """Token budget of micro-batches in forward-only passes."""
+        """Token budget of micro-batches in forward-only passes, over the ranks that share one."""
         own = self.rollout.log_prob_max_token_len_per_gpu
-        return self.actor.ppo_max_token_len_per_gpu if own is None else own
+        if own is None:
+            return self.update_token_budget
+        return own * self.actor.megatron.context_parallel_size

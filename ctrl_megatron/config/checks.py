@@ -276,10 +276,15 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     if purpose == "sft":
         del budgets[1:]
         keys, tokens = "sft.max_length=", config.sft.max_length
+    context = model.actor.megatron.context_parallel_size
     for key in budgets:
         budget = value_of(config, key)
-        if budget is not None and budget < tokens:
-            yield f"{key}={budget} cannot hold a sequence of {keys}{tokens}; raise it to that"
+        if budget is not None and budget * context < tokens:
+            ranks = f" on each of {context} context ranks" if context > 1 else ""
+            yield (
+                f"{key}={budget}{ranks} cannot hold a sequence of {keys}{tokens}; raise it to "
+                f"{-(-tokens // context)}"
+            )
     buffer, limit = config.reward.overlong_buffer, data.max_response_length
     if buffer.enable and buffer.len > limit:
         key = "reward.overlong_buffer.len"

@@ -1,7 +1,8 @@
 """Memory of a model's passes beside its parameters, in bytes, on one rank. Pure.
 
-T tokens of a packed micro-batch, H hidden, F ffn, A query heads, G query groups of D numbers each,
-V vocabulary, t tensor ranks, s = t under sequence parallelism and else 1, e bytes per number.
+T tokens of a packed micro-batch on this rank, H hidden, F ffn, A query heads, G query groups of D
+numbers each, V vocabulary, t tensor ranks, s = t under sequence parallelism and else 1, e bytes per
+number.
 
 ``te``: Transformer Engine 2.9-2.11's fused norms and rotary embedding and flash attention, as read
 in its sources: ``LayerNormLinear`` saves its input, the normalised input and one float32 per token;
@@ -40,7 +41,7 @@ class PassShape:
     kernels: Kernels
     dtype_size: int
     tokens: int
-    """Tokens of one micro-batch."""
+    """Tokens of one micro-batch on one of the context ranks that share it."""
     micro_batches: int
     """Micro-batches of one optimizer step on one data-parallel rank."""
     logprob_chunk: int
@@ -48,13 +49,32 @@ class PassShape:
     recompute_num_layers: int = 1
     recompute_modules: Sequence[str] = ("core_attn",)
     gathered_keys: int = 0
-    """Keys that a variable-length kernel receives for one micro-batch if responses share prompts; 0
-    if it receives those of the tokens alone."""
+    """Keys that a variable-length kernel receives for one micro-batch, divided by the context
+    ranks, if responses share prompts; 0 if it receives those of the tokens alone."""
+
+    @property
+    def key_copies(self) -> float:
+        """How often keys and values are attended to on the context ranks, each of which has all
+        tokens of a part of the heads or, where they do not divide, all keys of its own tokens
+        (``models.context_parallel``)."""
+        attention, ranks = self.shape.attention, self.layout.context
+        heads, groups = (n // self.layout.tensor for n in (attention.heads, attention.groups))
+        return ranks if heads % ranks else math.lcm(groups, ranks) / groups
+
+    @property
+    def exchanged(self) -> float:
+        """Bytes per token of queries, keys, values and contexts as context ranks exchange them; 0
+        for one rank."""
+        if self.layout.context == 1:
+            return 0
+        attention = self.shape.attention
+        numbers = attention.products_per_pair + self.key_copies * attention.attended_width
+        return self.dtype_size * numbers / self.layout.tensor
 
     @property
     def gathered(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        numbers = self.shape.attention.attended_width / self.layout.tensor
+        numbers = self.shape.attention.attended_width * self.key_copies / self.layout.tensor
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
@@ -106,11 +126,12 @@ def _saved_by_grouped_query(p: PassShape, attention: GroupedQueryAttention) -> f
     fused_qkv = e * (heads + 2 * groups) * head / t
     rotated = e * (heads + groups) * head / t
     context = e * heads * head / t
+    # Context ranks keep the exchanged tensors in the place of their own.
     if p.kernels == "te":
-        return fused_qkv + rotated + context + rotated * attention.qk_norm
+        return (p.exchanged or fused_qkv + rotated) + context + rotated * attention.qk_norm
     # Values beside what is rotated.
-    saved = rotated + e * groups * head / t + context
-    return saved + (fused_qkv + 4 * (heads + groups) / t) * attention.qk_norm
+    attended = p.exchanged or rotated + e * groups * head / t
+    return attended + context + (fused_qkv + 4 * (heads + groups) / t) * attention.qk_norm
 
 
 def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
@@ -120,8 +141,9 @@ def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
     short = 2 * attention.kv_lora_rank + attention.qk_rope_head_dim
     if attention.q_lora_rank is not None:
         short += 2 * attention.q_lora_rank
-    wide = heads * (2 * attention.qk_head_dim + 2 * attention.v_head_dim)
-    return e * (short / s + wide) + 8 / s
+    context = e * heads * attention.v_head_dim
+    attended = p.exchanged or e * heads * (2 * attention.qk_head_dim + attention.v_head_dim)
+    return e * short / s + attended + context + 8 / s
 
 
 def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
@@ -212,14 +234,15 @@ def _saved_by_end(p: PassShape) -> float:
 
 
 def _layer_workspace(p: PassShape, largest: int) -> float:
-    """Gradients inside a layer, under sequence parallelism the whole input and its gradient, and a
-    weight's gradient before it is added to Megatron's buffer.
+    """Gradients inside a layer, under sequence parallelism the whole input and its gradient, what
+    context ranks send and receive, and a weight's gradient before it is added to Megatron's buffer.
 
     The package's own layer spec saves more than these kernels, and frees it meanwhile.
     """
     e, hidden = p.dtype_size, p.shape.hidden_size
     ffn = e * p.shape.widest / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
+    gathered += 2 * p.exchanged
     if p.kernels == "te":
         return p.tokens * (2 * ffn + 3 * p.residual + gathered) + e * largest
     return p.tokens * (ffn + p.residual + gathered) + e * largest / 2

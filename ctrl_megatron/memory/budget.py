@@ -32,6 +32,7 @@ from ctrl_megatron.memory.model_state import (
     largest_in_layer,
     trained_state,
 )
+from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, World, layout_for, worlds_of
@@ -198,6 +199,10 @@ class _Stage:
         if shapes.reference is not None:
             self.reference = frozen_state(shapes.reference, layout, pp=pp, dtype=dtype)
         self.dtype_size = DTYPE_SIZE[dtype]
+        self.buckets = 0
+        """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
+        if purpose == "rl":
+            self.buckets = bucket_memory(config, shapes.actor, layout.rank(tp=0, pp=pp, dp=0))
 
     @property
     def checkpoint(self) -> int:
@@ -234,13 +239,18 @@ class _Stage:
 
     def _process(self) -> dict[str, int]:
         layout = self.layout
-        groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.data > 1)
-        groups += layout.model_size > 1
+        groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.replicas("dense") > 1)
+        # The ranks of a model copy; context ranks, and with them those of the same data.
+        groups += (layout.model_size > 1) + (layout.context > 1)
+        groups += self.family.rollout.weight_transport == "nccl"
         if self.shapes["actor"].expert_kinds:
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
             groups += layout.expert_ranks > 1
-        return {"trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR}
+        return {
+            "trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR,
+            "weight buckets": self.buckets,
+        }
 
     def _engine_at_rest(self) -> dict[str, int]:
         if self.engine is None or not self.family.rollout.free_cache_engine:
@@ -373,7 +383,7 @@ class _Stage:
 
     def _backward(self, name: str) -> PassShape:
         config, actor = self.config, self.family.actor
-        budget = actor.ppo_max_token_len_per_gpu
+        budget = self.family.update_token_budget
         if self.purpose == "sft":
             rows = config.sft.train_batch_size // self.layout.data
             return self._pass(name, budget, groups=rows, size=1, own=config.sft.max_length)
@@ -383,7 +393,7 @@ class _Stage:
         family = self.family
         budget = family.log_prob_token_budget
         if name != "actor":
-            budget = family.actor.ppo_max_token_len_per_gpu
+            budget = family.update_token_budget
         return self._rl_pass(name, budget, self.config.data.train_batch_size)
 
     def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
@@ -420,13 +430,13 @@ class _Stage:
             layout=self.layout,
             kernels=self.kernels,
             dtype_size=self.dtype_size,
-            tokens=tokens,
+            tokens=-(-tokens // self.layout.context),
             micro_batches=micro_batches,
             logprob_chunk=megatron.logprob_chunk_size,
             recompute_granularity=megatron.recompute_granularity,
             recompute_num_layers=megatron.recompute_num_layers,
             recompute_modules=tuple(modules),
-            gathered_keys=tokens + copies * shared if shared else 0,
+            gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
         )
 
 

@@ -112,12 +112,14 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
             yield _ROLLOUT + "free_cache_engine", True
     budget = _ACTOR + "ppo_max_token_len_per_gpu"
     longest = config.sft.max_length if purpose == "sft" else config.sequence_tokens
+    longest = -(-longest // actor.megatron.context_parallel_size)
     tokens = value_of(config, budget)
     while (tokens := tokens // 2) >= longest:
         yield budget, tokens
     if actor.megatron.recompute_granularity != "full":
         yield _MEGATRON + "recompute_granularity", "full"
-    tokens = config.actor_rollout_ref.log_prob_token_budget
+    own = rollout.log_prob_max_token_len_per_gpu
+    tokens = actor.ppo_max_token_len_per_gpu if own is None else own
     while purpose == "rl" and (tokens := tokens // 2) >= longest:
         yield _ROLLOUT + "log_prob_max_token_len_per_gpu", tokens
     if purpose == "rl":

@@ -256,7 +256,7 @@ def build_policies(
         groups,
         path=family.model.path,
         optimizer=actor_optimizer(config, steps),
-        budget=family.actor.ppo_max_token_len_per_gpu,
+        budget=family.update_token_budget,
         take_device=device.to_trainer,
     )
     device.adopt(policy, "actor")
@@ -307,7 +307,7 @@ def build_value_model(
     options = _model_options(
         config,
         optimizer=value_optimizer(config, steps),
-        budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+        budget=config.actor_rollout_ref.update_token_budget,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
     shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))

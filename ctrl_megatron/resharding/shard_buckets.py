@@ -21,7 +21,12 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import Placement
 from ctrl_megatron.resharding.plan import TensorPlace, place_in_buckets
 from ctrl_megatron.resharding.schedule import steps
-from ctrl_megatron.resharding.shard_plan import ShardPlan, Transfer, takers_of_engines
+from ctrl_megatron.resharding.shard_plan import (
+    ShardPlan,
+    Transfer,
+    takers_of_engines,
+    workers_as_takers,
+)
 from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
@@ -34,18 +39,29 @@ Read = Callable[[int, str, Piece], torch.Tensor]
 class ShardBuckets:
     """What one rank sends and receives in every push of a model.
 
-    ``placement`` are the engines that receive bytes of their own.
+    ``placement`` are the engines that receive bytes of their own: through ranks beside their
+    workers, or ``directly``.
     """
 
-    def __init__(self, source: MegatronSource, groups: ProcessGroups, placement: Placement) -> None:
+    def __init__(
+        self,
+        source: MegatronSource,
+        groups: ProcessGroups,
+        placement: Placement,
+        *,
+        directly: bool = False,
+    ) -> None:
         layout, shape, of_rank = source.layout, source.model.shape.base, groups.hosts.of_rank
+        takers, hosts = workers_as_takers(placement, of_rank)
+        if not directly:
+            takers, hosts = takers_of_engines(placement, of_rank), of_rank
         self._source = source
         self.plan = plan = ShardPlan(
             shape,
             groups.layout,
             layout.cut,
-            takers_of_engines(placement, of_rank),
-            of_rank,
+            takers,
+            hosts,
             dtype=layout.dtype,
             te_names=fuses_norms(source.model.shape),
         )

@@ -138,8 +138,9 @@ class Transfer:
 class ShardPlan:
     """The plan for one layout of the trainer and one of the engines; equal on all ranks.
 
-    ``takers`` are, for every engine, the rank that receives for each of its workers, and
-    ``host_of_rank`` is every rank's host. Raises UserError for sizes that no engine can split.
+    ``takers`` are, for every engine, the rank that receives for each of its workers, or the number
+    of the worker itself, behind those of the ranks. ``host_of_rank`` is the host of each of them.
+    Raises UserError for sizes that no engine can split.
     """
 
     def __init__(
@@ -261,6 +262,19 @@ def takers_of_engines(
         for engine in placement.engines
         for there in (ranks[engine.host],)
     )
+
+
+def workers_as_takers(
+    placement: Placement, host_of_rank: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """(takers, host of every number) where workers receive by themselves: they have the numbers
+    behind those of the ranks."""
+    hosts, takers = list(host_of_rank), []
+    for engine in placement.engines:
+        first = len(hosts)
+        hosts += [engine.host] * len(engine.devices)
+        takers.append(tuple(range(first, len(hosts))))
+    return tuple(takers), tuple(hosts)
 
 
 def one_engine_of_each_host(placement: Placement) -> Placement:

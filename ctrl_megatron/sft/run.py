@@ -64,7 +64,7 @@ def train_sft(config: Config) -> bool:
                 schedule=config.sft.lr_scheduler_type,
                 min_lr_ratio=0.0,
             ),
-            budget=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+            budget=config.actor_rollout_ref.update_token_budget,
         )
         run.check_stop()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps, served=run.served)

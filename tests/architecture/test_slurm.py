@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from ctrl_megatron.config import load_config
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm/ctrl_70b.sh"
 SCRIPTS = {
@@ -25,6 +27,7 @@ SCRIPTS = {
     "sft_70b": (8, 1800, "tools/train_sft.py", "examples/ctrl_70b.yaml", "sft"),
 }
 SECONDS = 60
+ENVIRONMENTS = ("vllm.env", "torchrun.env")
 
 # Runs its command once, as the first machine would; the step's own options stand in a file.
 SRUN = """
@@ -233,6 +236,47 @@ def test_gpus_of_engines_get_no_ranks(job: dict[str, str]) -> None:
         assert words[words.index("--nproc-per-node") + 1] == "6"
     asked = lines(job, "plan.py.args")
     assert asked.count("--ranks") == 1 and asked.count("actor_rollout_ref.proxy.kind=engine") == 2
+
+
+def test_the_last_machines_serve_the_proxy_and_have_no_ranks(job: dict[str, str]) -> None:
+    stubs = Path(job["STUBS"])
+    server = 'echo "$@" > "$STUBS/asked"; env > "$STUBS/vllm.env"; mv "$STUBS/asked" "$STUBS/vllm"'
+    write_program(stubs / "venv/bin/vllm", f"{server}; kill $PPID")
+    waits = 'until [[ -e $STUBS/vllm ]]; do sleep 0.1; done; echo "${@: -1}" >> "$STUBS/health"'
+    write_program(stubs / "bin/curl", waits)
+    job |= {"PROXY_NODES": "2", "PROXY_MODEL": "/models/big"}
+    done = submit(job | {"PROXY_ARGS": "--tensor-parallel-size 8"}, "trainer.total_epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert lines(job, "vllm") == ["serve /models/big --port 31234 --tensor-parallel-size 8"]
+    assert lines(job, "health") == [f"http://gpu0{i}:31234/health" for i in (7, 8)]
+    words = lines(job, "torchrun.args")
+    assert words[1] == "6" and words[-4:] == [
+        "trainer.total_epochs=1",
+        "actor_rollout_ref.proxy.kind=api",
+        "actor_rollout_ref.proxy.api.model=/models/big",
+        "actor_rollout_ref.proxy.api.base_url=[http://gpu07:31234/v1,http://gpu08:31234/v1]",
+    ]
+    config = "actor_rollout_ref.proxy.model.path=null"
+    load_config(ROOT / "examples/ctrl_70b.yaml", [*words[-3:], config], "none")
+    # Nobody else on the network may use the servers.
+    keys = [dict(x.split("=", 1) for x in lines(job, f) if "API_KEY=" in x) for f in ENVIRONMENTS]
+    assert len(keys[0]["VLLM_API_KEY"]) == 48
+    assert keys[0]["VLLM_API_KEY"] == keys[1]["OPENAI_API_KEY"]
+    assert not [x for x in lines(job, "torchrun.env") if x.startswith("PROXY_")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"PROXY_NODES": "8", "PROXY_MODEL": "m"}, "leaves no machine of 8 for ranks"),
+        ({"PROXY_NODES": "1"}, "needs PROXY_MODEL"),
+    ],
+)
+def test_machines_of_the_proxy_that_cannot_be_are_named(
+    job: dict[str, str], given: dict[str, str], said: str
+) -> None:
+    done = submit(job | given)
+    assert done.returncode == 2 and said in done.stderr
 
 
 def test_another_configuration_and_a_requeued_job(job: dict[str, str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -336,6 +338,57 @@ def push_into(
     if engine is not None:
         loop.run(engine.close())
     return found
+
+
+def push_until_killed(
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    address: Any,
+    cut: dict[str, Any],
+    transport: str,
+    folder: str,
+) -> str:
+    """Every rank is a host, and the first has the engine at ``address``: pushes without an end of
+    ``version@N``, which is N times the directory's weights. ``folder`` gets every rank's process
+    id, and rank 0's time when it is about to send version 2. Returns what ended the pushes."""
+    from ctrl_megatron.background import BackgroundLoop
+    from ctrl_megatron.errors import ServiceLost
+    from ctrl_megatron.parallel.placement import place_engines
+    from ctrl_megatron.parallel.stop import StopFlag
+    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.push import push
+    from ctrl_megatron.resharding.shard_plan import EngineCut
+    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.transports import sender_class
+    from ctrl_megatron.rollout.client import RemoteEngine
+
+    joined = start(layout)
+    groups = on_hosts(joined, tuple(range(joined.layout.world_size)))
+    policy = make_policy(groups, directory)
+    engines = EngineLayout(
+        dtype="float32",
+        bucket_bytes=4000,
+        placement=place_engines([range(cut["tensor"])], tensor=cut["tensor"]),
+        cut=EngineCut(**cut),
+    )
+    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
+    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=100.0)
+    engine = RemoteEngine(address) if groups.is_first else None
+    whole = [(p, p.detach().clone()) for model in policy.models for p in model.parameters()]
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    for number in itertools.count(1):
+        with torch.no_grad():
+            for parameter, before in whole:
+                parameter.copy_(before * number)
+        if number == 2 and rank == 0:
+            (Path(folder) / "begins").touch()
+        try:
+            push(source, engine, loop, sender, waiting, version=f"version@{number}")
+        except ServiceLost as lost:
+            return str(lost)
+    raise AssertionError
 
 
 def make_policy(

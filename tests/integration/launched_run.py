@@ -112,7 +112,10 @@ class Job:
             nodes = f"{least}:{hosts}"
             meeting = (
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{free_port()}"),
-                *("--rdzv-conf", "keep_alive_interval=1,last_call_timeout=5"),
+                *(
+                    "--rdzv-conf",
+                    "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5",
+                ),
                 *("--shutdown-timeout", "120"),
             )
             several = (*several, "sh", "-c", AGAIN, str(back))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from forked_run import run_forked
 from launched_run import Job, Run
 from pytest import approx
 from safetensors.torch import load_file
@@ -106,6 +107,22 @@ def test_the_run_leaves_report_checkpoint_and_its_configuration(whole_run: Run) 
     assert to_yaml(load_config(written)) == written.read_text()
     assert whole_run.shared_memory() == [] and whole_run.look() == []
     assert "Traceback" not in whole_run.output()
+
+
+@pytest.mark.long
+def test_ranks_that_share_rows_take_the_steps_of_data_parallel_ones(job: Job) -> None:
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    found = []
+    for name, extra in (("apart", ()), ("together", (context,))):
+        run = run_forked(job, name, steps=3, extra=extra)
+        assert run.codes == (0, 0), run.output[-8000:]
+        found.append([record["metrics"] for record in run.metrics()])
+    apart, together = found
+    assert len(apart) == 3
+    for step, want in zip(together, apart, strict=True):
+        names = {n for n in want if n.startswith(("actor/", "reward/", "advantage/"))}
+        assert {n: step[n] for n in names} == approx({n: want[n] for n in names}, 1e-5, 1e-8)
+        assert step["rollout/probs_diff_mean"] < 1e-4
 
 
 def test_two_pipeline_stages(job: Job) -> None:

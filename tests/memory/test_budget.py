@@ -304,3 +304,23 @@ def test_sglang_computes_beside_its_share() -> None:
     )
     assert sglang.cache == sglang.share - sglang.weights > vllm.cache
     assert sglang.awake == vllm.awake + vllm.workspace + vllm.graphs
+
+
+def test_buckets_on_gpus_are_those_of_the_plan() -> None:
+    def buckets(*keys: str) -> tuple[int, ModelShapes]:
+        config, shapes = example("ctrl_7b.yaml", f"{R}update_bucket_megabytes=1000000", *keys)
+        budget = memory_budget(config, shapes, gpu_memory=MEMORY)
+        return {p.phase: p.items for p in budget.phases}["sync"].get("weight buckets", 0), shapes
+
+    none, shapes = buckets()
+    assert none == 0
+    config, _ = example("ctrl_7b.yaml")
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    whole = 2 * sum(math.prod(size) for size in hf_shapes(shapes.actor).values())
+    # Everything is in one bucket, of which a GPU has room for three.
+    mapped, _ = buckets(f"{R}weight_transport=cuda_ipc")
+    assert mapped == pytest.approx(3 * whole / tensor, rel=0.01)
+    apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
+    sent, _ = buckets(f"{R}weight_transport=nccl", *apart)
+    assert sent == pytest.approx(3 * whole * config.trainer.nnodes / ranks, rel=0.1)

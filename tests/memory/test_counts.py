@@ -122,6 +122,7 @@ STATES = {
     "plain optimizer": case(distributed=False),
     "plain optimizer, float32": case(distributed=False, dtype="float32"),
     "data 4": case({"data": 4}),
+    "context ranks": case({"context": 2, "data": 2}),
     "odd vocabulary": case({"tensor": 2, "data": 3}, {"vocab_size": 2011}),
     "tied over stages": case({"pipeline": 2, "data": 2}, {"tie_word_embeddings": True}),
     "tied": case({"tensor": 2}, {"tie_word_embeddings": True}),
@@ -205,6 +206,10 @@ PASSES = {
     "adapters, layers again": case(shape={"lora": 8}, recompute_granularity="full"),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
+    "context ranks": case({"context": 2}),
+    "context and tensor ranks": case({**SEQUENCE, "context": 2}, {"num_key_value_heads": 2}),
+    "context ranks with all keys": case({"context": 3}),
+    "context ranks, latent attention": case({"context": 2}, LATENT),
 }
 
 
@@ -223,7 +228,7 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
         layout=Layout(**given["layout"]),
         kernels="torch",
         dtype_size=4 if options.get("dtype") == "float32" else 2,
-        tokens=measured.tokens(given.get("kind") == "shared"),
+        tokens=measured.tokens(given.get("kind") == "shared") // given["layout"].get("context", 1),
         micro_batches=1,
         logprob_chunk=128,
         recompute_granularity=options.get("recompute_granularity"),

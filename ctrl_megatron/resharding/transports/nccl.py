@@ -14,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -190,17 +191,16 @@ class _Messages:
     """
 
     def __init__(self, source: MegatronSource, groups: ProcessGroups) -> None:
-        self.buckets = buckets = ShardBuckets(source, groups, source.layout.placement)
+        self.buckets = buckets = ShardBuckets(
+            source, groups, source.layout.placement, directly=True
+        )
         self._groups, plan, layout = groups, buckets.plan, groups.layout
         self.engines, self.workers = len(plan.takers), plan.cut.tensor
         self.ranks_of_stage = [
             layout.holders("dense", (("pp", stage),)) for stage in range(layout.pipeline)
         ]
         self.link: Communicator | None = None
-        self._out = [
-            _grouped(own, lambda t: (t.engine, t.worker), lambda t: t.giver == groups.rank)
-            for own in buckets.own
-        ]
+        self._out = [_grouped(own, lambda t: (t.engine, t.worker)) for own in buckets.own]
         size = max(sum(map(message_bytes, out.values())) for out in self._out)
         self._memory = [
             torch.empty(size, dtype=torch.uint8, device=groups.device) for _ in range(IN_FLIGHT)
@@ -211,19 +211,18 @@ class _Messages:
         self._here = [
             engine
             for engine, takers in enumerate(plan.takers)
-            if groups.hosts.of_rank[takers[0]] == here
+            if plan.host_of_rank[takers[0]] == here
         ]
-        takers = sorted({taker for engine in self._here for taker in plan.takers[engine]})
-        of_takers = [buckets.transfers(taker) for taker in takers]
+        of_workers = [
+            buckets.transfers(taker) for engine in self._here for taker in plan.takers[engine]
+        ]
         self._into = [
             _grouped(
-                (t for taker, own in zip(takers, of_takers, strict=True)
-                 for t in own[number] if t.taker == taker),
+                chain.from_iterable(own[number] for own in of_workers),
                 lambda t: (t.engine, t.worker, t.part.pp, t.giver),
-                lambda t: t.engine in self._here,
             )
             for number in range(len(buckets.parts))
-        ]  # fmt: skip
+        ]
 
     def fill(self, number: int) -> None:
         """Write the messages of a bucket, once those before in the same memory have gone."""
@@ -315,10 +314,10 @@ class _Messages:
 
 
 def _grouped(
-    transfers: Iterable[Transfer], key: Callable[[Transfer], K], wanted: Callable[[Transfer], bool]
+    transfers: Iterable[Transfer], key: Callable[[Transfer], K]
 ) -> dict[K, list[Transfer]]:
     found: dict[K, list[Transfer]] = defaultdict(list)
-    for transfer in filter(wanted, transfers):
+    for transfer in transfers:
         found[key(transfer)].append(transfer)
     return found
 

@@ -1,0 +1,64 @@
+"""The plan of a push from shard to shard for a configuration, and its memory. Pure."""
+
+from __future__ import annotations
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.parallel.layout import worlds_of
+from ctrl_megatron.parallel.placement import engine_devices, place_engines
+from ctrl_megatron.resharding.schedule import IN_FLIGHT
+from ctrl_megatron.resharding.shard_plan import (
+    ShardPlan,
+    engine_cut,
+    takers_of_engines,
+    workers_as_takers,
+)
+
+
+def push_plan(config: Config, shape: ModelShape) -> ShardPlan:
+    """The plan that brings the actor to the configuration's engines, on GPUs."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
+    world = worlds_of(trainer.nnodes * each, config)[0]
+    host_of_rank = tuple(rank // each for rank in world.ranks)
+    colocated = rollout.placement == "colocated"
+    devices = [
+        engine_devices(
+            host_of_rank.count(host) if colocated else each,
+            placement=rollout.placement,
+            engine_gpus=rollout.n_gpus_per_node,
+            tensor=tensor,
+            visible=each + (rollout.n_gpus_per_node or 0),
+        )
+        for host in range(trainer.nnodes)
+    ]
+    placement = place_engines(devices, tensor=tensor)
+    takers, hosts = workers_as_takers(placement, host_of_rank)
+    if colocated:
+        takers, hosts = takers_of_engines(placement, host_of_rank), host_of_rank
+    return ShardPlan(
+        shape.base,
+        world.layout,
+        engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
+        takers,
+        hosts,
+        dtype=config.actor_rollout_ref.rollout_dtype,
+    )
+
+
+def bucket_memory(config: Config, shape: ModelShape, rank: int) -> int:
+    """Bytes of the buckets of a push on the GPU of ``rank``: with ``cuda_ipc`` those of the worker
+    on that GPU, with ``nccl`` the messages that the rank sends; 0 with media in host memory."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weight_transport not in ("cuda_ipc", "nccl"):
+        return 0
+    plan, size = push_plan(config, shape), rollout.update_bucket_megabytes << 20
+    buckets = plan.buckets(size)
+    if rollout.weight_transport == "cuda_ipc":
+        return IN_FLIGHT * max(map(plan.most_of_a_worker, buckets))
+    number_of = {part: number for number, bucket in enumerate(buckets) for part in bucket}
+    sent = [0] * len(buckets)
+    for transfer in plan.transfers(rank):
+        if transfer.giver == rank:
+            sent[number_of[transfer.part]] += transfer.num_bytes
+    return IN_FLIGHT * max(sent)
