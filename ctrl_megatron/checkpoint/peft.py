@@ -100,7 +100,7 @@ def base_of(directory: Path, groups: ProcessGroups | None) -> Base:
     """The identity of a directory's weights. Collective: each rank reads a share of the files; one
     process reads them alone for None."""
     sizes = {path.name: path.stat().st_size for path in directory.glob(_WEIGHTS)}
-    world, rank = (1, 0) if groups is None else (groups.layout.world_size, groups.rank)
+    world, rank = (1, 0) if groups is None else (groups.size, groups.rank)
     mine = in_shares(sizes, world)[rank]
     found = dict[str, str]()
     hashes = hash_files([directory / name for name in mine], hashing_threads())

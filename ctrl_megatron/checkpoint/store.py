@@ -44,7 +44,7 @@ from ctrl_megatron.checkpoint.sharded import (
 )
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 
 STATE_FILE = "trainer_state.json"
 POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
@@ -120,8 +120,17 @@ class CheckpointStore:
     """The checkpoints below ``runs/<name>/checkpoints``."""
 
     def __init__(
-        self, directory: Path, *, keep: int, side_files: Path, asynchronous: bool = False
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        side_files: Path,
+        asynchronous: bool = False,
+        everyone: RankSet | None = None,
     ) -> None:
+        """``everyone``: all ranks, where some have models that others lack; None for the ranks of
+        the models."""
+        self._everyone = everyone
         self.directory, self._keep, self._side_files = directory, keep, side_files
         self._asynchronous = asynchronous
         self._writing: futures.Future[SaveReport] | None = None
@@ -202,7 +211,7 @@ class CheckpointStore:
         self.wait()
         start = time.monotonic()
         taken = {name: snapshot(m, copy=self._asynchronous) for name, m in models.items()}
-        groups = next(iter(models.values())).groups
+        groups = self._everyone or next(iter(models.values())).groups
         shares = groups.from_all(sum(one.num_bytes for one in taken.values()))
         num_bytes = max(shares)
         if groups.is_first:
@@ -213,9 +222,10 @@ class CheckpointStore:
         target = self.directory / f"{_PREFIX}{step}"
         # Collectives of two threads must not share a group.
         writers = replace(groups, host=groups.writers)
+        of_models = {n: replace(m.groups, host=m.groups.writers) for n, m in models.items()}
 
         def write() -> SaveReport:
-            self._write(taken, target, origin, text, writers)
+            self._write(taken, target, origin, text, writers, of_models)
             seconds = time.monotonic() - start
             return SaveReport(
                 path=target,
@@ -249,8 +259,10 @@ class CheckpointStore:
         target: Path,
         origin: Origin,
         state: str,
-        groups: ProcessGroups,
+        groups: RankSet,
+        of_models: Mapping[str, ProcessGroups],
     ) -> None:
+        names = dict.fromkeys(name for names in groups.from_all([*taken]) for name in names)
         if groups.is_first:
             # Incomplete checkpoints of a run that was killed.
             for stale in self.directory.glob(f".{_PREFIX}*"):
@@ -258,17 +270,17 @@ class CheckpointStore:
         with whole_directory(target, active=groups.is_first) as work:
             work = groups.from_first(work)
             if groups.is_first:
-                for name in taken:
+                for name in names:
                     (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
             groups.barrier()
             hashes = dict[str, str]()
             for name, one in taken.items():
-                written = write_snapshot(one, work / name, groups, origin)
+                written = write_snapshot(one, work / name, of_models[name], origin)
                 hashes |= {f"{name}/{file}": found for file, found in written.items()}
             everyone = groups.from_all(hashes)
             if groups.is_first:
-                for name in taken:
+                for name in names:
                     require_whole(work / name)
                 (work / STATE_FILE).write_text(state)
                 known = {file: found for part in everyone for file, found in part.items()}
@@ -278,7 +290,7 @@ class CheckpointStore:
                 _remove(old.path)
         groups.barrier()
 
-    def _run(self, groups: ProcessGroups) -> str:
+    def _run(self, groups: RankSet) -> str:
         """The identity of the run. Collective."""
         return groups.from_first(run_identity(self.directory.parent) if groups.is_first else "")
 
@@ -286,7 +298,7 @@ class CheckpointStore:
         """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has
         ``_value`` added) beside the checkpoints' directory; returns the policy's. Collective."""
         target = self.directory.parent / EXPORT_FOLDER / f"{_PREFIX}{step}"
-        groups = next(iter(models.values())).groups
+        groups = self._everyone or next(iter(models.values())).groups
         origin = Origin(self._run(groups), step)
         for name, model in models.items():
             folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
@@ -301,12 +313,12 @@ class CheckpointStore:
 
         Raises UserError if all are damaged, and as ``candidates`` and ``load``.
         """
-        groups = next(iter(models.values())).groups
+        groups = self._everyone or next(iter(models.values())).groups
         damages = list[DamagedFiles]()
         # One rank decides, because a shared file system may show other ranks an older state.
         for checkpoint in groups.from_first(self.candidates(resume_mode)):
             try:
-                loaded = self.load(models, checkpoint, parts=parts)
+                loaded = self.load(models, checkpoint, parts=parts, everyone=groups)
             except DamagedFiles as error:
                 damages.append(error)
                 continue
@@ -316,7 +328,11 @@ class CheckpointStore:
 
     @staticmethod
     def load(
-        models: Mapping[str, ParallelModel], checkpoint: Checkpoint, *, parts: Collection[str] = ()
+        models: Mapping[str, ParallelModel],
+        checkpoint: Checkpoint,
+        *,
+        parts: Collection[str] = (),
+        everyone: RankSet | None = None,
     ) -> Loaded:
         """Fill the models and their optimizers; the trainer's small state has the named ``parts``.
         Collective.
@@ -324,7 +340,7 @@ class CheckpointStore:
         Raises UserError, before anything is loaded, if the checkpoint lacks one of the models or
         parts, and DamagedFiles, on all ranks, if a file is not as it was saved.
         """
-        groups = next(iter(models.values())).groups
+        groups = everyone or next(iter(models.values())).groups
         remarks = verify_together(checkpoint.path, groups)
         state = read_state(checkpoint, models, parts)
         for name, model in models.items():
@@ -374,7 +390,7 @@ def verify_alone(path: Path) -> Manifest | None:
     return verify(path, remedy=ANOTHER)
 
 
-def verify_together(path: Path, groups: ProcessGroups) -> tuple[str, ...]:
+def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
     """Compare every file with the manifest, each on one rank; returns what is worth a line in the
     log. Collective. Raises DamagedFiles, on all ranks, for the first file that differs.
     """
@@ -390,7 +406,7 @@ def verify_together(path: Path, groups: ProcessGroups) -> tuple[str, ...]:
     if manifest is None:
         return (f"{path} has no hashes, because an older version saved it: it is not verified",)
     large = {name: manifest.sizes[name] for name in manifest.hashes if _is_large(name)}
-    mine = in_shares(large, groups.layout.world_size)[groups.rank]
+    mine = in_shares(large, groups.size)[groups.rank]
     wrong = {}
     for part in groups.from_all(changed(path, manifest, mine)):
         wrong |= part

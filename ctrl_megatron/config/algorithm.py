@@ -121,6 +121,30 @@ class ValueOptim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLayout:
+    """The layout of a value model on ranks of its own (``placement.critic``); what is not named
+    here is as for the actor."""
+
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share one layer."""
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the stack of layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlacement:
+    """The ranks of roles. Those that are not named here share the other ranks, among them rank
+    0, with the engines and the sandbox."""
+
+    critic: tuple[int, ...] = key((), Range("ranks above 0", lambda rank: rank > 0))
+    """Ranks that have the value model and nothing else; empty: with the actor. On every host they
+    follow the other ranks."""
+
+
+_APART = Condition(("placement.critic",), bool, "{0}=[RANKS]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
     """The value model; its other settings are those of ``actor_rollout_ref.actor``."""
 
@@ -128,6 +152,7 @@ class Critic:
     """Train a value model; None trains one if the estimator reads values (gae)."""
     model: CriticModel = group(CriticModel)
     optim: ValueOptim = group(ValueOptim)
+    megatron: ValueLayout = group(ValueLayout, read=_APART)
     ppo_epochs: int | None = key(None, AT_LEAST_1)
     """Passes over the batch of one training step; None for the actor's number."""
     cliprange_value: float = key(0.5, AT_LEAST_0)

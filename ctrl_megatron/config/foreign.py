@@ -102,7 +102,6 @@ ABSENT: Mapping[str, str] = {
         "the reference has the actor's layout, and rests in host memory with "
         f"{_MEGATRON}param_offload=true"
     ),
-    "critic.megatron": "the value model has the actor's layout",
     _MEGATRON + "use_dist_checkpointing": _FROM_HF,
     _MEGATRON + "dist_checkpointing_path": _FROM_HF,
     _MEGATRON + "use_mbridge": _FROM_HF,

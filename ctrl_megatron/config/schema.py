@@ -10,7 +10,14 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
-from ctrl_megatron.config.algorithm import VALUE_MODEL, Algorithm, Critic, Reward, Sandbox
+from ctrl_megatron.config.algorithm import (
+    VALUE_MODEL,
+    Algorithm,
+    Critic,
+    Reward,
+    RolePlacement,
+    Sandbox,
+)
 from ctrl_megatron.config.coerce import Place
 from ctrl_megatron.config.keys import (
     ABOVE_0,
@@ -224,6 +231,7 @@ class Config:
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
     critic: Critic = group(Critic, read=VALUE_MODEL)
+    placement: RolePlacement = group(RolePlacement, read=VALUE_MODEL)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
     sandbox: Sandbox = group(Sandbox)

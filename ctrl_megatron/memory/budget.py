@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.memory.activations import (
@@ -35,7 +35,7 @@ from ctrl_megatron.memory.model_state import (
 from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import Layout, layout_for
+from ctrl_megatron.parallel.layout import Layout, World, layout_for, worlds_of
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 
@@ -117,10 +117,19 @@ def memory_budget(
 ) -> MemoryBudget:
     """The budget of a checked configuration; ``gpu_memory`` in bytes.
 
-    Raises ValueError if the model does not divide over the layout.
+    A value model with ranks of its own (``placement.critic``) is not in it: it is about the ranks
+    that share their GPUs with engines. Raises ValueError if the model does not divide over the
+    layout.
     """
-    megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
-    layout = layout_for(trainer.nnodes * trainer.n_gpus_per_node, megatron)
+    trainer = config.trainer
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    world = World(
+        ranks=tuple(range(ranks)), layout=layout_for(ranks, config.actor_rollout_ref.actor.megatron)
+    )
+    if purpose == "rl":
+        world, *others = worlds_of(ranks, config)
+        shapes = replace(shapes, value=None) if others else shapes
+    layout = world.layout
     layout.check_layers(shapes.actor.num_layers)
     check_split(shapes.actor, layout)
     engine = proxy = None
@@ -141,7 +150,7 @@ def memory_budget(
         rank = layout.rank(tp=0, pp=pp, dp=0)
         phases.append(PhaseUse(phase=name, stage=pp, rank=rank, items=per_stage[pp][name]))
     shared = _shared_by_ranks(config, shapes) if engine is not None else {}
-    hosts = [shared | _host(config, stages, layout, host, engine) for host in range(trainer.nnodes)]
+    hosts = [shared | _host(config, stages, world, host, engine) for host in range(trainer.nnodes)]
     number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
     return MemoryBudget(
         gpu_memory=gpu_memory,
@@ -447,12 +456,16 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
 
 
 def _host(
-    config: Config, stages: list[_Stage], layout: Layout, host: int, engine: EngineUse | None
+    config: Config, stages: list[_Stage], world: World, host: int, engine: EngineUse | None
 ) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
     megatron = family.actor.megatron
-    here = [stages[layout.coordinates(rank).pp] for rank in range(host * each, (host + 1) * each)]
+    here = [
+        stages[world.layout.coordinates(number).pp]
+        for number, rank in enumerate(world.ranks)
+        if rank // each == host
+    ]
     # Written as it is copied to the host, or copied as a whole first.
     whole = config.trainer.async_save
     saved = sum(s.checkpoint if whole else min(s.checkpoint, _WRITE_BUFFER) for s in here)

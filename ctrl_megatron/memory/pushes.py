@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.models.shape import ModelShape
-from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.parallel.placement import engine_devices, place_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.shard_plan import (
@@ -19,21 +19,26 @@ def push_plan(config: Config, shape: ModelShape) -> ShardPlan:
     """The plan that brings the actor to the configuration's engines, on GPUs."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
-    devices = engine_devices(
-        each,
-        placement=rollout.placement,
-        engine_gpus=rollout.n_gpus_per_node,
-        tensor=tensor,
-        visible=each + (rollout.n_gpus_per_node or 0),
-    )
-    host_of_rank = tuple(rank // each for rank in range(trainer.nnodes * each))
-    placement = place_engines([devices] * trainer.nnodes, tensor=tensor)
+    world = worlds_of(trainer.nnodes * each, config)[0]
+    host_of_rank = tuple(rank // each for rank in world.ranks)
+    colocated = rollout.placement == "colocated"
+    devices = [
+        engine_devices(
+            host_of_rank.count(host) if colocated else each,
+            placement=rollout.placement,
+            engine_gpus=rollout.n_gpus_per_node,
+            tensor=tensor,
+            visible=each + (rollout.n_gpus_per_node or 0),
+        )
+        for host in range(trainer.nnodes)
+    ]
+    placement = place_engines(devices, tensor=tensor)
     takers, hosts = workers_as_takers(placement, host_of_rank)
-    if rollout.placement == "colocated":
+    if colocated:
         takers, hosts = takers_of_engines(placement, host_of_rank), host_of_rank
     return ShardPlan(
         shape.base,
-        layout_for(len(host_of_rank), config.actor_rollout_ref.actor.megatron),
+        world.layout,
         engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
         takers,
         hosts,

@@ -95,9 +95,10 @@ class Timeline:
         """Seconds since the step began."""
         return self._clock() - self._origin
 
-    def record(self, step: int, rank: int) -> dict[str, object]:
-        """This step as one line of ``timeline.jsonl``."""
-        return {"step": step, "rank": rank, "phases": [asdict(p) for p in self.phases()]}
+
+def timeline_record(step: int, rank: int, phases: Iterable[Phase]) -> dict[str, object]:
+    """A rank's phases of a step as one line of ``timeline.jsonl``."""
+    return {"step": step, "rank": rank, "phases": [asdict(p) for p in phases]}
 
 
 def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:

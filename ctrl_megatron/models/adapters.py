@@ -54,13 +54,15 @@ class Adapter(torch.nn.Module):
         like: torch.Tensor,
         *,
         sequence_parallel: bool,
+        group: Any,
     ) -> None:
-        """``weight`` is the linear layer's own parameter, ``like`` its tensor."""
+        """``weight`` is the linear layer's own parameter, ``like`` its tensor; ``group`` are the
+        tensor ranks."""
         super().__init__()
         self.down = torch.nn.Parameter(like.new_empty(down.shape))
         self.up = torch.nn.Parameter(like.new_empty(up.shape))
         self.on = True
-        self._lora = lora
+        self._lora, self._group = lora, group
         self._cuts_input, self._sequence_parallel = bool(down.cuts), sequence_parallel
         # Each rank multiplies the matrix that it has whole with other tokens; the mark makes
         # Megatron sum its gradient over the tensor ranks.
@@ -80,15 +82,15 @@ class Adapter(torch.nn.Module):
         short = F.linear(hidden, self.down) * self._lora.scale
         match self._cuts_input, self._sequence_parallel:
             case True, True:
-                short = reduce_scatter_to_sequence_parallel_region(short)
+                short = reduce_scatter_to_sequence_parallel_region(short, group=self._group)
             case True, False:
-                short = reduce_from_tensor_model_parallel_region(short)
+                short = reduce_from_tensor_model_parallel_region(short, group=self._group)
             case False, True:
                 short = gather_from_sequence_parallel_region(
-                    short, tensor_parallel_output_grad=True
+                    short, tensor_parallel_output_grad=True, group=self._group
                 )
             case _:
-                short = copy_to_tensor_model_parallel_region(short)
+                short = copy_to_tensor_model_parallel_region(short, group=self._group)
         ups, shorts = self._ups(), short.split(self._lora.rank, dim=-1)
         lead = short.shape[:-1]
         parts = [
@@ -132,6 +134,7 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
             up,
             linear.weight,
             sequence_parallel=bool(model.config.sequence_parallel),
+            group=model.pg_collection.tp,
         )
         linear.register_forward_hook(_add)
     if model.pre_process:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
@@ -222,7 +222,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     chunks = []
     # Context ranks exchange tokens in attention (models.context_parallel), for which Megatron's own
     # layers see one sequence on one rank.
-    within = ProcessGroupCollection.use_mpu_process_groups()
+    within = copy(groups.megatron)
     within.cp = groups.alone
     for chunk in range(layout.virtual_pipeline):
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)

@@ -122,7 +122,8 @@ def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:
     padding = micro.padding
     if module.config.sequence_parallel and not module.pre_process:
         # Megatron does this in the first stage only.
-        padding = scatter_to_sequence_parallel_region(padding.T).T
+        group = module.pg_collection.tp
+        padding = scatter_to_sequence_parallel_region(padding.T, group=group).T
     output = model(
         input_ids=micro.tokens,
         position_ids=micro.positions,

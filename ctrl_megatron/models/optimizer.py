@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
+from ctrl_megatron.parallel.groups import ProcessGroups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
@@ -58,7 +59,11 @@ class Optimization:
     """Optimizer and schedule of one model."""
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], options: OptimizerOptions, build: BuildOptions
+        self,
+        chunks: Sequence[torch.nn.Module],
+        options: OptimizerOptions,
+        build: BuildOptions,
+        groups: ProcessGroups,
     ) -> None:
         dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
         self._options = options
@@ -78,6 +83,8 @@ class Optimization:
                 use_distributed_optimizer=options.distributed,
             ),
             list(chunks),  # type: ignore[arg-type]
+            use_gloo_process_groups=False,
+            pg_collection=groups.megatron,
         )
         if all(weight.device.type == "cpu" for weight in self._weights):
             for inner in self._inner:

@@ -21,6 +21,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ctrl_megatron.models.adapters import adapters_off
 from ctrl_megatron.models.build import BuildOptions, build_chunks
@@ -147,6 +148,7 @@ class ParallelModel:
                 ),
                 model,
                 disable_bucketing=index > 0,
+                pg_collection=self.groups.megatron,
             )
             for index, model in enumerate(self.models)
         ]
@@ -159,7 +161,9 @@ class ParallelModel:
         """Build the optimizer from the weights as they are now (it copies them in float32)."""
         if self.options.optimizer is None:
             raise ValueError("this model is frozen; give ModelOptions.optimizer to train it")
-        self.optimization = Optimization(self.chunks, self.options.optimizer, self.options.build)
+        self.optimization = Optimization(
+            self.chunks, self.options.optimizer, self.options.build, self.groups
+        )
 
     @property
     def updates(self) -> int:
@@ -249,7 +253,7 @@ class ParallelModel:
         """
         self.onload("weights")
         results = self.new_results(rows, vectors)
-        get_forward_backward_func()(
+        self._schedule(
             forward_step_func=partial(forward_only, head=head, results=results),
             forward_only=True,
             **self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
@@ -286,7 +290,7 @@ class ParallelModel:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimization.optimizer.zero_grad()
-        shares = get_forward_backward_func()(
+        shares = self._schedule(
             forward_step_func=partial(
                 forward_with_loss, head=head, loss=loss, rows=rows, counts=counts, results=results
             ),
@@ -351,6 +355,14 @@ class ParallelModel:
         passes, updates = self._flops
         self._flops = (passes, updates + flops) if backward else (passes + flops, updates)
 
+    def _schedule(self, **arguments: Any) -> list[Any]:
+        """Run Megatron's schedule for the layout; what the loss functions return (last stage)."""
+        layout = self.groups.layout
+        virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+        run = get_forward_backward_func(pp_size=layout.pipeline, vp_size=virtual)
+        between = P2PCommunicator(pp_group=self.groups.pipeline, config=self.config)
+        return run(p2p_communicator=between, pg_collection=self.groups.megatron, **arguments)
+
     def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
         """The micro-batches as arguments of Megatron's schedule."""
         layout, diffusion = self.groups.layout, self.shape.diffusion
@@ -407,8 +419,9 @@ class ParallelModel:
             return totals or {}
         box = [totals]
         layout, place = self.groups.layout, self.groups.place
-        source = layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp)
-        dist.broadcast_object_list(box, src=source, group=self.groups.host_model)
+        copy = layout.holders("dense", (("dp", place.dp),))
+        source = copy.index(layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp))
+        dist.broadcast_object_list(box, group_src=source, group=self.groups.host_model)
         return box[0] or {}
 
 

@@ -106,9 +106,11 @@ class Policy(ParallelModel):
         # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
         hidden = output.transpose(0, 1)
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.groups.tensor
+            )
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.groups.tensor)
         log_probs, entropy = linear_log_probs(
             hidden.squeeze(1)[micro.predictors],
             output_weight(module),

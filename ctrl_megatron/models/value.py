@@ -49,5 +49,7 @@ class ValueModel(ParallelModel):
         if self.config.sequence_parallel:
             # Every tensor rank computes the same loss from the gathered values, so its gradient
             # is split, not summed.
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.groups.tensor
+            )
         return (values.flatten()[micro.predictors],)

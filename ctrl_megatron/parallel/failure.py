@@ -33,7 +33,7 @@ from ctrl_megatron.errors import (
     user_fault,
     users_code_of,
 )
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.waiting import WaitedTooLong
@@ -50,9 +50,7 @@ _SHORT = 200
 class FailureWatch:
     """Watches a rank's peers and services from its construction until ``close``."""
 
-    def __init__(
-        self, groups: ProcessGroups, *, timeout: float, clean_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, groups: RankSet, *, timeout: float, clean_up: Callable[[], None]) -> None:
         self._groups, self._timeout, self._clean_up = groups, timeout, clean_up
         self._services: list[tuple[Callable[[], str | UserError | None], bool]] = []
         self._stacks: StackFile | None = None
@@ -132,7 +130,7 @@ class FailureWatch:
     def _watch(self) -> None:
         me = self._groups.rank
         local = {rank: pid for rank, pid in self._near.items() if rank != me}
-        neighbour = (me + 1) % self._groups.layout.world_size
+        neighbour = (me + 1) % self._groups.size
         beat, last_beat, seen, seen_at = 0, 0.0, b"", time.monotonic()
         while not self._ended.wait(_POLL_SECONDS):
             try:

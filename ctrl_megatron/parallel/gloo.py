@@ -1,7 +1,7 @@
 """What this file adds to torch's gloo: fewer idle threads and copies, and parts of unequal sizes.
 
-Every process group has a thread that polls for messages a hundred times a second, and Megatron
-creates some forty groups on each rank. An engine on the same cores is interrupted thousands of
+Every process group has a thread that polls for messages a hundred times a second, and a rank is in
+up to some twenty groups. An engine on the same cores is interrupted thousands of
 times a second and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``one_loop`` lets the
 groups of a rank share the thread of the first one.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,45 +13,42 @@ import torch.distributed as dist
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.parallel.devices import local_device
 from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
-from ctrl_megatron.parallel.layout import Coordinates, Layout
+from ctrl_megatron.parallel.layout import Axis, Coordinates, Layout, World
 from ctrl_megatron.parallel.meeting import rendezvous
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
 _LONGEST_WRITE = timedelta(hours=2)
+_LONGEST_MAIL = timedelta(days=30)
+"""Those who work have limits of their own, and a dead rank closes its connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGroups:
-    """This rank's place in the layout and its process groups."""
+class RankSet:
+    """Ranks that meet: all of a run, or those of one world, which are numbered from 0 then."""
 
-    layout: Layout
+    ranks: tuple[int, ...]
+    """The run's numbers of the ranks in the set, ascending."""
     rank: int
-    place: Coordinates
+    """This rank's number in the set."""
     device: torch.device
     hosts: Hosts
-    tensor: Any
-    pipeline: Any
-    context: Any
-    """The ranks that share this rank's rows and have the same part of the weights."""
-    alone: Any
-    """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
+    """The hosts of the set's ranks."""
     host: Any
-    """All ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
+    """The ranks over gloo: for objects, barriers and host memory, whatever the devices are."""
     writers: Any
-    """All ranks over gloo, for the threads that write checkpoints beside the training."""
-    host_model: Any
-    """The ranks of this model copy, which have this rank's data index, over gloo."""
-    host_data: Any
-    """The ranks that differ from this rank in the data index at most, over gloo."""
+    """The ranks over gloo, for the threads that write checkpoints beside the training."""
 
     @property
-    def is_leader(self) -> bool:
-        """True on the first rank of a model copy, which calls engines and sandboxes for it."""
-        return self.place.tp == self.place.cp == self.place.pp == 0
+    def size(self) -> int:
+        """Number of ranks in the set."""
+        return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """True on global rank 0."""
+        """True on the set's rank 0."""
         return self.rank == 0
 
     @property
@@ -63,6 +61,71 @@ class ProcessGroups:
         """The number of this rank's host."""
         return self.hosts.of_rank[self.rank]
 
+    def from_first(self, value: T | None) -> T:
+        """Rank 0's ``value`` on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self.host)
+        return box[0]  # type: ignore[return-value]
+
+    def from_all(self, value: T) -> list[T]:
+        """One value per rank, in rank order, on every rank."""
+        return _gather(value, self.size, self.host)
+
+    def from_here(self, value: T) -> dict[int, T]:
+        """The values of this host's ranks by rank, ascending. Collective over all ranks."""
+        values = enumerate(self.from_all(value))
+        return {rank: given for rank, given in values if self.hosts.of_rank[rank] == self.here}
+
+    def from_first_here(self, value: T) -> T:
+        """The ``value`` of the first rank of this rank's host. Collective over all ranks."""
+        return next(iter(self.from_here(value).values()))
+
+    def on_any(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag whether it is set on any rank. Collective over all ranks."""
+        raised = torch.tensor([int(flag) for flag in flags])
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.host)
+        return tuple(map(bool, raised.tolist()))
+
+    def barrier(self) -> None:
+        """Wait for all ranks (host side)."""
+        dist.barrier(group=self.host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroups(RankSet):
+    """The ranks of one world, this rank's place in its layout, and its process groups."""
+
+    layout: Layout
+    place: Coordinates
+    megatron: ProcessGroupCollection
+    """The groups that Megatron's parts are given."""
+    alone: Any
+    """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
+    host_model: Any
+    """The ranks of this model copy, which have this rank's data index, over gloo."""
+    host_data: Any
+    """The ranks that differ from this rank in the data index at most, over gloo."""
+
+    @property
+    def tensor(self) -> Any:
+        """The ranks that split one weight with this one."""
+        return self.megatron.tp
+
+    @property
+    def pipeline(self) -> Any:
+        """The ranks that have this one's part of the other stages."""
+        return self.megatron.pp
+
+    @property
+    def context(self) -> Any:
+        """The ranks that share this rank's rows and have the same part of the weights."""
+        return self.megatron.cp
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the first rank of a model copy, which calls engines and sandboxes for it."""
+        return self.place.tp == self.place.cp == self.place.pp == 0
+
     @property
     def is_last_stage(self) -> bool:
         """True on the ranks with the model's output layer."""
@@ -73,32 +136,12 @@ class ProcessGroups:
         if self.layout.model_size == 1:
             return value  # type: ignore[return-value]
         box = [value]
-        source = self.layout.rank(tp=0, pp=0, dp=self.place.dp)
-        dist.broadcast_object_list(box, src=source, group=self.host_model)
+        dist.broadcast_object_list(box, group_src=0, group=self.host_model)
         return box[0]  # type: ignore[return-value]
-
-    def from_first(self, value: T | None) -> T:
-        """Rank 0's ``value`` on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host)
-        return box[0]  # type: ignore[return-value]
-
-    def from_all(self, value: T) -> list[T]:
-        """One value per rank, in rank order, on every rank."""
-        return _gather(value, self.layout.world_size, self.host)
 
     def from_data_ranks(self, value: T) -> list[T]:
         """One value per data-parallel rank, in their order, on every rank."""
         return _gather(value, self.layout.data, self.host_data)
-
-    def from_here(self, value: T) -> dict[int, T]:
-        """The values of this host's ranks by rank, ascending. Collective over all ranks."""
-        values = enumerate(self.from_all(value))
-        return {rank: given for rank, given in values if self.hosts.of_rank[rank] == self.here}
-
-    def from_first_here(self, value: T) -> T:
-        """The ``value`` of the first rank of this rank's host. Collective over all ranks."""
-        return next(iter(self.from_here(value).values()))
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of ``values`` over the data-parallel ranks (float64 host arithmetic)."""
@@ -115,19 +158,22 @@ class ProcessGroups:
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape."""
         if self.layout.pipeline > 1:
-            source = self.layout.along(self.rank, "pp")[-1]
-            dist.broadcast(tensor, src=source, group=self.pipeline)
+            dist.broadcast(tensor, group_src=self.layout.pipeline - 1, group=self.pipeline)
         return tensor
 
-    def on_any(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag whether it is set on any rank. Collective over all ranks."""
-        raised = torch.tensor([int(flag) for flag in flags])
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.host)
-        return tuple(map(bool, raised.tolist()))
 
-    def barrier(self) -> None:
-        """Wait for all ranks (host side)."""
-        dist.barrier(group=self.host)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a rank has joined."""
+
+    everyone: RankSet
+    """All ranks of the run; with one world these are its groups."""
+    groups: ProcessGroups
+    """This rank's world."""
+    world: World
+    mail: Any
+    """All ranks over gloo, for messages between worlds, whose sender may need hours; None where
+    there is one world."""
 
 
 def _gather(value: T, count: int, group: Any) -> list[T]:
@@ -139,14 +185,23 @@ def _gather(value: T, count: int, group: Any) -> list[T]:
 def initialize(
     layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> ProcessGroups:
-    """Start torch.distributed with the launcher's settings and build Megatron's groups.
+    """``join`` a run of one world."""
+    world = World(ranks=tuple(range(layout.world_size)), layout=layout)
+    return join((world,), seed=seed, timeout_seconds=timeout_seconds, launch=launch).groups
+
+
+def join(
+    worlds: Sequence[World], *, seed: int, timeout_seconds: float, launch: Launch | None = None
+) -> Joined:
+    """Start torch.distributed with the launcher's settings and make the groups of ``worlds``,
+    which have each rank once.
 
     CUDA devices communicate over NCCL; without one, the CPU platform is installed and everything
-    uses gloo. Raises ValueError if the number of launched ranks does not fit the layout, if the
+    uses gloo. Raises ValueError if the number of launched ranks does not fit the worlds, if the
     tensor-parallel ranks of one group are on several hosts, or if torch cannot use the machine's
     GPUs.
     """
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
     from ctrl_megatron.parallel import cpu_platform, gloo, host_memory
 
@@ -163,67 +218,161 @@ def initialize(
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timeout, **rendezvous(launch, timeout)
         )
-    if dist.get_world_size() != layout.world_size:
-        raise ValueError(
-            f"{dist.get_world_size()} ranks were started, the layout needs {layout.world_size}"
-        )
-    virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
+    needed = sum(len(world.ranks) for world in worlds)
+    if dist.get_world_size() != needed:
+        raise ValueError(f"{dist.get_world_size()} ranks were started, the layout needs {needed}")
     with gloo.one_loop():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            context_parallel_size=layout.context,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=virtual,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
-            distributed_timeout_minutes=max(1, int(timeout_seconds // 60)),
-            create_gloo_process_groups=True,
-        )
-        groups = _collect(layout, device, timeout, launch.master_addr)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    groups.hosts.require_whole_tensor_groups(layout)
-    return groups
+        joined = _collect(worlds, device, timeout, launch.master_addr)
+    give_megatron(joined.groups.megatron)
+    place = joined.groups.place
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, tp_rank=place.tp, ep_rank=place.ep, etp_rank=place.etp
+    )
+    joined.groups.hosts.require_whole_tensor_groups(joined.world.layout)
+    return joined
 
 
 def _collect(
-    layout: Layout, device: torch.device, timeout: timedelta, master: str
-) -> ProcessGroups:
+    worlds: Sequence[World], device: torch.device, timeout: timedelta, master: str
+) -> Joined:
+    me, every = dist.get_rank(), tuple(range(dist.get_world_size()))
+    world = next(w for w in worlds if me in w.ranks)
+    makers = [_Makers.of(w.ranks, timeout) for w in worlds]
+    # All ranks make the groups of all worlds, in one order.
+    made = [_groups_of(w, maker) for w, maker in zip(worlds, makers, strict=True)]
+    own = made[worlds.index(world)]
+    alone = len(worlds) == 1
+    ours = _Makers.of(every, timeout)
+    host = own["host"] if alone else ours.host.group_of([every])
+    writers = own["writers"] if alone else ours.writers.group_of([every])
+    identities = _gather(host_identity(), len(every), host)
+    hosts = number_hosts(identities)
+    several = len(hosts.names) > 1
+    hosts = hosts.reached(_gather(way_to(master), len(every), host) if several else [])
+    groups = ProcessGroups(
+        ranks=world.ranks,
+        rank=world.ranks.index(me),
+        place=world.layout.coordinates(world.ranks.index(me)),
+        layout=world.layout,
+        device=device,
+        hosts=hosts.of(world.ranks),
+        **own,
+    )
+    everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)
+    mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").group_of([every])
+    return Joined(everyone=groups if alone else everyone, groups=groups, world=world, mail=mail)
+
+
+@dataclass(frozen=True, slots=True)
+class _Makers:
+    """Groups of different kinds are apart, because a rank's threads may use them at once."""
+
+    devices: GroupMaker
+    host: GroupMaker
+    writers: GroupMaker
+
+    @staticmethod
+    def of(ranks: tuple[int, ...], timeout: timedelta) -> _Makers:
+        # A rank that has written its share waits for the others; a dead rank closes its
+        # connections.
+        return _Makers(
+            GroupMaker(ranks, timeout),
+            GroupMaker(ranks, timeout, "gloo"),
+            GroupMaker(ranks, _LONGEST_WRITE, "gloo"),
+        )
+
+
+def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
+    layout, every = world.layout, [tuple(range(world.layout.world_size))]
+    return {
+        "host": make.host.group_of(every),
+        "host_model": make.host.group_of(layout.split("tp", "cp", "pp")),
+        "host_data": make.host.group_of(layout.split("dp")),
+        "writers": make.writers.group_of(every),
+        "megatron": megatron_groups(layout, make.devices),
+        "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
+    }
+
+
+class GroupMaker:
+    """Makes process groups of a world, one for each set of its ranks. All ranks of the run ask for
+    the same, in one order."""
+
+    def __init__(
+        self, world: Sequence[int], timeout: timedelta, backend: str | None = None
+    ) -> None:
+        """``world`` has the run's numbers of its ranks; ``backend`` None takes that of the
+        devices."""
+        self._world, self._timeout, self._backend = world, timeout, backend
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def group_of(self, sets: Iterable[tuple[int, ...]]) -> Any:
+        """The group of that one of the disjoint ``sets``, which have ranks' numbers in the world,
+        that has this rank; None if none has."""
+        mine = None
+        for numbers in sets:
+            ranks = tuple(self._world[number] for number in numbers)
+            if ranks not in self._made:
+                self._made[ranks] = dist.new_group(
+                    list(ranks), backend=self._backend, timeout=self._timeout
+                )
+            mine = self._made[ranks] if dist.get_rank() in ranks else mine
+        return mine
+
+
+def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection:
+    """This rank's groups under Megatron's names."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    def along(*axes: Axis) -> Any:
+        return maker.group_of(layout.split(*axes))
+
+    stages = layout.split("pp")
+    return ProcessGroupCollection(
+        tp=along("tp"),
+        cp=along("cp"),
+        dp=along("dp"),
+        pp=maker.group_of(stages),
+        mp=along("tp", "pp"),
+        tp_cp=along("tp", "cp"),
+        dp_cp=along("cp", "dp"),
+        tp_dp_cp=along("tp", "cp", "dp"),
+        ep=along("ep"),
+        expt_tp=along("etp"),
+        expt_dp=along("edp"),
+        tp_ep=along("etp", "ep"),
+        tp_ep_pp=along("etp", "ep", "pp"),
+        # The optimizer's state is divided over all replicas.
+        intra_dp_cp=along("cp", "dp"),
+        intra_expt_dp=along("edp"),
+        intra_dist_opt=along("tp", "cp", "dp", "pp"),
+        inter_dist_opt=None,
+        hcp=None,
+        # The stages with the embedding and with the output layer; with one stage both.
+        embd=maker.group_of(tuple(dict.fromkeys((s[0], s[-1]))) for s in stages),
+        pos_embd=maker.group_of(stage[:1] for stage in stages),
+    )
+
+
+def give_megatron(groups: ProcessGroupCollection) -> None:
+    """Make ``groups`` Megatron's global state too, for its code that does not pass on the groups
+    that it was given: the padding mask under sequence parallelism, for example."""
     from megatron.core import parallel_state
 
-    rank = dist.get_rank()
-    place = layout.coordinates(rank)
-    every = range(layout.world_size)
-    host_model = host_data = None
-    for dp in range(layout.data):
-        ranks = layout.holders("dense", (("dp", dp),))
-        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-        host_model = group if rank in ranks else host_model
-    for first in layout.holders("dense", (("dp", 0),)):
-        ranks = layout.along(first, "dp")
-        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-        host_data = group if rank in ranks else host_data
-    host = dist.new_group(list(every), backend="gloo", timeout=timeout)
-    # A rank that has written its share waits for the others; a dead rank closes its connections.
-    writers = dist.new_group(list(every), backend="gloo", timeout=_LONGEST_WRITE)
-    identities = _gather(host_identity(), layout.world_size, host)
-    hosts = number_hosts(identities)
-    alone = len(hosts.names) == 1
-    hosts = hosts.reached([] if alone else _gather(way_to(master), layout.world_size, host))
-    return ProcessGroups(
-        layout=layout,
-        rank=rank,
-        place=place,
-        device=device,
-        hosts=hosts,
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        context=parallel_state.get_context_parallel_group(),
-        alone=dist.new_group([rank], backend="gloo", use_local_synchronization=True),
-        host=host,
-        writers=writers,
-        host_model=host_model,
-        host_data=host_data,
-    )
+    for name, group in (
+        ("_TENSOR_MODEL_PARALLEL_GROUP", groups.tp),
+        ("_PIPELINE_MODEL_PARALLEL_GROUP", groups.pp),
+        ("_CONTEXT_PARALLEL_GROUP", groups.cp),
+        ("_DATA_PARALLEL_GROUP", groups.dp),
+        ("_DATA_PARALLEL_GROUP_WITH_CP", groups.dp_cp),
+        ("_EXPERT_MODEL_PARALLEL_GROUP", groups.ep),
+        ("_EXPERT_TENSOR_PARALLEL_GROUP", groups.expt_tp),
+    ):
+        if not hasattr(parallel_state, name):
+            raise RuntimeError(f"this megatron-core has no {name}; use 0.16.1")
+        setattr(parallel_state, name, group)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
 
 def shutdown() -> None:

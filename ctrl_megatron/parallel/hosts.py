@@ -40,6 +40,15 @@ class Hosts:
         """The number of ranks on the host."""
         return self.of_rank.count(host)
 
+    def of(self, ranks: Sequence[int]) -> Hosts:
+        """The hosts of some ranks, which are numbered from 0, as are the hosts."""
+        kept = list(dict.fromkeys(self.of_rank[rank] for rank in ranks))
+        return Hosts(
+            names=tuple(self.names[host] for host in kept),
+            of_rank=tuple(kept.index(self.of_rank[rank]) for rank in ranks),
+            addresses=tuple(self.addresses[host] for host in kept) if self.addresses else (),
+        )
+
     def reached(self, ways: Sequence[Way]) -> Hosts:
         """The same hosts with ``addresses``, from every rank's way to rank 0's host.
 

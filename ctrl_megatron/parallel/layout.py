@@ -12,6 +12,7 @@ from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
     # An engine's process imports this file, and its environment may lack what config imports.
+    from ctrl_megatron.config import Config
     from ctrl_megatron.config.actor_rollout_ref import Megatron
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
@@ -194,6 +195,13 @@ class Layout:
         mesh = next(m for m in map(self.mesh, get_args(MeshName)) if axis in m.axes)
         return mesh.ranks({a: i for a, i in mesh.indices(rank).items() if a != axis})
 
+    def split(self, *axes: Axis) -> list[tuple[int, ...]]:
+        """The ranks in sets that differ on ``axes`` of one mesh at most; each set ascends."""
+        meshes = map(self.mesh, get_args(MeshName))
+        mesh = next(m for m in meshes if m.axes.issuperset(axes))
+        others: list[Axis] = [axis for axis, _ in mesh.sizes if axis not in axes]
+        return [mesh.ranks(dict(at)) for at in mesh.every(others)]
+
     def check_layers(self, num_layers: int) -> None:
         """UserError unless every virtual stage of every stage gets a layer."""
         if num_layers < self.pipeline * self.virtual_pipeline:
@@ -234,6 +242,17 @@ class Layout:
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Ranks of a run that share a layout and have the models of some roles."""
+
+    ranks: tuple[int, ...]
+    """The run's numbers of the ranks, ascending; in the world they are numbered from 0."""
+    layout: Layout
+    name: str = "actor"
+    """The role that it is named after."""
+
+
 def layout_for(world_size: int, keys: Megatron) -> Layout:
     """The layout of ``world_size`` ranks; the other sizes leave the data-parallel one."""
     tensor, pipeline = keys.tensor_model_parallel_size, keys.pipeline_model_parallel_size
@@ -254,4 +273,41 @@ def layout_for(world_size: int, keys: Megatron) -> Layout:
         expert=keys.expert_model_parallel_size,
         expert_tensor=keys.expert_tensor_parallel_size,
         sequence_parallel=keys.sequence_parallel,
+    )
+
+
+def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
+    """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first."""
+    keys, apart = config.actor_rollout_ref.actor.megatron, sorted({*config.placement.critic})
+    if not apart or not config.needs_values:
+        return (World(ranks=tuple(range(world_size)), layout=layout_for(world_size, keys)),)
+    if apart[-1] >= world_size or apart[0] < 1:
+        raise UserError(
+            f"rank {apart[-1] if apart[0] else 0} cannot have the value model for itself in a run "
+            f"of {world_size} ranks",
+            key="placement.critic",
+            remedy=f"name ranks from 1 to {world_size - 1}",
+        )
+    own = config.critic.megatron
+    tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
+    if len(apart) % (tensor * pipeline):
+        raise UserError(
+            f"critic.megatron.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size="
+            f"{pipeline} does not divide {len(apart)} ranks",
+            key="placement.critic",
+            remedy=f"name a multiple of {tensor * pipeline} ranks, or change the sizes",
+        )
+    others = tuple(rank for rank in range(world_size) if rank not in apart)
+    return (
+        World(ranks=others, layout=layout_for(len(others), keys)),
+        World(
+            name="critic",
+            ranks=tuple(apart),
+            layout=Layout(
+                tensor=tensor,
+                pipeline=pipeline,
+                data=len(apart) // (tensor * pipeline),
+                sequence_parallel=keys.sequence_parallel,
+            ),
+        ),
     )

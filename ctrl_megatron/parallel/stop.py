@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import RankSet
 
 _SAME_REQUEST_SECONDS = 5.0
 _MEETING_SECONDS = 5.0
@@ -61,7 +61,7 @@ class StopFlag:
         """True once a stop was requested on this rank, but not while it is ``deferred``."""
         return self._first is not None and not self.deferred
 
-    def agreed(self, groups: ProcessGroups) -> bool:
+    def agreed(self, groups: RankSet) -> bool:
         """True on all ranks if a stop was requested on any rank. Collective."""
         return groups.on_any(self.is_set)[0]
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ctrl_megatron.background import all_awaited
 from ctrl_megatron.errors import ServiceLost
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 
 T = TypeVar("T")
@@ -32,19 +32,26 @@ class WaitedTooLong(RuntimeError):
 class Waiting:
     """The conditions under which all ranks wait together."""
 
-    groups: ProcessGroups
+    groups: RankSet
     stop: StopFlag
     limit: float
     """Seconds after which work counts as lost (``trainer.wait_timeout``)."""
 
-    def together(self, work: Future[T] | None, what: str, *, stoppable: bool = True) -> T | None:
+    def together(
+        self,
+        work: Future[T] | None,
+        what: str,
+        *,
+        stoppable: bool = True,
+        aloud: bool = True,
+    ) -> T | None:
         """The result of this rank's ``work`` (None without any) when no rank's work is running any
         more. Collective over all ranks.
 
         Ranks without work wait for the others. In every round the ranks that still work report it,
         so no collective lasts longer than a round, however long the work takes. ``what`` completes
         "waiting 40 s for ...": rank 0 prints that every 30 seconds, with the parts of the work that
-        are open (``awaited``).
+        are open (``awaited``), unless it is not ``aloud``: those who are waited for say more.
 
         Raises StopRequested, on all ranks and within a round, once a stop is requested on any; this
         rank's work is cancelled then. With ``stoppable=False`` a stop has no effect. Raises
@@ -65,7 +72,7 @@ class Waiting:
                     lost = str(error)
             waited = time.monotonic() - began
             stopped, busy, due, failed = self.groups.on_any(
-                asked, working, working and waited > next_sign, bool(lost)
+                asked, working, aloud and working and waited > next_sign, bool(lost)
             )
             if stopped:
                 if work is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from ctrl_megatron.algorithms import (
     AdaptiveKLController,
@@ -34,7 +35,7 @@ from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
 from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
-from ctrl_megatron.pipeline.worker import DAGWorker, Proxy, RolloutWorker
+from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere, Proxy, RolloutWorker
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.shard_plan import engine_cut
@@ -70,7 +71,11 @@ def build_worker(
         rests_until=config.trainer.critic_warmup,
     )
     policy, reference = build_policies(config, groups, steps, device)
-    value = build_value_model(config, groups, steps, device)
+    value = None
+    if len(run.worlds) == 1:
+        value = build_value_model(config, groups, steps, device.to_trainer)
+        if value is not None:
+            device.adopt(value)
     worker = DAGWorker(
         config=config,
         groups=groups,
@@ -94,6 +99,39 @@ def build_worker(
         kl_controller=build_kl_controller(config),
         restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
+    )
+    return worker, sampler, steps
+
+
+def value_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, ResumableSampler, int]:
+    """As ``build_worker`` for a rank that has the value model and nothing else. Collective over the
+    ranks of its world.
+    """
+    config, train = run.config, inputs.train
+    sampler = ResumableSampler(
+        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
+    )
+    steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
+    worker = DAGWorker(
+        config=config,
+        groups=run.groups,
+        background=run.background,
+        stop=run.stop,
+        codec=inputs.codec,
+        train=train,
+        validation=inputs.validation,
+        draw=sampler.next_batch,
+        total_steps=steps,
+        engine=None,
+        device=absent("the engines"),
+        max_model_len=inputs.max_model_len,
+        rewards=None,
+        reward_weights=inputs.rewards.weights,
+        policy=absent("the actor"),
+        reference=None,
+        value=build_value_model(config, run.groups, steps, lambda: None),
+        kl_controller=build_kl_controller(config),
+        peak_flops=1.0,
     )
     return worker, sampler, steps
 
@@ -261,7 +299,7 @@ def build_policy(
 
 
 def build_value_model(
-    config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
+    config: Config, groups: ProcessGroups, steps: int, take_device: Callable[[], None]
 ) -> ValueModel | None:
     """The value model for ``steps`` training steps; None if nothing reads its values."""
     if not config.needs_values:
@@ -273,10 +311,9 @@ def build_value_model(
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
     shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
-    model = ValueModel(shape, groups, options, device.to_trainer)
+    model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()
-    device.adopt(model)
     return model
 
 

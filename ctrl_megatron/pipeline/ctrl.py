@@ -167,13 +167,13 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
     train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
     actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
     add = pipeline.add_node
-    before = needs_old_log_prob(config)
+    before, drawn_last = needs_old_log_prob(config), drawn
     if before:
         add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
         drawn = "old_log_prob"
     add("ref_log_prob", ref_log_prob, [drawn], node_role=NodeRole.REFERENCE, **forward)
     if config.needs_values:
-        add("values", compute_values, ["ref_log_prob"], node_role=NodeRole.CRITIC, **forward)
+        add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
     add("scores", place_scores, judged, node_role=reward)
     ready = ["advantages"]
     if before:
@@ -184,7 +184,6 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
     add("advantages", advantages, inputs, node_role=advantage)
     if config.needs_values:
         add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
-        ready = ["critic_update"]
     add("actor_update", update_actor, ready, node_role=actor, **train)
     if not before:
         add("rollout_correction", rollout_correction, ["actor_update"], node_role=advantage)
@@ -347,6 +346,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.VALUES)
+@needs(lambda config: {"input_ids": "", "response_mask": ""})
 @writes("values")
 @asks_values
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -367,7 +367,7 @@ def value_model(worker: DAGWorker) -> ValueModel:
 
 
 @needs(lambda config: {"score": ""})
-@writes("token_level_scores", "rewarded")
+@writes("token_level_scores", "rewarded", "response_mask", "uid")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R) float32: ``score``, the weighted sum of rewards, on the last
     token of each response.
@@ -543,7 +543,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 @reads(*node_keys.VALUES)
-@needs(lambda config: {"values": "", "returns": ""})
+@needs(lambda config: dict.fromkeys(("values", "returns", "response_mask", "mini_batch"), ""))
 @writes()
 @asks_values
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

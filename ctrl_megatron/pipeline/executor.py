@@ -11,13 +11,14 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.errors import UserError, place_of, users_code
+from ctrl_megatron.errors import ServiceFault, UserError, place_of, users_code
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import taken_rows
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
+from ctrl_megatron.pipeline.worlds import Action, Between, OneWorld, Receive, Run, Send
 
 
 class Rank(Protocol):
@@ -63,13 +64,16 @@ class Executor:
         *,
         runs: Callable[[Node], bool] = lambda node: True,
         before_update: Callable[[TensorDict], None] = lambda batch: None,
+        between: Between | None = None,
     ) -> None:
         """A node for which ``runs`` is False is left out. In every step ``before_update`` is called
         on all ranks, with the batch that the first node which changes weights is about to use.
+        ``between`` leads to other worlds.
         """
         self.graph, self._worker, self._before_update = graph, worker, before_update
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
-        self._order = [node for node in every if runs(node)]
+        self._between = between or OneWorld()
+        self._program = self._between.program(graph, [node for node in every if runs(node)])
         self._pending: dict[str, tuple[Future[NodeOutput] | None, int]] = {}
         """Nodes that run aside: the result, on leaders, and how many moves came before it."""
         self._moves: list[Sequence[int]] = []
@@ -86,31 +90,19 @@ class Executor:
         metrics: dict[str, float] = {}
         self.weights_changed = False
         self._moves = []
+        left = list(self._program)
         try:
-            for node in self._order:
-                ancestors = self.graph.get_ancestors(node.node_id)
-                for needed in [n for n in self._pending if n in ancestors]:
-                    batch = _merge(batch, self._collect(needed), metrics)
-                if not self.weights_changed and self._worker.stop.agreed(self._worker.groups):
-                    raise StopRequested
-                if node.changes_weights and not self.weights_changed:
-                    self.weights_changed = self._worker.stop.deferred = True
-                    self._before_update(batch)
-                if node.runs_aside:
-                    self._start(node, batch)
-                    continue
-                if node.filter_plugin is not None:
-                    batch, kept = filtered(batch, node)
-                    totals = self._worker.groups.sum_over_data(kept)
-                    metrics[f"filter/{node.node_id}"] = float(totals[0] / totals[1].clamp(min=1))
-                with self._worker.timeline.phase(node.node_id):
-                    output = node.run(worker=self._worker, batch=batch)
-                batch = _merge(batch, output, metrics)
-                if output is not None and output.moved is not None:
-                    self._moves.append(output.moved)
+            while left:
+                batch = self._do(left[0], batch, metrics)
+                del left[0]
             for needed in list(self._pending):
-                batch = _merge(batch, self._collect(needed), metrics)
+                batch = self._merge(batch, self._collect(needed), metrics)
             self.weights_changed = False
+        except (StopRequested, ServiceFault) as why:
+            # What failed is behind, unless it was to send, which has not been done then.
+            failed = left[:1] if left and isinstance(left[0], Send) else []
+            self._between.abandon([*failed, *left[1:]], why)
+            raise
         finally:
             self._worker.stop.deferred = False
             for future, _ in self._pending.values():
@@ -118,6 +110,57 @@ class Executor:
                     future.cancel()
             self._pending.clear()
         return batch, metrics
+
+    def _do(self, action: Action, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
+        """The batch after one action."""
+        match action:
+            case Run(node):
+                batch = self._ready(node, batch, metrics)
+                return self._run(node, batch, metrics)
+            case Send(message):
+                batch = self._ready(message.node, batch, metrics)
+                self._between.send(message, batch)
+                return batch
+            case Receive(message):
+                with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
+                    output = self._between.receive(message, batch)
+                return self._merge(batch, output, metrics)
+
+    def _ready(self, node: Node, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
+        """The batch with everything that the node, here or in another world, has to wait for."""
+        ancestors = self.graph.get_ancestors(node.node_id)
+        for needed in [n for n in self._pending if n in ancestors]:
+            batch = self._merge(batch, self._collect(needed), metrics)
+        # The world that deals the rows decides it for the others.
+        may_stop = self._between.is_home and not self.weights_changed
+        if may_stop and self._worker.stop.agreed(self._worker.groups):
+            raise StopRequested
+        if node.changes_weights and not self.weights_changed:
+            self.weights_changed = self._worker.stop.deferred = True
+            self._before_update(batch)
+        return batch
+
+    def _run(self, node: Node, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
+        if node.runs_aside:
+            self._start(node, batch)
+            return batch
+        if node.filter_plugin is not None:
+            batch, kept = filtered(batch, node)
+            totals = self._worker.groups.sum_over_data(kept)
+            metrics[f"filter/{node.node_id}"] = float(totals[0] / totals[1].clamp(min=1))
+        with self._worker.timeline.phase(node.node_id):
+            output = node.run(worker=self._worker, batch=batch)
+        batch = self._merge(batch, output, metrics)
+        if output is not None and output.moved is not None:
+            self._moves.append(output.moved)
+        return batch
+
+    def _merge(
+        self, batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]
+    ) -> TensorDict:
+        if output is not None and output.batch is not None:
+            self._between.new_rows()
+        return _merge(batch, output, metrics)
 
     def _start(self, node: Node, batch: TensorDict) -> None:
         future = None

@@ -35,7 +35,7 @@ from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
@@ -177,14 +177,14 @@ def _check_role(
     config: Config, key: str, path: str, shape: ModelShape, actor: ModelShape | None
 ) -> None:
     trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
-    megatron = config.actor_rollout_ref.actor.megatron
     if trained and key != "actor_rollout_ref.ref.model.path":
         adapted(shape, configured(config, value=key == "critic.model.path"))
     if trained:
-        layout = layout_for(config.trainer.nnodes * config.trainer.n_gpus_per_node, megatron)
+        worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
+        layout = worlds[-1 if key == "critic.model.path" else 0].layout
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
-    rate = megatron.moe_router_bias_update_rate
+    rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
     if key == _MODEL and rate and not any(kind.correction_bias for kind in shape.expert_kinds):
         raise UserError(
             f"the routers of {path}, of type {shape.family!r}, have no bias",

@@ -17,7 +17,9 @@ from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
+from ctrl_megatron.metrics.timeline import timeline_record
 from ctrl_megatron.models.parallel_model import ParallelModel, SkippedUpdate
+from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.batch import texts
 from ctrl_megatron.pipeline.dump import ROW_ID
@@ -25,6 +27,7 @@ from ctrl_megatron.pipeline.executor import Executor, Rank
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import DeviceMemory
 from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.pipeline.worlds import Between, News, OneWorld
 
 
 class Resumable(Protocol):
@@ -103,6 +106,13 @@ class TrainingLoop:
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
     """Measures the worker's timeline where there is a GPU."""
+    between: Between = field(default_factory=OneWorld)
+    everyone: RankSet | None = None
+    """All ranks of the run; None for those of ``worker.groups``."""
+    passes: Callable[[], tuple[float, float]] | None = None
+    """``News.passes`` of this world, for the world of rank 0. Collective."""
+    hear: Callable[[Sequence[News]], None] = lambda news: None
+    """Gets the other worlds' news of a step, before its metrics are computed."""
     watchers: Sequence[StepWatcher] = ()
     keep_batch: Callable[[int, TensorDict], Path] | None = None
     """(step, batch just before the update) -> the directory into which it is written; for the step
@@ -121,7 +131,7 @@ class TrainingLoop:
         """Continue from the configured checkpoint, if there is one. Collective. A checkpoint that
         cannot be loaded leaves the run's directory as it was.
         """
-        groups, mode = self.worker.groups, self.schedule.resume_mode
+        first, mode = (self.everyone or self.worker.groups).is_first, self.schedule.resume_mode
         parts = ("sampler", *self.parts)
         loaded = self.store.load_newest(self.worker.trained, mode, parts=parts)
         if loaded is not None:
@@ -136,7 +146,7 @@ class TrainingLoop:
         for remark in loaded.remarks if loaded else ():
             self.recorder.say(f"warning: {remark}")
         checkpoint = loaded.checkpoint if loaded else None
-        left = self.store.begin(mode, checkpoint) if groups.is_first else []
+        left = self.store.begin(mode, checkpoint) if first else []
         if left:
             names = ", ".join(path.name for path in left)
             self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
@@ -148,7 +158,9 @@ class TrainingLoop:
         raises ServiceFault, unless the step in hand has begun to change weights.
         """
         worker, schedule = self.worker, self.schedule
-        executor = Executor(self.graph, worker, before_update=self._before_update)
+        executor = Executor(
+            self.graph, worker, before_update=self._before_update, between=self.between
+        )
         try:
             if schedule.val_before_train and worker.step == 0:
                 self._validate(f"before {schedule.stage}")
@@ -171,11 +183,13 @@ class TrainingLoop:
                 )
             self._validate(f"after {schedule.stage}")
             self._report_save(self.store.wait())
-        except ServiceFault:
-            if not executor.weights_changed:
+            self.between.meet()
+        except ServiceFault as why:
+            if not self.between.tell(why, changed=executor.weights_changed):
                 self._save_newest()
             raise
-        except StopRequested:
+        except StopRequested as why:
+            self.between.tell(why, changed=False)
             self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
@@ -201,6 +215,8 @@ class TrainingLoop:
 
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
+        everyone = self.everyone or worker.groups
+        self.between.begin()
         for watcher in self.watchers:
             watcher.begin(step)
         self.recorder.begin_step(step)
@@ -212,33 +228,62 @@ class TrainingLoop:
         # Before anything that a stop can interrupt: weights and state are of the same step.
         self._state = self._snapshot()
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
+        own = News(
+            rank=everyone.rank,
+            metrics=metrics,
+            phases=phases,
+            skipped=self._skipped(),
+            passes=self.passes() if self.passes else (0.0, 0.0),
+            sampler=self.sampler.state_dict(),
+        )
+        others = self._news(own)
+        for other in others:
+            metrics |= {**other.metrics, **seconds_by_name(other.phases)}
         for watcher in self.watchers:
             watcher.end(step, batch, metrics)
-        metrics |= self._skipped(step)
+        metrics |= self._report_skipped(step, (own, *others))
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
         held = psutil.Process().memory_info().rss / (1 << 30)
-        metrics["memory/host_gib"] = max(worker.groups.from_all(held))
+        metrics["memory/host_gib"] = max(everyone.from_all(held))
         if self.memory is not None:
-            metrics |= self.memory.take(worker.groups)
+            metrics |= self.memory.take(everyone)
         metrics |= {**self.constants, **report.metrics(worker, batch)}
         self._report_save(self.store.take_report())
         metrics |= self._metrics
         self._metrics = {}
-        examples = report.examples(worker, batch) if worker.groups.is_first else []
-        record = worker.timeline.record(step, worker.groups.rank)
+        examples = report.examples(worker, batch) if everyone.is_first else []
+        for other in others:
+            self.recorder.keep_timeline(timeline_record(step, other.rank, other.phases))
+        record = timeline_record(step, everyone.rank, phases)
         self.recorder.end_step(step, metrics, record, examples)
 
-    def _skipped(self, step: int) -> dict[str, float]:
-        """``update/skipped``: updates of the step that were skipped; nothing where there were none.
-        Collective.
-        """
-        groups, models = self.worker.groups, self.worker.trained
-        skipped = [(name, one) for name, model in models.items() for one in model.take_skipped()]
+    def _news(self, own: News) -> list[News]:
+        """The other worlds' news. Collective."""
+        others = self.between.finish(own)
+        if others:
+            self.hear(others)
+        if not self.between.is_home:
+            # A node of the world of rank 0 may have drawn rows.
+            self.sampler.load_state_dict(dict(others[0].sampler))
+        return others
+
+    def _skipped(self) -> tuple[tuple[str, SkippedUpdate, tuple[str, ...]], ...]:
+        """``News.skipped`` of this world. Collective."""
+        groups, found = self.worker.groups, []
+        for name, model in self.worker.trained.items():
+            for one in model.take_skipped():
+                parts = groups.from_data_ranks(self._names(one.rows))
+                rows = dict.fromkeys(row for part in parts for row in part)
+                found.append((name, one, tuple(rows)))
+        return tuple(found)
+
+    def _report_skipped(self, step: int, worlds: Sequence[News]) -> dict[str, float]:
+        """``update/skipped``: updates of the step that were skipped; nothing where there were
+        none."""
+        skipped = [one for news in worlds for one in news.skipped]
         self._bad = [*self._bad, skipped[-1][1]] if skipped else []
-        for name, one in skipped:
-            parts = groups.from_data_ranks(self._names(one.rows))
-            rows = dict.fromkeys(row for part in parts for row in part)
+        for name, one, rows in skipped:
             where = f"; rows: {', '.join(rows)}" if rows else ""
             self.recorder.say(f"warning: step {step} does not update {name}: {one.reason}{where}")
         return {"update/skipped": float(len(skipped))} if skipped else {}

@@ -7,7 +7,7 @@ write only in a node of the model's role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ctrl_megatron.config import Config
@@ -77,6 +77,19 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
                     )
                 )
     all_of([*problems, *_unused_models(config, graph)])
+
+
+def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
+    """The last of ``nodes`` that may write the field; None if none may."""
+    masks = ("response_mask", "loss_mask")
+    return next(
+        (
+            node
+            for node in reversed(nodes)
+            if _may_write(node, field) or (node.filter_plugin is not None and field in masks)
+        ),
+        None,
+    )
 
 
 def _may_write(node: Node, field: str) -> bool:

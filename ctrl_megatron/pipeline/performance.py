@@ -17,9 +17,9 @@ from ctrl_megatron.metrics import (
     mfu,
     seconds_by_name,
 )
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 from ctrl_megatron.pipeline.proxy import ApiProxy
-from ctrl_megatron.pipeline.worker import DAGWorker
+from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
@@ -42,16 +42,13 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
     the whole step. Collective.
     """
-    seconds = seconds_by_name(worker.timeline.phases())
-    models = (worker.policy, worker.reference, worker.value)
-    mine = sum(sum(m.take_flops()) for m in models if m is not None)
-    phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
+    flops, seconds = map(sum, zip(passes(worker), *worker.elsewhere, strict=True))
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
         "perf/mfu": mfu(
-            flops=sum(worker.groups.from_data_ranks(mine)),
-            seconds=sum(seconds.get(f"time/{name}", 0.0) for name in phases),
-            devices=worker.groups.layout.world_size,
+            flops=flops,
+            seconds=seconds,
+            devices=1,
             peak=worker.peak_flops,
         ),
         **engine_metrics(worker),
@@ -59,6 +56,19 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         **restart_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
+
+
+def passes(worker: DAGWorker) -> tuple[float, float]:
+    """The floating-point operations of this world's passes since the last call, and the seconds of
+    all its devices together that they took in this step. Collective."""
+    seconds = seconds_by_name(worker.timeline.phases())
+    models = (worker.policy, worker.reference, worker.value)
+    mine = sum(
+        sum(m.take_flops()) for m in models if m is not None and not isinstance(m, Elsewhere)
+    )
+    phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
+    took = sum(seconds.get(f"time/{name}", 0.0) for name in phases)
+    return sum(worker.groups.from_data_ranks(mine)), took * worker.groups.size
 
 
 def engine_metrics(worker: DAGWorker) -> dict[str, float]:
@@ -138,7 +148,7 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
                 f"{dtype}; set actor_rollout_ref.model.dtype=float32",
                 file=sys.stderr,
             )
-    return sum(groups.from_all(peak)) / groups.layout.world_size
+    return sum(groups.from_all(peak)) / groups.size
 
 
 class DeviceMemory:
@@ -166,7 +176,7 @@ class DeviceMemory:
         torch.cuda.reset_peak_memory_stats()
         self._open = [max(known, peak) for known in self._open]
 
-    def take(self, groups: ProcessGroups) -> dict[str, float]:
+    def take(self, groups: RankSet) -> dict[str, float]:
         """Per phase since the last call, of the rank that has most: ``memory/NAME_peak_gib``, the
         most that PyTorch's tensors took, and ``memory/NAME_device_gib``, what all processes on the
         device, the engine's too, held at its end. Collective.

@@ -81,7 +81,7 @@ class Recorder:
             return
         self.log(step, metrics)
         self._warn(step, metrics)
-        self._keep(timeline)
+        self.keep_timeline(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
         for sink in self._sinks:
@@ -90,9 +90,9 @@ class Recorder:
         if self.display is not None:
             self.display.end_step(step)
 
-    def _keep(self, timeline: Mapping[str, Any]) -> None:
+    def keep_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Append to ``timeline.jsonl``; a run does not end for want of it."""
-        if self._timelines is None:
+        if not self.active or self._timelines is None:
             return
         try:
             self._timelines.append(timeline)

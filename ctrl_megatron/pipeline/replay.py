@@ -159,7 +159,9 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
     config, groups = run.config, run.groups
     device = cast(DeviceOwner, _NoEngines())
     policy, reference = build_policies(config, groups, dump.total_steps, device)
-    value = build_value_model(config, groups, dump.total_steps, device)
+    value = build_value_model(config, groups, dump.total_steps, device.to_trainer)
+    if value is not None:
+        device.adopt(value)
     worker = DAGWorker(
         config=config,
         groups=groups,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from ctrl_megatron.algorithms import (
@@ -28,18 +29,18 @@ from ctrl_megatron.config.options import named_parameters, own_options
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
+from ctrl_megatron.parallel.layout import World, worlds_of
 from ctrl_megatron.parallel.placement import EngineRole
+from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.ahead import SavedDraws
-from ctrl_megatron.pipeline.build import (
-    build_worker,
-    total_steps,
-)
+from ctrl_megatron.pipeline.build import build_worker, total_steps, value_worker
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
 from ctrl_megatron.pipeline.executor import check_calls
-from ctrl_megatron.pipeline.graph import TaskGraph
+from ctrl_megatron.pipeline.graph import StepReport, TaskGraph
 from ctrl_megatron.pipeline.inputs import (
+    RunInputs,
     check_checkpoint,
     check_disk,
     check_gpu,
@@ -55,13 +56,14 @@ from ctrl_megatron.pipeline.inputs import (
 from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
-from ctrl_megatron.pipeline.performance import device_memory, weights_gauges
+from ctrl_megatron.pipeline.performance import device_memory, passes, weights_gauges
 from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
 from ctrl_megatron.pipeline.services import Services, engine_keys
-from ctrl_megatron.pipeline.session import session
+from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
-from ctrl_megatron.pipeline.worker import RolloutWorker
+from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.pipeline.worlds import Between, News, OneWorld, Worlds, check_worlds
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
@@ -123,23 +125,36 @@ def train(config: Config) -> bool:
     steps = planned_steps(config, len(inputs.train.rows))
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
-    with session(config) as run:
-        services = run.start_services(
-            max_model_len=inputs.max_model_len,
-            proxy_model_len=inputs.proxy_model_len,
-            judges=rewards.runs_programs,
-        )
-        worker, sampler, steps = build_worker(run, services, inputs)
-        run.check_stop()
+    with session(config, apart=True) as run:
+        between = between_worlds(run, inputs)
+        told, isolation = "", dict[str, float]()
+        if between.is_home:
+            try:
+                services = run.start_services(
+                    max_model_len=inputs.max_model_len,
+                    proxy_model_len=inputs.proxy_model_len,
+                    judges=rewards.runs_programs,
+                )
+                worker, sampler, steps = build_worker(run, services, inputs)
+                run.check_stop()
+                isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
+                proxy = worker.proxy
+                told = engines_and_sandbox(config, services, isolation)
+                if answering := "" if proxy is None else worker.ask(proxy.greet, "the proxy"):
+                    told += f"; {answering}"
+            except StopRequested as why:
+                between.tell(why, changed=False)
+                raise
+        else:
+            worker, sampler, steps = value_worker(run, inputs)
+            graph.report = StepReport()
+        between.meet()
         if run.served is not None:
             run.served.add(lambda: weights_gauges(worker.device))
         recorder = Recorder(
-            config, active=run.groups.is_first, total_steps=steps, served=run.served
+            config, active=run.everyone.is_first, total_steps=steps, served=run.served
         )
         memory = device_memory(run.groups)
-        isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
-        proxy = worker.proxy
-        answering = "" if proxy is None else worker.ask(proxy.greet, "the proxy to answer")
         worker.timeline = recorder.timeline(memory)
         dump = StepDump(worker, steps)
         loop = TrainingLoop(
@@ -151,6 +166,7 @@ def train(config: Config) -> bool:
                 keep=trainer.max_ckpt_to_keep,
                 side_files=Path(config.actor_rollout_ref.model.path),
                 asynchronous=trainer.async_save,
+                everyone=run.everyone,
             ),
             recorder=recorder,
             schedule=Schedule(
@@ -165,11 +181,15 @@ def train(config: Config) -> bool:
                 max_bad_steps=trainer.max_bad_steps,
             ),
             memory=memory,
-            watchers=(dump, *profiles(config, worker)),
-            keep_batch=dump.keep,
+            between=between,
+            everyone=run.everyone,
+            passes=None if between.is_home else lambda: passes(worker),
+            hear=partial(_hear, worker),
+            watchers=(dump, *profiles(config, worker)) if between.is_home else (),
+            keep_batch=dump.keep if between.is_home else None,
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
-            late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness else {},
+            late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
             constants=isolation,
         )
         bound = "" if counted_epochs(config) is None else " at most"
@@ -181,8 +201,7 @@ def train(config: Config) -> bool:
             rows=len(inputs.train.rows),
             dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
             validation=len(inputs.validation.rows) if inputs.validation else 0,
-            services=engines_and_sandbox(config, services, isolation)
-            + (f"; {answering}" if answering else ""),
+            services=told + "".join(map(world_line, run.worlds[1:])),
         ):
             recorder.say(line)
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
@@ -195,6 +214,24 @@ def train(config: Config) -> bool:
         run.watch.quiet()
         worker.close()
     return finished
+
+
+def world_line(world: World) -> str:
+    """For the banner: a role on ranks of its own."""
+    layout, ranks = world.layout, ", ".join(map(str, world.ranks))
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    return f"; {world.name} on ranks {ranks}: {sizes}"
+
+
+def between_worlds(run: Session, inputs: RunInputs) -> Between:
+    """The way from this rank's world to the others."""
+    if len(run.worlds) == 1:
+        return OneWorld()
+    return Worlds(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
+
+
+def _hear(worker: DAGWorker, others: Sequence[News]) -> None:
+    worker.elsewhere = [news.passes for news in others]
 
 
 def counted_epochs(config: Config) -> int | None:
@@ -266,6 +303,7 @@ def pipeline_of(config: Config) -> TaskGraph:
         )
     check_calls(graph)
     check_fields(config, graph)
+    check_worlds(graph, worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config))
     if config.algorithm.filter_groups.enable and not graph.draws_rows:
         raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "

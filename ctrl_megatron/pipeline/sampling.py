@@ -345,10 +345,21 @@ def share_rows(
     many tokens as every other rank's. With ``shared_prefix`` the prompt of a group counts once, as
     it is computed.
 
+    As ``deal_rows`` otherwise.
+    """
+    parts = deal_rows(everything, groups.layout.data, shared_prefix=shared_prefix)
+    return parts[groups.place.dp]
+
+
+def deal_rows(
+    everything: Sequence[SampleSize], ranks: int, *, shared_prefix: bool
+) -> list[list[int]]:
+    """The share of each of ``ranks`` data ranks, as numbers of ``everything``.
+
     Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
     statistics stay local, and every optimizer step has rows on every rank.
     """
-    mine: list[int] = []
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
     for step in sorted({row.mini_batch for row in everything}):
         inside = [number for number, row in enumerate(everything) if row.mini_batch == step]
         costs, seen = list[int](), set[str]()
@@ -357,6 +368,6 @@ def share_rows(
             costs.append(row.response + (0 if paid else row.prompt))
             seen.add(row.uid)
         uids = [everything[number].uid for number in inside]
-        parts = partition_groups(costs, uids, groups.layout.data)
-        mine += [inside[i] for i in sorted(parts[groups.place.dp])]
-    return mine
+        for mine, part in zip(dealt, partition_groups(costs, uids, ranks), strict=True):
+            mine += [inside[i] for i in sorted(part)]
+    return dealt

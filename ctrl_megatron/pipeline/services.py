@@ -81,15 +81,18 @@ class Services:
         max_model_len: int,
         proxy_model_len: int | None = None,
         judges: bool = True,
+        beside: Sequence[int] = (),
     ) -> None:
         """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
-        actor's engines and of the proxy's own.
+        actor's engines and of the proxy's own; ``beside`` counts the ranks on each host that are
+        not in ``groups`` and follow those.
         """
+        self._beside = beside
         self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
         self._config, self._groups, self._watch = config, groups, watch
         self._background, self._stop, self._judges = background, stop, judges
         self._probes = BackgroundLoop("probes")
-        self.placement = placement_of(config, groups)
+        self.placement = placement_of(config, groups, beside)
         self._engines: dict[int, EngineProcess] = {}
         self._sandbox: SandboxService | None = None
         self._token_file: IO[str] | None = None
@@ -136,7 +139,8 @@ class Services:
 
     def _start_sandbox(self, port: int) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
-        workers = sandbox_workers(usable_cores(), groups.hosts.ranks_on(groups.here))
+        ranks = groups.hosts.ranks_on(groups.here) + sum(self._beside[groups.here :][:1])
+        workers = sandbox_workers(usable_cores(), ranks)
         file = tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-")  # noqa: SIM115
         self._token_file = file
         file.write(self.sandbox_token or "")
@@ -361,9 +365,9 @@ def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
     return family.rollout if role == "rollout" else family.proxy.engine
 
 
-def placement_of(config: Config, groups: ProcessGroups) -> Placement:
+def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = ()) -> Placement:
     """The placement of the configured engines on the hosts of the ranks: first the actor's, then
-    the proxy's own.
+    the proxy's own. ``beside`` counts the further ranks of each host, which follow them.
     """
     rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
     visible = torch.cuda.device_count() if groups.device.type == "cuda" else None
@@ -387,11 +391,13 @@ def placement_of(config: Config, groups: ProcessGroups) -> Placement:
         ]
         return place_engines(devices, tensor=tensor, role=role, first=first)
 
-    actors = placed("rollout", ranks, rollout.placement, 0)
+    every = [own + more for own, more in zip(ranks, beside or [0] * len(ranks), strict=True)]
+    colocated = rollout.placement == "colocated"
+    actors = placed("rollout", ranks if colocated else every, rollout.placement, 0)
     if not config.has_proxy_engines:
         return actors
     dedicated = rollout.n_gpus_per_node or 0 if rollout.placement == "dedicated" else 0
-    taken = [count + dedicated for count in ranks]
+    taken = [count + dedicated for count in every]
     own = placed("proxy", taken, "dedicated", len(actors.engines))
     return Placement(engines=actors.engines + own.engines)
 

@@ -21,8 +21,8 @@ from ctrl_megatron.errors import STOPPED, note_users_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import FailureWatch
-from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
-from ctrl_megatron.parallel.layout import layout_for
+from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join, shutdown
+from ctrl_megatron.parallel.layout import World, layout_for, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
@@ -34,7 +34,9 @@ class Session:
     """The parts of a run on a rank that exist before its models."""
 
     config: Config
-    groups: ProcessGroups
+    joined: Joined
+    worlds: tuple[World, ...]
+    """All worlds of the run, that of rank 0 first."""
     background: BackgroundLoop
     stop: StopFlag
     watch: FailureWatch
@@ -43,10 +45,31 @@ class Session:
     served: MetricsServer | None
     """Serves the run's metrics, on rank 0 and where ``trainer.metrics_port`` is set."""
 
+    @property
+    def groups(self) -> ProcessGroups:
+        """The groups of this rank's world."""
+        return self.joined.groups
+
+    @property
+    def everyone(self) -> RankSet:
+        """All ranks of the run."""
+        return self.joined.everyone
+
     def check_stop(self) -> None:
-        """Raise StopRequested on all ranks if a stop was requested on any. Collective."""
+        """Raise StopRequested on all ranks of this world if a stop was requested on any.
+        Collective.
+        """
         if self.stop.agreed(self.groups):
             raise StopRequested
+
+    def _beside(self) -> tuple[int, ...]:
+        """Ranks of other worlds on each host of this one."""
+        own, every = self.groups.hosts, self.everyone.hosts
+        firsts = (self.groups.ranks[own.first_rank(host)] for host in range(len(own.names)))
+        return tuple(
+            every.ranks_on(every.of_rank[first]) - own.ranks_on(host)
+            for host, first in enumerate(firsts)
+        )
 
     def start_services(
         self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
@@ -66,6 +89,7 @@ class Session:
             max_model_len=max_model_len,
             proxy_model_len=proxy_model_len,
             judges=judges,
+            beside=self._beside(),
         )
         self.at_end.append(services.stop)
         services.start()
@@ -75,9 +99,9 @@ class Session:
 
 
 @contextmanager
-def session(config: Config) -> Iterator[Session]:
+def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
     """The context of a run on this rank: a failure on any rank ends all ranks and prints the first
-    cause.
+    cause. With ``apart`` roles may have worlds of their own (``placement``).
 
     A stop that is requested before training begins ends the context and is no failure.
     """
@@ -94,29 +118,37 @@ def session(config: Config) -> Iterator[Session]:
                 at_end.pop()()
 
     with stop.ends_meeting(_end_alone):
-        groups = join(config)
+        worlds = _worlds(config, apart=apart)
+        joined = join(
+            worlds,
+            seed=config.trainer.seed,
+            timeout_seconds=config.trainer.distributed_timeout,
+            launch=read_launch(),
+        )
+        everyone = joined.everyone
         # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
-        at_end.append(SharedMemorySender(groups).close)
-        watch = FailureWatch(groups, timeout=config.trainer.failure_timeout, clean_up=clean_up)
+        at_end.append(SharedMemorySender(joined.groups).close)
+        watch = FailureWatch(everyone, timeout=config.trainer.failure_timeout, clean_up=clean_up)
     background, locked = BackgroundLoop(), False
     try:
         try:
             lock = RunLock(run_dir)
-            if groups.is_first:
+            if everyone.is_first:
                 at_end.append(lock.take().release)
                 watch.guard(lock.lost)
-            require_shared(run_dir, groups.from_first(lock.holder))
-            served = serve(config, stop, watch) if groups.is_first else None
+            require_shared(run_dir, everyone.from_first(lock.holder))
+            served = serve(config, stop, watch) if everyone.is_first else None
             if served is not None:
                 at_end.append(served.close)
-            groups.barrier()
+            everyone.barrier()
             locked = True
-            stacks = StackFile(run_dir, groups.rank)
+            stacks = StackFile(run_dir, everyone.rank)
             at_end.append(stacks.close)
             watch.write_stacks(stacks)
             yield Session(
                 config=config,
-                groups=groups,
+                joined=joined,
+                worlds=worlds,
                 background=background,
                 stop=stop,
                 watch=watch,
@@ -125,7 +157,7 @@ def session(config: Config) -> Iterator[Session]:
             )
         except StopRequested:
             watch.quiet()
-            if groups.is_first:
+            if everyone.is_first:
                 print("stopped as asked before anything was trained", flush=True)
         watch.close()
         background.close()
@@ -166,12 +198,8 @@ def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer 
     return served
 
 
-def join(config: Config) -> ProcessGroups:
-    """Join the other ranks that the launcher started, in the configured layout. Collective."""
-    launch, megatron = read_launch(), config.actor_rollout_ref.actor.megatron
-    return initialize(
-        layout_for(launch.world_size, megatron),
-        seed=config.trainer.seed,
-        timeout_seconds=config.trainer.distributed_timeout,
-        launch=launch,
-    )
+def _worlds(config: Config, *, apart: bool) -> tuple[World, ...]:
+    size, megatron = read_launch().world_size, config.actor_rollout_ref.actor.megatron
+    if apart:
+        return worlds_of(size, config)
+    return (World(ranks=tuple(range(size)), layout=layout_for(size, megatron)),)

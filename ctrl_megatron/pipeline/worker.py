@@ -93,6 +93,23 @@ class Proxy(Protocol):
         ...
 
 
+class Elsewhere:
+    """Stands for a part of the run that is on the ranks of another world."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"a node uses {self._what}, which is on the ranks of another world",
+            key="placement",
+            remedy="give the node a role whose world has it, or let both share a world",
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutWorker:
     """The parts of a rank that generate texts and judge them."""
@@ -238,6 +255,8 @@ class DAGWorker(RolloutWorker):
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
     """Peak of one device, in flop/s."""
+    elsewhere: Sequence[tuple[float, float]] = ()
+    """``performance.passes`` of the other worlds in the last step."""
 
     def settle(self) -> None:
         for draw in self.ahead.every():
@@ -253,8 +272,10 @@ class DAGWorker(RolloutWorker):
     @property
     def trained(self) -> dict[str, ParallelModel]:
         """The models that learn, by the name of their folder in a checkpoint."""
-        both: dict[str, ParallelModel] = {POLICY_FOLDER: self.policy}
-        return both if self.value is None else {**both, VALUE_FOLDER: self.value}
+        models = {POLICY_FOLDER: self.policy, VALUE_FOLDER: self.value}
+        return {
+            name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
+        }
 
     @property
     def actor_learns(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,13 +120,18 @@ def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: Proce
         to = [groups.hosts.first_rank(host) for host in after[:1]]
         if before:
             giver = groups.hosts.first_rank(before[-1])
-            arriving.append((dist.irecv(part, giver, group=groups.host, tag=tag), part, to, tag))
+            work = dist.irecv(part, group=groups.host, tag=tag, group_src=giver)
+            arriving.append((work, part, to, tag))
         else:
-            running += [dist.isend(part, rank, group=groups.host, tag=tag) for rank in to]
+            running += [_sent(part, rank, groups, tag) for rank in to]
     for work, part, to, tag in arriving:
         assert work is not None
         work.wait()
-        running += [dist.isend(part, rank, group=groups.host, tag=tag) for rank in to]
+        running += [_sent(part, rank, groups, tag) for rank in to]
     for work in running:
         assert work is not None
         work.wait()
+
+
+def _sent(part: torch.Tensor, rank: int, groups: ProcessGroups, tag: int) -> Any:
+    return dist.isend(part, group=groups.host, tag=tag, group_dst=rank)

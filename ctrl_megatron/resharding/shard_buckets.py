@@ -225,10 +225,10 @@ class HostExchange:
         group, running = self._groups.host, self._running.setdefault(number, [])
         for giver, transfers in self._into[number].items():
             memory = torch.empty(message_bytes(transfers), dtype=torch.uint8)
-            work = dist.irecv(memory, giver, group=group, tag=number)
+            work = dist.irecv(memory, group=group, tag=number, group_src=giver)
             running.append(_Message(work, memory, transfers))
         for taker, memory in self._filled.pop(number).items():
-            work = dist.isend(memory, taker, group=group, tag=number)
+            work = dist.isend(memory, group=group, tag=number, group_dst=taker)
             running.append(_Message(work, memory, ()))
         for transfer in self._here[number]:
             values = self._buckets.weights(transfer)

@@ -40,6 +40,9 @@ NOT_HERE = {
     "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",
     "actor_rollout_ref.model.lora_alpha": "a run with adapters, as in test_adapters_train.py",
     "actor_rollout_ref.model.target_modules": "the same",
+    "critic.megatron.tensor_model_parallel_size": "a value model on ranks of its own, as in "
+    "test_apart.py",
+    "critic.megatron.pipeline_model_parallel_size": "the same",
     "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{

@@ -90,11 +90,18 @@ def _run(function: str, arguments: Sequence[Any], result: str, log: str) -> None
 @contextmanager
 def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
     """The groups of one rank of ``layout``, all others being absent."""
+    from datetime import timedelta
+
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe import token_dispatcher
 
     from ctrl_megatron.parallel import cpu_platform
-    from ctrl_megatron.parallel.groups import ProcessGroups
+    from ctrl_megatron.parallel.groups import (
+        GroupMaker,
+        ProcessGroups,
+        give_megatron,
+        megatron_groups,
+    )
 
     cpu_platform.install()
     with pytest.MonkeyPatch.context() as patch:
@@ -116,28 +123,23 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
                 meta = name.replace("torch.", "torch.meta.")
                 patch.setitem(cpu_platform._TYPE_NAMES, meta, stands_for)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-        virtual = layout.virtual_pipeline
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            context_parallel_size=layout.context,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor,
-            create_gloo_process_groups=True,
+        place = layout.coordinates(rank)
+        maker = GroupMaker(range(layout.world_size), timedelta(seconds=60))
+        groups = megatron_groups(layout, maker)
+        give_megatron(groups)
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            1, tp_rank=place.tp, ep_rank=place.ep, etp_rank=place.etp
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
         try:
             given = {
                 "layout": layout,
+                "ranks": tuple(range(layout.world_size)),
                 "rank": rank,
-                "place": layout.coordinates(rank),
+                "place": place,
                 "device": torch.device(device),
                 "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
-                "tensor": parallel_state.get_tensor_model_parallel_group(),
-                "pipeline": parallel_state.get_pipeline_model_parallel_group(),
-                "context": parallel_state.get_context_parallel_group(),
-                "alone": dist.new_group([rank]),
+                "megatron": groups,
+                "alone": maker.group_of([(rank,)]),
             }
             # Models are built and run without the groups of host memory.
             names = [field.name for field in dataclasses.fields(ProcessGroups)]

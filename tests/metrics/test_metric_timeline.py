@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.metrics import Phase, Timeline, hidden_seconds, seconds_by_name
-from ctrl_megatron.metrics.timeline import Interval, intersection, union
+from ctrl_megatron.metrics.timeline import Interval, intersection, timeline_record, union
 
 ticks = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: (t[0], t[0] + t[1]))
 intervals = st.lists(ticks, max_size=6)
@@ -80,7 +80,7 @@ def test_phases_are_relative_to_the_step_and_end_also_when_they_raise() -> None:
     assert heard == ["+sandbox", "+old_log_probs", "-old_log_probs", "-sandbox"]
     assert hidden_seconds(timeline.phases()) == 3.0
     assert timeline.elapsed() == 6.0
-    assert timeline.record(7, 1) == {
+    assert timeline_record(7, 1, timeline.phases()) == {
         "step": 7,
         "rank": 1,
         "phases": [

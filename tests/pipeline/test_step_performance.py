@@ -26,7 +26,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         timeline=Timeline(clock=clock),
         config=SimpleNamespace(trainer=SimpleNamespace(examples_in_report=2)),
         groups=SimpleNamespace(
-            layout=SimpleNamespace(world_size=4),
+            size=4,
             is_first=True,
             # The other rank has no engine pool to speak of either.
             from_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
@@ -42,6 +42,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         ask=lambda work, what, stoppable: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
+        elsewhere=(),
     )
 
 

@@ -1,0 +1,543 @@
+"""Worlds: on which ranks a node runs, and the rows that travel between them.
+
+Every rank walks the same order of nodes and runs those of its own world. Where a node needs what
+nodes of another world have written, the leaders of that world send it to the leaders of the node's,
+rank to rank: each gets the rows that it trains on, and groups stay whole. A message leaves as soon
+as its writer is done and is received just before the node, so worlds run at the same time wherever
+the graph lets them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.background import AbandonableCall
+from ctrl_megatron.config import Config
+from ctrl_megatron.errors import ServiceFault, UserError, all_of
+from ctrl_megatron.metrics.timeline import Phase
+from ctrl_megatron.models.parallel_model import SkippedUpdate
+from ctrl_megatron.parallel.groups import Joined
+from ctrl_megatron.parallel.layout import World
+from ctrl_megatron.parallel.stop import StopFlag, StopRequested
+from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.batch import joined_samples, sizes_of, texts
+from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
+from ctrl_megatron.pipeline.node_fields import last_writer
+from ctrl_megatron.pipeline.sampling import deal_rows
+from ctrl_megatron.pipeline.siirl_names import NodeRole
+
+T = TypeVar("T")
+HOME = "actor"
+"""The world of every role without one of its own: it has rank 0 and the engines."""
+ROLES: Mapping[NodeRole, str] = {NodeRole.CRITIC: "critic"}
+"""The worlds of the roles that may have one of their own."""
+_ROWS = ("prompts", "responses", "attention_mask", "response_mask", "mini_batch")
+_ROWS += ("uid", "problem_id")
+_ALIGNED = 16
+_FOREVER = float("inf")
+"""The sender's work has limits of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a node of this world."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What a node of the world ``to`` needs from ``source``."""
+
+    number: int
+    node: Node
+    source: str
+    to: str
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the message, of whose fields all are there."""
+
+    message: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for the message."""
+
+    message: Parcel
+
+
+Action = Run | Send | Receive
+
+
+def plan_step(
+    graph: TaskGraph, order: Sequence[Node], world_of: Callable[[Node], str], config: Config
+) -> dict[str, list[Action]]:
+    """What the ranks of each world do in a step, in their order. Pure.
+
+    A world that finishes its part of an order in which dependencies come first never waits for one
+    that waits for it.
+    """
+    before: dict[str, list[Action]] = defaultdict(list)
+    after: dict[str, list[Action]] = defaultdict(list)
+    told: dict[tuple[str, str], set[str]] = defaultdict(set)
+    numbers = itertools.count()
+    for node in order:
+        ancestors, own = graph.get_ancestors(node.node_id), world_of(node)
+        above = [other for other in order if other.node_id in ancestors]
+        for source in dict.fromkeys(map(world_of, above)):
+            theirs = [other for other in above if world_of(other) == source]
+            new = [other for other in theirs if other.node_id not in told[source, own]]
+            if source == own or not new:
+                continue
+            told[source, own] |= {other.node_id for other in theirs}
+            if own == HOME:
+                wanted = [name for other in new for name in getattr(other.executable, "writes", ())]
+            else:
+                later = order[order.index(node) :]
+                wanted = [n for one in later if world_of(one) == own for n in needed(one, config)]
+            fields = [
+                name
+                for name in dict.fromkeys(wanted)
+                if (writer := _writer(order, above, name)) and world_of(writer) == source
+            ]
+            message = Parcel(
+                number=next(numbers), node=node, source=source, to=own, fields=tuple(fields)
+            )
+            before[node.node_id].append(Receive(message))
+            after[new[-1].node_id].append(Send(message))
+    programs: dict[str, list[Action]] = defaultdict(list)
+    for node in order:
+        programs[world_of(node)] += [*before[node.node_id], Run(node), *after[node.node_id]]
+    return programs
+
+
+def _writer(order: Sequence[Node], above: Sequence[Node], field: str) -> Node | None:
+    """The last node ``above`` that writes the field, which a node that declares nothing may do
+    too; None where those that declare it come later."""
+    declared = [node for node in order if field in getattr(node.executable, "writes", ())]
+    if declared and not any(node in above for node in declared):
+        return None
+    return last_writer(above, field)
+
+
+def needed(node: Node, config: Config) -> Mapping[str, str]:
+    """The fields that a node declares to need (``node_fields.needs``)."""
+    return getattr(node.executable, "needs", lambda config: {})(config)
+
+
+def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
+    """From a node to the name of its world."""
+    own = {world.name for world in worlds}
+    return lambda node: name if (name := ROLES.get(node.node_role, HOME)) in own else HOME
+
+
+def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
+    """UserError for a node in a world of its own whose rows cannot be sent there and back."""
+    world_of = world_of_roles(worlds)
+    problems = []
+    for node in graph.nodes.values():
+        declared = (hasattr(node.executable, name) for name in ("needs", "writes"))
+        if world_of(node) == HOME or (all(declared) and not node.runs_aside):
+            continue
+        problems.append(
+            UserError(
+                f"the node {node.node_id!r} of the pipeline {graph.graph_id} runs on ranks of its "
+                "own and does not declare what travels",
+                key=f"placement.{world_of(node)}",
+                remedy="write it as an ordinary function with @needs(...) and @writes(...) of "
+                "ctrl_megatron.pipeline.node_fields, or leave the key out",
+            )
+        )
+    all_of(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What the ranks of one world have done in a step, for the others."""
+
+    rank: int = 0
+    """The run's number of the world's first rank."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+    skipped: tuple[tuple[str, SkippedUpdate, tuple[str, ...]], ...] = ()
+    """Updates that were not made: (model, why, names of rows)."""
+    passes: tuple[float, float] = (0.0, 0.0)
+    """Floating-point operations, and the seconds of all ranks together that they took."""
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    """State of the rows' sampler, which is right in the world of rank 0."""
+
+
+class Between(Protocol):
+    """The way from this rank's world to the others. All methods are collective."""
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this is the world of rank 0, which draws and deals the rows."""
+        ...
+
+    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+        """What this rank does in a step."""
+        ...
+
+    def begin(self) -> None:
+        """Meet before a step. Raises StopRequested, or what another world has ended with."""
+        ...
+
+    def new_rows(self) -> None:
+        """The rows of this world's batch are others than before."""
+        ...
+
+    def send(self, message: Parcel, batch: TensorDict) -> None:
+        """Begin to send; returns at once."""
+        ...
+
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
+        """The message, as what this world's batch gets. Raises what its sender has ended with."""
+        ...
+
+    def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
+        """Tell the others instead of doing the rest of a step."""
+        ...
+
+    def finish(self, news: News) -> list[News]:
+        """Meet at the end of a step; the other worlds' news. Raises as ``begin``."""
+        ...
+
+    def meet(self) -> None:
+        """Meet outside of steps. Raises what another world has ended with."""
+        ...
+
+    def tell(self, why: BaseException, *, changed: bool) -> bool:
+        """Let the others raise ``why`` too, unless they know; returns whether any world has begun
+        to change weights in a step that did not end (``changed`` of this one)."""
+        ...
+
+
+class OneWorld:
+    """``Between`` where all ranks are one world."""
+
+    is_home = True
+
+    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+        return [Run(node) for node in order]
+
+    def begin(self) -> None: ...
+
+    def new_rows(self) -> None: ...
+
+    def send(self, message: Parcel, batch: TensorDict) -> None: ...
+
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
+        raise NotImplementedError
+
+    def abandon(self, rest: Sequence[Action], why: BaseException) -> None: ...
+
+    def finish(self, news: News) -> list[News]:
+        return []
+
+    def meet(self) -> None: ...
+
+    def tell(self, why: BaseException, *, changed: bool) -> bool:
+        return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What one rank says where all meet."""
+
+    stop: bool = False
+    fault: str | None = None
+    """The text of a ServiceFault that ended the step."""
+    stopped: bool = False
+    changed: bool = False
+    news: News | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deal:
+    """Which rank has which rows of the home world's batch, numbered over its data ranks."""
+
+    number: int
+    counts: list[int]
+    """Rows of each data rank of the home world."""
+    parts: dict[str, list[list[int]]]
+    """The rows of each data rank of the other worlds."""
+
+
+class Worlds:
+    """``Between`` of several worlds, of which the first has rank 0 and deals the rows."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        worlds: Sequence[World],
+        config: Config,
+        stop: StopFlag,
+        pad_token_id: int,
+    ) -> None:
+        self._joined, self._config, self._stop = joined, config, stop
+        self._worlds = {world.name: world for world in worlds}
+        self._own, self._groups, self._mail = joined.world.name, joined.groups, joined.mail
+        self._pad_token_id = pad_token_id
+        self._deals = itertools.count()
+        self._deal: _Deal | None = None
+        self._informed: set[str] = set()
+        """The worlds that have the rows of the present deal."""
+        self._number = -1
+        """The deal that this rank's rows are of, outside the home world."""
+        self._counts: list[int] = []
+        """Rows of each data rank of the home world in that deal."""
+        self._order: list[int] = []
+        """The dealt rows that this rank has, outside the home world."""
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._told: tuple[bool] | None = None
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this is the world of rank 0."""
+        return self._own == HOME
+
+    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+        worlds = [*self._worlds.values()]
+        return plan_step(graph, order, world_of_roles(worlds), self._config)[self._own]
+
+    # Where all meet
+
+    def begin(self) -> None:
+        self._meet(_Said(stop=self._stop.is_set))
+
+    def finish(self, news: News) -> list[News]:
+        # What was sent has been received: the others have come here too.
+        said = self._meet(_Said(news=news))
+        firsts = {world.ranks[0] for name, world in self._worlds.items() if name != self._own}
+        return [one.news for rank, one in enumerate(said) if rank in firsts and one.news]
+
+    def meet(self) -> None:
+        self._meet(_Said())
+
+    def tell(self, why: BaseException, *, changed: bool) -> bool:
+        if self._told is None:
+            fault = str(why) if isinstance(why, ServiceFault) else None
+            said = _Said(fault=fault, stopped=fault is None, changed=changed)
+            with suppress(StopRequested, ServiceFault):
+                self._meet(said)
+        assert self._told is not None
+        return self._told[0]
+
+    def _meet(self, mine: _Said) -> list[_Said]:
+        if mine.news is not None and not self._groups.is_first:
+            mine = _Said()
+        everyone: list[Any] = [None] * self._joined.everyone.size
+
+        def gather() -> list[_Said]:
+            for work, _ in self._sent:
+                work.wait()
+            dist.all_gather_object(everyone, mine, group=self._mail)
+            return everyone
+
+        said = AbandonableCall(gather, "the other worlds").future.result()
+        self._sent.clear()
+        faults = [one.fault for one in said if one.fault is not None]
+        if faults or any(one.stop or one.stopped for one in said):
+            self._told = (any(one.changed for one in said),)
+            raise ServiceFault(faults[0]) if faults else StopRequested
+        return said
+
+    # Rows
+
+    def new_rows(self) -> None:
+        self._deal = None
+        self._informed.clear()
+
+    def send(self, message: Parcel, batch: TensorDict) -> None:
+        if self.is_home:
+            self._deal = self._deal or self._dealt(batch)
+        if not self._groups.is_leader:
+            return
+        if not self.is_home:
+            place = {row: at for at, row in enumerate(self._order)}
+            first = 0
+            for data, count in enumerate(self._counts):
+                rows = [row for row in range(first, first + count) if row in place]
+                facts = {"deal": self._number, "rows": rows}
+                at = [place[row] for row in rows]
+                self._post(message, data, facts, _taken(batch, message.fields, at))
+                first += count
+            return
+        assert self._deal is not None
+        first = sum(self._deal.counts[: self._groups.place.dp])
+        for data, order in enumerate(self._deal.parts[message.to]):
+            rows = sorted(row for row in order if first <= row < first + len(batch))
+            facts: dict[str, Any] = {"deal": self._deal.number, "rows": rows}
+            names = message.fields
+            if message.to not in self._informed:
+                facts |= {"order": order, "counts": self._deal.counts}
+                names = (*_ROWS, *names)
+            at = [row - first for row in rows]
+            self._post(message, data, facts, _taken(batch, dict.fromkeys(names), at))
+        self._informed.add(message.to)
+
+    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
+        letters = [_opened(letter) for letter in self._letters(message)]
+        for facts, _ in letters:
+            if "fault" in facts:
+                raise ServiceFault(facts["fault"]) if facts["fault"] else StopRequested
+        order, deal = self._order, letters[0][0]["deal"]
+        if self.is_home:
+            if self._deal is None or deal != self._deal.number:
+                raise ValueError(
+                    f"the node {message.node.node_id!r} gets fields of rows that have been dealt "
+                    "anew meanwhile; let the node that deals them come first"
+                )
+            first = sum(self._deal.counts[: self._groups.place.dp])
+            order = list(range(first, first + len(batch)))
+        fresh = "order" in letters[0][0]
+        if fresh:
+            order = self._order = letters[0][0]["order"]
+            self._counts, self._number = letters[0][0]["counts"], deal
+        numbers = [row for facts, _ in letters for row in facts["rows"]]
+        place = {row: at for at, row in enumerate(numbers)}
+        if len(place) != len(numbers) or {*order} != {*numbers}:
+            raise RuntimeError(f"rows were lost or sent twice on their way to {self._own}")
+        parts = [fields for _, fields in letters]
+        taken = [place[row] for row in order]
+        if fresh:
+            whole = joined_samples(parts, pad_token_id=self._pad_token_id, rows=taken)
+            return NodeOutput(batch=whole)
+        width = batch["responses"].shape[1]
+        return NodeOutput(fields={name: _joined(parts, name, taken, width) for name in parts[0]})
+
+    def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
+        fault = str(why) if isinstance(why, ServiceFault) else ""
+        for action in rest:
+            if isinstance(action, Receive):
+                self._letters(action.message)
+            elif isinstance(action, Send) and self._groups.is_leader:
+                for data in range(self._worlds[action.message.to].layout.data):
+                    self._post(action.message, data, {"fault": fault}, {})
+
+    def _dealt(self, batch: TensorDict) -> _Deal:
+        parts = self._groups.from_data_ranks(sizes_of(batch))
+        sizes = [size for part in parts for size in part]
+        shared = self._config.actor_rollout_ref.model.shared_prefix
+        return _Deal(
+            number=next(self._deals),
+            counts=[len(part) for part in parts],
+            parts={
+                name: deal_rows(sizes, world.layout.data, shared_prefix=shared)
+                for name, world in self._worlds.items()
+                if name != self._own
+            },
+        )
+
+    # Messages
+
+    def _post(
+        self, message: Parcel, data: int, facts: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> None:
+        """Begin to send to the leader of a data rank."""
+        letter = _sealed(facts, fields)
+        to = _leader(self._worlds[message.to], data)
+        for tag, tensor in enumerate((torch.tensor([len(letter)]), letter)):
+            work = dist.isend(tensor, to, group=self._mail, tag=2 * message.number + tag)
+            self._sent.append((work, tensor))
+
+    def _letters(self, message: Parcel) -> list[torch.Tensor]:
+        """The parts of a message from each data rank of its source, on all ranks of the copy."""
+        source = self._worlds[message.source]
+        leaders = [_leader(source, data) for data in range(source.layout.data)]
+
+        def arrive() -> list[torch.Tensor]:
+            letters = []
+            for leader in leaders:
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.recv(size, leader, group=self._mail, tag=2 * message.number)
+                letter = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(letter, leader, group=self._mail, tag=2 * message.number + 1)
+                letters.append(letter)
+            return letters
+
+        groups, what = self._groups, f"the ranks of {message.source}"
+        future = AbandonableCall(arrive, what).future if groups.is_leader else None
+        waiting = Waiting(groups=groups, stop=self._stop, limit=_FOREVER)
+        letters = waiting.together(future, what, stoppable=False, aloud=False)
+        if groups.layout.model_size == 1:
+            assert letters is not None
+            return letters
+        sizes = groups.from_leader([len(letter) for letter in letters or ()])
+        letters = letters or [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for letter in letters:
+            dist.broadcast(letter, group_src=0, group=groups.host_model)
+        return letters
+
+
+def _leader(world: World, data: int) -> int:
+    """The run's number of the leader of a data rank."""
+    return world.ranks[world.layout.rank(dp=data)]
+
+
+def _taken(batch: TensorDict, names: Iterable[str], rows: Sequence[int]) -> dict[str, Any]:
+    """The rows' values of those fields that are there: a node without ``@writes`` may write any."""
+    at, found = torch.tensor(rows, dtype=torch.int64), dict[str, Any]()
+    for name in names:
+        if name not in batch:
+            continue
+        value = batch[name]
+        if isinstance(value, torch.Tensor):
+            found[name] = value[at]
+        else:
+            every = texts(value)
+            found[name] = [every[row] for row in rows]
+    return found
+
+
+def _joined(
+    parts: Sequence[Mapping[str, Any]], name: str, rows: Sequence[int], width: int
+) -> torch.Tensor | NonTensorStack:
+    """A field of all parts at ``rows``, of ``width`` columns where it has one per token."""
+    values = [part[name] for part in parts]
+    if not isinstance(values[0], torch.Tensor):
+        every = [text for value in values for text in value]
+        return NonTensorStack(*[every[row] for row in rows])
+    if values[0].dim() > 1:
+        values = [torch.nn.functional.pad(v, (0, width - v.shape[1])) for v in values]
+    return torch.cat(values)[torch.tensor(rows, dtype=torch.int64)]
+
+
+def _sealed(facts: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.Tensor:
+    """One message: facts, texts and the bytes of the tensors."""
+    tensors = {n: v.contiguous() for n, v in fields.items() if isinstance(v, torch.Tensor)}
+    said = {n: v for n, v in fields.items() if n not in tensors}
+    forms = [(name, value.dtype, value.shape) for name, value in tensors.items()]
+    head = pickle.dumps((dict(facts), said, forms))
+    parts = [torch.tensor([len(head)]).view(torch.uint8)]
+    parts.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+    parts += [value.view(-1).view(torch.uint8) for value in tensors.values() if value.numel()]
+    filled = [torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts]
+    return torch.cat(filled)
+
+
+def _opened(letter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(facts, fields) of a message; the tensors share its memory."""
+    size = int(letter[:8].view(torch.int64))
+    facts, fields, forms = pickle.loads(letter[_ALIGNED : _ALIGNED + size].numpy().tobytes())
+    at = _ALIGNED + size + -size % _ALIGNED
+    for name, dtype, shape in forms:
+        count = shape.numel() * dtype.itemsize
+        fields[name] = letter[at : at + count].view(dtype).view(shape)
+        at += count + -count % _ALIGNED
+    return facts, fields

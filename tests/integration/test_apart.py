@@ -1,0 +1,144 @@
+"""PPO with the value model on ranks of its own computes what it does with the actor's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import golden_runs
+import pytest
+from forked_run import ForkedRun, run_forked
+from launched_run import Job
+
+from ctrl_megatron.metrics import read_json_lines
+
+pytestmark = pytest.mark.timeout(900)
+
+_A, _C = "actor_rollout_ref.actor.megatron.", "critic.megatron."
+PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "together": (2, ()),
+    "2+1": (3, ("placement.critic=[2]",)),
+    "2+2, value model cut": (
+        4,
+        ("placement.critic=[2,3]", _C + "tensor_model_parallel_size=2"),
+    ),
+    "2+2, actor cut": (
+        4,
+        ("placement.critic=[2,3]", _A + "tensor_model_parallel_size=2"),
+    ),
+    "1+2, value model in stages": (
+        3,
+        ("placement.critic=[1,2]", _C + "pipeline_model_parallel_size=2"),
+    ),
+}
+"""Ranks and settings; the actor's two ranks are data ranks unless it is cut."""
+EQUAL = {"rel": 1e-5, "abs": 2e-7}
+"""float32 sums in another order; advantages are normalised, so the mean loss is about 0."""
+LOSSES = ("actor/loss", "actor/pg_loss", "critic/loss", "critic/vf_loss", "reward/mean")
+LOSSES += ("critic/value_mean", "actor/grad_norm", "critic/grad_norm")
+Runs = Callable[[str], ForkedRun]
+
+
+def run_ppo(job: Job, name: str, place: str, steps: int, *extra: str) -> ForkedRun:
+    ranks, settings = PLACES[place]
+    settings = (*golden_runs.DRAWN, *golden_runs.RL["ppo"], *settings, *extra)
+    settings += (f"trainer.n_gpus_per_node={ranks}",)
+    run = run_forked(job, name, steps=steps, extra=settings, ranks=ranks)
+    assert run.codes == (0,) * ranks, run.output[-8000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def apart_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return replace(job, folder=tmp_path_factory.mktemp("apart") / "runs")
+
+
+@pytest.fixture(scope="module")
+def runs(apart_job: Job) -> Runs:
+    """The run of four steps in that placement, which runs once."""
+    return cache(lambda place: run_ppo(apart_job, place.replace(" ", "_"), place, 4))
+
+
+def assert_same(found: ForkedRun, expected: list[dict[str, Any]]) -> None:
+    steps = golden_runs.steps_of(found)
+    assert len(steps) == len(expected)
+    for number, (step, wanted) in enumerate(zip(steps, expected, strict=True), 1):
+        assert step["texts"] == wanted["texts"], number
+        of = {name: value for name, value in wanted["metrics"].items() if name in LOSSES}
+        known = {name: step["metrics"].get(name) for name in of}
+        assert known == pytest.approx(of, **EQUAL), number
+        assert step["metrics"].keys() == wanted["metrics"].keys()
+
+
+def overlaps(run: ForkedRun, one: str, other: str) -> list[float]:
+    """Seconds of each step in which phases of both names ran, on whatever ranks."""
+    spans: dict[int, dict[str, tuple[float, float]]] = {}
+    for record in read_json_lines(run.folder / "timeline.jsonl"):
+        for phase in record["phases"]:
+            spans.setdefault(record["step"], {})[phase["name"]] = phase["start"], phase["end"]
+    both = [(of[one], of[other]) for of in spans.values() if one in of and other in of]
+    return [min(a[1], b[1]) - max(a[0], b[0]) for a, b in both]
+
+
+def test_a_value_model_apart_learns_the_same(apart_job: Job) -> None:
+    """Two steps against the recorded run of two ranks that share both models."""
+    run = run_ppo(apart_job, "first", "2+1", 2)
+    recorded = golden_runs.load("ppo")
+    if recorded["machine"] == golden_runs.machine():
+        assert_same(run, recorded["steps"][:2])
+    ranks = {record["rank"] for record in read_json_lines(run.folder / "timeline.jsonl")}
+    assert ranks == {0, 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", [name for name in PLACES if name != "together"])
+def test_every_placement_learns_the_same_and_updates_overlap(runs: Runs, place: str) -> None:
+    together, apart = runs("together"), runs(place)
+    assert_same(apart, golden_runs.steps_of(together))
+    # On few cores a phase of one rank may wait for its turn; most steps overlap.
+    found = overlaps(apart, "critic_update", "actor_update")
+    assert len(found) == 4 and sum(seconds > 0 for seconds in found) >= 3, found
+    assert max(overlaps(together, "critic_update", "actor_update")) <= 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("2+1", "2+1"), ("together", "2+2, value model cut"), ("2+2, actor cut", "together")],
+)
+def test_a_run_goes_on_in_another_placement(
+    apart_job: Job, runs: Runs, before: str, after: str
+) -> None:
+    name = f"{before}_then_{after}".replace(" ", "_")
+    run_ppo(apart_job, name, before, 2)
+    assert_same(run_ppo(apart_job, name, after, 4), golden_runs.steps_of(runs("together")))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_stop_on_any_world_is_everybodys_and_a_killed_rank_ends_all(
+    apart_job: Job, rank: int
+) -> None:
+    settings = (*golden_runs.RL["ppo"], "placement.critic=[2]", "trainer.n_gpus_per_node=3")
+    with apart_job.launch(f"stopped_{rank}", steps=50, extra=settings, ranks=3) as run:
+        run.wait_for_steps(1)
+        os.kill(run.rank(rank).pid, signal.SIGTERM)
+        run.ends(60.0)
+        assert "the state after step" in run.output(), run.output()[-8000:]
+    done = len(run.metrics())
+    assert (run.folder / f"checkpoints/global_step_{done}/value").is_dir()
+    with apart_job.launch(f"stopped_{rank}", steps=50, extra=settings, ranks=3) as again:
+        again.wait_for_steps(done + 1)
+        assert f"after step {done}" in again.output()
+        os.kill(again.rank(rank).pid, signal.SIGKILL)
+        killed = time.monotonic()
+        again.ends(30.0)
+        while again.look() and time.monotonic() < killed + 30.0:
+            time.sleep(0.1)
+        assert again.look() == [], again.output()[-8000:]
+        assert f"rank {rank}" in again.output()

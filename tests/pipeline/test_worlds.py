@@ -1,0 +1,241 @@
+"""Worlds: what the ranks of each do in a step, and messages between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctrl_megatron.config import Config, check_world_size, load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.layout import Layout, World, worlds_of
+from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline
+from ctrl_megatron.pipeline.batch import SampleSize
+from ctrl_megatron.pipeline.node_fields import needs, writes
+from ctrl_megatron.pipeline.sampling import deal_rows
+from ctrl_megatron.pipeline.worlds import (
+    Action,
+    Parcel,
+    Receive,
+    Run,
+    Send,
+    _opened,
+    _sealed,
+    check_worlds,
+    plan_step,
+    world_of_roles,
+)
+
+PPO = ("algorithm.adv_estimator=gae", "placement.critic=[2,3]", "trainer.n_gpus_per_node=4")
+WORLDS = (
+    World(ranks=(0, 1), layout=Layout(data=2)),
+    World(name="critic", ranks=(2, 3), layout=Layout(tensor=2)),
+)
+
+
+def configured(*overrides: str) -> Config:
+    given = ("data.train_files=x.parquet", "actor_rollout_ref.model.path=/model")
+    return load_config(None, [*given, *overrides], "rl")
+
+
+def node(
+    name: str,
+    after: Sequence[str] = (),
+    *,
+    role: NodeRole = NodeRole.DEFAULT,
+    wants: Sequence[str] = (),
+    gives: Sequence[str] = (),
+    kind: NodeType = NodeType.COMPUTE,
+) -> Node:
+    @needs(lambda config: dict.fromkeys(wants, ""))
+    @writes(*gives)
+    def function(worker: Any, batch: Any) -> None: ...
+
+    return Node(name, kind, role, dependencies=after, func=function)
+
+
+def programs(*nodes: Node) -> dict[str, list[Action]]:
+    graph = TaskGraph("g")
+    for one in nodes:
+        graph.add_node(one)
+    order = [graph.nodes[name] for name in graph.get_topological_sort()]
+    return plan_step(graph, order, world_of_roles(WORLDS), Config())
+
+
+def shown(actions: Sequence[Action]) -> list[str]:
+    """``run NODE``, ``send NODE: FIELDS`` and ``receive NODE: FIELDS``."""
+    lines = []
+    for action in actions:
+        if isinstance(action, Run):
+            lines.append(f"run {action.node.node_id}")
+        else:
+            message, verb = action.message, type(action).__name__.lower()
+            lines.append(f"{verb} {message.node.node_id}: {', '.join(message.fields)}".rstrip())
+    return lines
+
+
+def test_a_ppo_step_computes_values_beside_log_probs_and_updates_both_models_at_once() -> None:
+    config = configured(*PPO, "actor_rollout_ref.actor.ppo_epochs=2")
+    graph = ctrl_pipeline(config)
+    order = [graph.nodes[name] for name in graph.get_topological_sort()]
+    found = plan_step(graph, order, world_of_roles(WORLDS), config)
+    assert shown(found["critic"]) == [
+        "receive values: input_ids, response_mask, mini_batch",
+        "run values",
+        "send advantages: values",
+        "receive critic_update: returns, response_mask, mini_batch",
+        "run critic_update",
+    ]
+    home = shown(found["actor"])
+    places = [home.index(line) for line in home if not line.startswith("run")]
+    assert [home[place - 1] for place in places] == [
+        *("run balance", "run token_rewards", "run advantages")
+    ]
+    assert home.index("run actor_update") > places[-1]
+
+
+def test_a_diamond_over_two_worlds_runs_both_branches_at_once_and_joins() -> None:
+    found = programs(
+        node("draw", gives=["x"]),
+        node("left", ["draw"], wants=["x"], gives=["l"]),
+        node("right", ["draw"], role=NodeRole.CRITIC, wants=["x"], gives=["r"]),
+        node("join", ["left", "right"]),
+    )
+    assert shown(found["actor"]) == [
+        *("run draw", "send right: x", "run left", "receive join: r", "run join"),
+    ]
+    assert shown(found["critic"]) == ["receive right: x", "run right", "send join: r"]
+
+
+def test_a_dependency_without_fields_is_waited_for_too() -> None:
+    found = programs(
+        node("draw", gives=["x"]),
+        node("learn", ["draw"], role=NodeRole.CRITIC, wants=["x"]),
+        node("after", ["learn"]),
+    )
+    assert shown(found["actor"])[-2:] == ["receive after:", "run after"]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[Node]:
+    nodes: list[Node] = []
+    for number in range(draw(st.integers(2, 9))):
+        earlier = [one.node_id for one in nodes]
+        after = draw(st.lists(st.sampled_from(earlier), unique=True)) if earlier else []
+        apart = number > 0 and draw(st.booleans())
+        wants = draw(st.lists(st.sampled_from("abc"), unique=True))
+        gives = draw(st.lists(st.sampled_from("abc"), unique=True))
+        role = NodeRole.CRITIC if apart else NodeRole.DEFAULT
+        nodes.append(node(f"n{number}", after, role=role, wants=wants, gives=gives))
+    return nodes
+
+
+@given(graphs())
+def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circle(
+    nodes: list[Node],
+) -> None:
+    found = programs(*nodes)
+    sent = [a.message for of in found.values() for a in of if isinstance(a, Send)]
+    received = [a.message for of in found.values() for a in of if isinstance(a, Receive)]
+    key: Callable[[Parcel], int] = lambda message: message.number  # noqa: E731
+    assert sorted(sent, key=key) == sorted(received, key=key)
+    assert [message.number for message in sorted(sent, key=key)] == list(range(len(sent)))
+    # Each world goes on as far as it can: all of them reach their end.
+    there, done, at = set[int](), set[str](), dict.fromkeys(found, 0)
+    by_name = {one.node_id: one for one in nodes}
+    moved = True
+    while moved:
+        moved = False
+        for world, actions in found.items():
+            while at[world] < len(actions):
+                action = actions[at[world]]
+                if isinstance(action, Receive) and action.message.number not in there:
+                    break
+                if isinstance(action, Send):
+                    there.add(action.message.number)
+                if isinstance(action, Run):
+                    name = action.node.node_id
+                    assert done.issuperset(by_name[name].dependencies)
+                    done.add(name)
+                at[world] += 1
+                moved = True
+    assert done == by_name.keys()
+
+
+def test_a_message_arrives_as_it_was_sent() -> None:
+    fields: Mapping[str, Any] = {
+        "mask": torch.tensor([[True, False], [True, True], [False, False]]),
+        "empty": torch.zeros(0, 5),
+        "values": torch.randn(3, 7),
+        "numbers": torch.arange(3),
+        "uid": ["a", "ü", ""],
+    }
+    facts, found = _opened(_sealed({"rows": [4, 1, 2]}, fields))
+    assert facts == {"rows": [4, 1, 2]} and found.keys() == fields.keys()
+    for name, value in fields.items():
+        same = torch.equal(found[name], value) if name != "uid" else found[name] == value
+        assert same, name
+
+
+@given(st.lists(st.integers(1, 40), min_size=8, max_size=8), st.sampled_from([1, 2, 4]))
+def test_rows_are_dealt_once_and_groups_stay_whole(lengths: list[int], ranks: int) -> None:
+    sizes = [
+        SampleSize(uid=f"{i // 2}", mini_batch=i // 8, prompt=5, response=length)
+        for i, length in enumerate(lengths * 2)
+    ]
+    dealt = deal_rows(sizes, ranks, shared_prefix=True)
+    assert sorted(row for part in dealt for row in part) == list(range(16))
+    for part in dealt:
+        uids = [sizes[row].uid for row in part]
+        assert all(uids.count(uid) == 2 for uid in uids)
+        assert {sizes[row].mini_batch for row in part} == {0, 1}
+
+
+def test_worlds_follow_the_configuration() -> None:
+    actor, critic = worlds_of(4, configured(*PPO, "critic.megatron.tensor_model_parallel_size=2"))
+    assert (actor.ranks, actor.layout.data) == ((0, 1), 2)
+    assert (critic.ranks, critic.layout.tensor, critic.layout.data) == ((2, 3), 2, 1)
+    (only,) = worlds_of(4, configured("trainer.n_gpus_per_node=4"))
+    assert only.ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "said"),
+    [
+        (("placement.critic=[4]",), 4, "must name ranks from 1 to 3"),
+        (("placement.critic=[1]",), 4, "puts rank 2 of the actor behind rank 1"),
+        (("critic.megatron.tensor_model_parallel_size=3",), 4, "does not divide; change"),
+        (
+            ("placement.critic=[1,2,3]", *("critic.megatron.pipeline_model_parallel_size=1",)),
+            4,
+            "3 data-parallel ranks",
+        ),
+        (("trainer.min_nnodes=1",), 4, "leave out trainer.min_nnodes"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(settings: tuple[str, ...], ranks: int, said: str) -> None:
+    config = configured(*PPO, *settings)
+    with pytest.raises(UserError, match=said):
+        check_world_size(config, ranks)
+
+
+def test_rank_0_stays_with_the_actor_and_the_key_needs_a_value_model() -> None:
+    with pytest.raises(UserError, match=r"placement.critic=\[0\] must be ranks above 0"):
+        configured(*PPO, "placement.critic=[0]")
+    with pytest.raises(UserError, match=r"placement.critic=.* is not read with"):
+        configured("placement.critic=[1]")
+
+
+def test_a_node_apart_declares_what_travels(tmp_path: Path) -> None:
+    def learn(worker: Any, batch: Any) -> None: ...
+
+    graph = TaskGraph("mine")
+    graph.add_node(Node("learn", NodeType.MODEL_TRAIN, NodeRole.CRITIC, func=learn))
+    check_worlds(graph, WORLDS[:1])
+    with pytest.raises(UserError, match=r"'learn' of the pipeline mine .* does not declare"):
+        check_worlds(graph, WORLDS)
