@@ -240,7 +240,8 @@ class _Messages:
         """Begin to send."""
         messages = self._filled.pop(number)
         if self.link is not None and messages:
-            self._running[number] = self.link.send(messages)
+            with self._leaving_if_lost():
+                self._running[number] = self.link.send(messages)
 
     def settle(self, number: int) -> None:
         """Workers receive a bucket when it is offered to them."""
@@ -277,9 +278,14 @@ class _Messages:
 
     def _gone(self, number: int) -> None:
         running = self._running.pop(number, None)
-        try:
+        with self._leaving_if_lost():
             if running is not None and not running.ended(_GONE_SECONDS):
                 raise RuntimeError(f"the messages of bucket {number} were never taken")
+
+    @contextmanager
+    def _leaving_if_lost(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             _tell(f"rank {self._groups.rank} has lost an engine: {error}")
             self.leave()
