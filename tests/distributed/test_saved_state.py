@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "tp2_pp2_dp2": ("bfloat16", "plain_optimizer"),
 }
 """The settings that are saved on each layout, chosen by what the layout could break."""
+DAILY = ("tp2_sp", "tp2_pp2_dp2")
 
 
 def ranks(layout: dict[str, Any]) -> int:
@@ -92,7 +93,10 @@ def assert_same_contents(left: Path, right: Path) -> None:
     assert (left / STEPS_FILE).read_text() == (right / STEPS_FILE).read_text()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in DAILY else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+)
 def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(
     models: dict[tuple[str, int], Path], tmp_path: Path, name: str
 ) -> None:
