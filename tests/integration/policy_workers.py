@@ -72,15 +72,17 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
     from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.data.tokens import TextCodec
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.pipeline.build import build_policy
     from ctrl_megatron.pipeline.inputs import prompt_tables
-    from ctrl_megatron.pipeline.session import join
     from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
     from ctrl_megatron.sandbox import SandboxClient
 
-    groups, path = join(config), config.actor_rollout_ref.model.path
+    groups = initialize(Layout(), seed=config.trainer.seed, timeout_seconds=60)
+    path = config.actor_rollout_ref.model.path
     codec = TextCodec(path)
     policy, reference = (
         build_policy(config, groups, path=path, optimizer=None, budget=4096) for _ in range(2)

@@ -59,7 +59,7 @@ def test_a_dump_holds_the_step(dumped: ForkedRun) -> None:
     for step in range(1, STEPS + 1):
         dump = read_dump(dump_of(dumped, step))
         assert dump.step == step and dump.total_steps == STEPS and len(dump.batch) == 8
-        assert dump.layout == {"tensor": 1, "pipeline": 1, "data": 2}
+        assert dump.layout == {"tensor": 1, "pipeline": 1, "context": 1, "data": 2}
         assert dump.metrics is not None
         known = recorded(dumped, step)
         assert {n: known[n] for n in dump.metrics} == dict(dump.metrics)
