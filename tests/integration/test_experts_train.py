@@ -30,7 +30,11 @@ def experts_job(job: Job, smollm2_path: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize(
     ("engine", "expert_ranks"),
-    [("hf", 1), ("vllm", 2), pytest.param("sglang", 2, marks=pytest.mark.long)],
+    [
+        pytest.param("hf", 1, marks=pytest.mark.long),
+        ("vllm", 2),
+        pytest.param("sglang", 2, marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_trains_with_an_engine_that_holds_what_was_sent_and_agrees(
     experts_job: Job, engine: str, expert_ranks: int

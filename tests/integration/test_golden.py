@@ -51,7 +51,10 @@ def assert_recorded(name: str, steps: Steps) -> None:
         assert metrics == wanted, f"{name}, step {number}"
 
 
-@pytest.mark.parametrize("name", golden_runs.RL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n == "rloo" else n for n in golden_runs.RL],
+)
 def test_rl(whole: Callable[[str], Steps], name: str) -> None:
     assert_recorded(name, whole(name))
 
