@@ -345,3 +345,19 @@ def reference_log_probs(
         log_probs[row, :answers] = log_p.gather(-1, tokens[-answers:, None]).squeeze(-1).float()
         entropy[row, :answers] = -(log_p.exp() * log_p).sum(-1).float()
     return log_probs, entropy
+
+
+def widest_gap(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[float, str]:
+    """The largest relative error of a gradient, and whose it is.
+
+    Queries and keys of qwen2 have a hundredth of the other gradients, and rounding errors like
+    theirs, so a norm counts as a fiftieth of the largest at least.
+    """
+    assert found.keys() == expected.keys()
+    floor = 0.02 * max(float(want.norm()) for want in expected.values())
+    return max(
+        (float((found[name] - want).norm()) / max(float(want.norm()), floor), name)
+        for name, want in expected.items()
+    )

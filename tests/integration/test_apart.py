@@ -68,7 +68,9 @@ def assert_same(found: ForkedRun, expected: list[dict[str, Any]]) -> None:
     steps = golden_runs.steps_of(found)
     assert len(steps) == len(expected)
     for number, (step, wanted) in enumerate(zip(steps, expected, strict=True), 1):
-        assert step["texts"] == wanted["texts"], number
+        # The texts of the first data rank, which has all rows if it is the only one.
+        fewer, more = sorted((step["texts"], wanted["texts"]), key=len)
+        assert fewer and all(text in more for text in fewer), number
         of = {name: value for name, value in wanted["metrics"].items() if name in LOSSES}
         known = {name: step["metrics"].get(name) for name in of}
         assert known == pytest.approx(of, **EQUAL), number
