@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -112,7 +113,9 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
     chosen = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     chosen |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | chosen)
+        server = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | chosen, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 900
         while True:
@@ -125,7 +128,12 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         server.terminate()
-        server.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(60)
+        # Its EngineCore computes on if it did not answer in time.
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def revised_by(server: Server, job: Job, run: str, reads: Path, *extra: str) -> ForkedRun:
