@@ -265,13 +265,8 @@ def weights(config: Config | None) -> Iterator[Finding]:
     if config is None:
         return
     rollout, item = config.actor_rollout_ref.rollout, "weights"
-    medium, needs = (
-        rollout.weight_transport,
-        {
-            "cuda_ipc": "engines on the ranks' GPUs",
-            "nccl": "one NCCL on both sides",
-        },
-    )
+    medium = rollout.weight_transport
+    needs = {"cuda_ipc": "engines on the ranks' GPUs", "nccl": "one NCCL on both sides"}
     found = f"over {medium}" + (f": {needs[medium]}" if medium in needs else "")
     if medium != "nccl" or rollout.python is None:
         yield Finding("pass", item, found)

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(name: str, start: Callable[[], End], expected: Collection[int] = ()) -> int:
-    """Of the ranks that ``start`` starts; reported as in ``start_ranks``."""
+    """The exit code of the ranks that ``start`` starts; reported as in ``start_ranks``."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     # The ranks report why they end; the launcher's report has thirty lines and no reason.

@@ -242,7 +242,7 @@ class OneWorld:
     def send(self, message: Parcel, batch: TensorDict) -> None: ...
 
     def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
-        raise NotImplementedError
+        raise AssertionError("one world has no messages to itself")
 
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None: ...
 

@@ -9,10 +9,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,17 +292,29 @@ def push_quantised(
     return found
 
 
-def push_into(
-    rank: int,
+@dataclass
+class _Pushing:
+    """A rank that is a host of its own, and the engine of the first one."""
+
+    policy: Any
+    engine: Any
+    """None on the other ranks."""
+    loop: Any
+    push: Callable[..., None]
+    """Pushes the policy's weights; takes a version and options of ``resharding.push``."""
+
+
+def _pushing(
     layout: dict[str, Any],
     directory: str,
     address: Any,
     cut: dict[str, Any],
     transport: str,
-) -> dict[str, dict[str, str]]:
-    """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
-    shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
-    empty on the other ranks."""
+    *,
+    bucket_bytes: int,
+    limit: float,
+) -> _Pushing:
+    """Every rank is a host, and the first has the engine at ``address``."""
     from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.parallel.stop import StopFlag
@@ -319,24 +331,39 @@ def push_into(
     policy = make_policy(groups, directory)
     engines = EngineLayout(
         dtype="float32",
-        bucket_bytes=20000,
+        bucket_bytes=bucket_bytes,
         placement=place_engines([range(workers)], tensor=workers),
         cut=EngineCut(**cut),
     )
     source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
-    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=200.0)
+    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=limit)
     engine = RemoteEngine(address) if groups.is_first else None
+    return _Pushing(policy, engine, loop, partial(push, source, engine, loop, sender, waiting))
+
+
+def push_into(
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    address: Any,
+    cut: dict[str, Any],
+    transport: str,
+) -> dict[str, dict[str, str]]:
+    """Every rank is a host, and the first has the engine at ``address``: two verified pushes from
+    shard to shard, of the weights and of their doubles. Returns version -> the engine's checksums,
+    empty on the other ranks."""
+    own = _pushing(layout, directory, address, cut, transport, bucket_bytes=20000, limit=200.0)
     found: dict[str, dict[str, str]] = {}
     for version in ("sent", "doubled"):
-        push(source, engine, loop, sender, waiting, version=version, verify=True)
-        if engine is not None:
-            found[version] = loop.run(engine.checksums())
+        own.push(version=version, verify=True)
+        if own.engine is not None:
+            found[version] = own.loop.run(own.engine.checksums())
         with torch.no_grad():
-            for model in policy.models:
+            for model in own.policy.models:
                 for parameter in model.parameters():
                     parameter.mul_(2)
-    if engine is not None:
-        loop.run(engine.close())
+    if own.engine is not None:
+        own.loop.run(own.engine.close())
     return found
 
 
@@ -352,31 +379,10 @@ def push_until_killed(
     """Every rank is a host, and the first has the engine at ``address``: pushes without an end of
     ``version@N``, which is N times the directory's weights. ``folder`` gets every rank's process
     id, and rank 0's time when it is about to send version 2. Returns what ended the pushes."""
-    from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.errors import ServiceLost
-    from ctrl_megatron.parallel.placement import place_engines
-    from ctrl_megatron.parallel.stop import StopFlag
-    from ctrl_megatron.parallel.waiting import Waiting
-    from ctrl_megatron.resharding.plan import EngineLayout
-    from ctrl_megatron.resharding.push import push
-    from ctrl_megatron.resharding.shard_plan import EngineCut
-    from ctrl_megatron.resharding.sources import MegatronSource
-    from ctrl_megatron.resharding.transports import sender_class
-    from ctrl_megatron.rollout.client import RemoteEngine
 
-    joined = start(layout)
-    groups = on_hosts(joined, tuple(range(joined.layout.world_size)))
-    policy = make_policy(groups, directory)
-    engines = EngineLayout(
-        dtype="float32",
-        bucket_bytes=4000,
-        placement=place_engines([range(cut["tensor"])], tensor=cut["tensor"]),
-        cut=EngineCut(**cut),
-    )
-    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
-    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=100.0)
-    engine = RemoteEngine(address) if groups.is_first else None
-    whole = [(p, p.detach().clone()) for model in policy.models for p in model.parameters()]
+    own = _pushing(layout, directory, address, cut, transport, bucket_bytes=4000, limit=100.0)
+    whole = [(p, p.detach().clone()) for model in own.policy.models for p in model.parameters()]
     (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
     for number in itertools.count(1):
         with torch.no_grad():
@@ -385,7 +391,7 @@ def push_until_killed(
         if number == 2 and rank == 0:
             (Path(folder) / "begins").touch()
         try:
-            push(source, engine, loop, sender, waiting, version=f"version@{number}")
+            own.push(version=f"version@{number}")
         except ServiceLost as lost:
             return str(lost)
     raise AssertionError

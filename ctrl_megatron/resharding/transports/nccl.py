@@ -158,10 +158,8 @@ class NcclSender:
         """Whether this rank has joined the group of its stage."""
         stage = self.groups.place.pp
         ranks = messages.ranks_of_stage[stage]
-        number, size = (
-            ranks.index(self.groups.rank),
-            len(ranks) + messages.engines * messages.workers,
-        )
+        number = ranks.index(self.groups.rank)
+        size = len(ranks) + messages.engines * messages.workers
         group = f"{self._session}/{stage}"
         try:
             messages.link = join(self._library, self._store, group, number, size)
