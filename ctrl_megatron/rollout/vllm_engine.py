@@ -117,7 +117,7 @@ def vllm_params(
     )
 
 
-def _died(error: EngineDeadError) -> EngineDied:
+def _died(error: Exception) -> EngineDied:
     return EngineDied(f"engine vllm (pid {os.getpid()}) died with its core: {error}")
 
 
@@ -268,7 +268,12 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     async def abandon_update(self) -> None:
-        await self._llm.pause_generation(mode="abort", clear_cache=False)
+        """EngineDied where vLLM cannot even end its completions: its core still answers for a
+        moment after it has lost a worker."""
+        try:
+            await self._llm.pause_generation(mode="abort", clear_cache=False)
+        except Exception as error:
+            raise _died(error) from error
 
     async def pause(self, mode: PauseMode) -> None:
         await self._llm.pause_generation(mode=mode, clear_cache=mode == "abort")

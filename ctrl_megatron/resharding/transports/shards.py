@@ -111,8 +111,10 @@ class _Segments:
     def chunk(self, number: int) -> WeightChunk:
         places = self._places[number]
         place = {
-            "segments": [segment.name for segment in self._of(number)],
+            "segments": [segment.shared_name for segment in self._of(number)],
             "offsets": [place.offset for place in places],
+            # To lock sparse memory would take all of it.
+            "locked": 0 if self._workers > 1 else len(self._segments[0].memory),
         }
         return weight_chunk(_RECEIVER, (place.spec for place in places), place)
 

@@ -23,6 +23,7 @@ from ctrl_megatron.parallel.hosts import SHARED_MEMORY, pid_namespace, shared_me
 from ctrl_megatron.resharding.buckets import fill_buckets, filled_buckets
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
@@ -38,7 +39,8 @@ class SharedSegment:
     """
 
     def __init__(self, name: str, size: int, *, create: bool, sparse: bool = False) -> None:
-        """``sparse`` memory is taken page by page, when a page is written."""
+        """``sparse`` memory is taken page by page, when a page is written; other memory is
+        page-locked where ranks have GPUs."""
         self.name = name
         if create:
             descriptor = os.memfd_create(name)
@@ -50,8 +52,20 @@ class SharedSegment:
             descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        # Sparse memory would be taken as a whole.
+        self._unlock = lock_pages(self.memory[: 0 if sparse else size])
         if create:
             self.publish()
+
+    @property
+    def shared_name(self) -> str:
+        """The end of the name, which is the same on all hosts where ranks make segments together:
+        without the process by which others recognise what it has left behind."""
+        return self.name.split("-", 3)[3]
+
+    def close(self) -> None:
+        """Undo the lock of the pages; the memory must not be used afterwards."""
+        self._unlock()
 
     def publish(self) -> None:
         """Let ``name`` lead to the memory; only in the process that created it."""
@@ -88,14 +102,20 @@ class HostSegments:
         groups, first = self._groups, self._groups.is_first_here
         if first:
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-        names = groups.from_first_here(segment_names(self._count))
+        common = groups.from_first(uuid.uuid4().hex[:12])
+        names = groups.from_first_here(segment_names(common, self._count))
+        for segment in self._segments:
+            segment.close()
         self._segments = ()
         for name in names if first else ():
             segment = SharedSegment(name, size, create=True, sparse=self._sparse)
             self._segments += (segment,)
         groups.barrier()
         if not first:
-            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
+            sparse = self._sparse
+            self._segments = tuple(
+                SharedSegment(name, size, create=False, sparse=sparse) for name in names
+            )
         # The names may be removed only after every rank has opened them.
         groups.barrier()
 
@@ -149,9 +169,13 @@ class SharedMemorySender:
             else fill_buckets(source, memory, self.groups, wait_until_read)
         )
         for bucket in buckets:
+            segment, end = segments[bucket.number % len(memory)], bucket.places[-1]
+            # A kept segment has one bucket for ever, any other the largest sooner or later.
+            used = end.offset + spec_bytes(end.spec)
             place = {
-                "segment": segments[bucket.number % len(memory)].name,
+                "segment": segment.shared_name,
                 "offsets": [place.offset for place in bucket.places],
+                "locked": used if source.kept else len(segment.memory),
             }
             specs = (place.spec for place in bucket.places)
             chunk = weight_chunk(_RECEIVER, specs, place)
@@ -163,10 +187,10 @@ class SharedMemorySender:
         remove_segments(self._pids.__contains__)
 
 
-def segment_names(count: int) -> list[str]:
-    """New names for segments of this process, by which ``remove_segments`` recognises them."""
-    base = f"{shared_memory_prefix()}{uuid.uuid4().hex[:12]}"
-    return [f"{base}-{number}" for number in range(count)]
+def segment_names(common: str, count: int) -> list[str]:
+    """New names for segments of this process, by which ``remove_segments`` recognises them; they
+    end in ``common``, which nothing else has, and a number."""
+    return [f"{shared_memory_prefix()}{common}-{number}" for number in range(count)]
 
 
 def remove_segment(name: str) -> None:

@@ -12,8 +12,8 @@ from ctrl_megatron.rollout.weight_chunks import WeightChunk
 
 
 class ShardsReceiver:
-    """Reads chunks whose place is ``{"segments": [a file's name for each worker], "offsets":
-    [bytes]}``.
+    """Reads chunks whose place is that of ``SharedMemoryReceiver``, but with ``"segments"``, one
+    for each worker, instead of ``"segment"``.
 
     The tensors have their whole shapes, but of each only the part that this worker's loaders take
     has a value; the rest is memory that was never written.
@@ -31,7 +31,7 @@ class ShardsReceiver:
             raise ValueError(
                 f"the chunk is cut for an engine of {len(segments)} workers; this one has {size}"
             )
-        place = {"segment": segments[worker], "offsets": chunk["place"]["offsets"]}
+        place = {**chunk["place"], "segment": segments[worker]}
         return self._memory.tensors({**chunk, "place": place})
 
 
