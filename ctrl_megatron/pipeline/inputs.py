@@ -104,7 +104,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
-                _refuse_diffusion(path, shape)
+                if purpose == "rl":
+                    _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -168,7 +169,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
 def _refuse_diffusion(path: str, shape: ModelShape) -> None:
     if shape.diffusion is not None:
         raise UserError(
-            f"{path} is a masked-diffusion model, which no command trains",
+            f"{path} is a masked-diffusion model, which RL does not train",
             remedy="name an autoregressive model",
         )
 
