@@ -539,6 +539,31 @@ def _groups(config: Config) -> Iterator[str]:
         )
 
 
+def _tasks(config: Config) -> Iterator[str]:
+    reward, key = config.reward, "reward.reward_tasks"
+    on = {*reward.reward_funcs, "overlong", "judgment", "transition"}
+    for name, tasks in reward.reward_tasks.items():
+        if name not in on:
+            yield (
+                f"{key}.{name} belongs to no reward function of this run "
+                f"({', '.join(reward.reward_funcs)}); correct the name"
+            )
+        if not isinstance(tasks, list | tuple) or not all(isinstance(t, str) for t in tasks):
+            yield f"{key}.{name}={tasks!r} must be a list of tasks: [critique]"
+        elif not tasks:
+            yield f"{key}.{name} is empty; leave the function out of reward.reward_funcs"
+    if reward.reward_tasks and config.algorithm.filter_groups.enable:
+        yield f"algorithm.filter_groups compares rewards of one task; turn it off, or drop {key}"
+    if reward.reward_tasks and config.algorithm.adv_estimator == "remax":
+        yield f"algorithm.adv_estimator=remax draws critiques only; leave {key} out"
+    shares, files = config.data.mixture, config.data.train_files
+    if shares and len(shares) != len(files):
+        yield (
+            f"data.mixture has {len(shares)} shares for {len(files)} files of data.train_files; "
+            "give one each"
+        )
+
+
 def _reward(config: Config) -> Iterator[str]:
     names, weights = config.reward.reward_funcs, config.reward.reward_weights
     if not names or len(set(names)) < len(names):
@@ -556,6 +581,7 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_options.{min(others)} belongs to no function of reward.reward_funcs "
             "(critic takes its options from reward.*)"
         )
+    yield from _tasks(config)
     if "critic" in names and not config.writes_revisions:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "

@@ -68,6 +68,9 @@ class Data:
     """Prompts per draw of dynamic sampling; None for train_batch_size."""
     val_batch_size: int = key(256, AT_LEAST_1, read=_VALIDATED)
     """Prompts per request to the engine in validation, over all ranks."""
+    mixture: tuple[float, ...] = key((), ABOVE_0)
+    """Share of each of several train_files in the drawn rows, of any sum; empty draws all rows
+    alike. Every file then has epochs of its own."""
     shuffle: bool = True
     """Draw the training rows in a new random order every epoch."""
     filter_overlong_prompts: bool = True

@@ -56,7 +56,7 @@ class OwnedRange:
 
 
 class Optimization:
-    """Optimizer and schedule of one model."""
+    """Optimizer and schedule of one model; a ``models.strategy.Optimizer``."""
 
     def __init__(
         self,
@@ -111,6 +111,10 @@ class Optimization:
             override_opt_param_scheduler=True,
         )
         self.scheduler.step(increment=self._ahead)
+
+    def forget_gradients(self) -> None:
+        """Free the gradients that belong to no buffer of the model."""
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def grad_norm(self) -> float:

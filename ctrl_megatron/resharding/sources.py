@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.adapters import merged
 from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
@@ -88,7 +87,7 @@ class MegatronSource:
 
     def weight(self, chunk: int, param: str) -> torch.Tensor:
         """A parameter or buffer of this rank's virtual stage ``chunk``, with its adapter merged."""
-        return merged(self.model.models[chunk], param)
+        return self.model.sent(chunk, param)
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         scales = self._scales(bucket) if self.layout.quantised else {}

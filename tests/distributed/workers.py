@@ -432,7 +432,7 @@ def make_value_model(
 def _model_options(optimizer: dict[str, Any] | None, options: dict[str, Any]) -> Any:
     from ctrl_megatron.models.build import BuildOptions
     from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.parallel_model import ModelOptions
+    from ctrl_megatron.models.strategy import ModelOptions
 
     build = BuildOptions(dtype=options.pop("dtype", "float32"), **options.pop("build", {}))
     return ModelOptions(
@@ -452,12 +452,12 @@ def _filled(model: Any, directory: str) -> Any:
 @contextmanager
 def ddp_options(**changed: Any) -> Iterator[None]:
     """Models that are built in the block reduce their gradients in another way."""
-    from ctrl_megatron.models import parallel_model
+    from ctrl_megatron.models import megatron
 
-    usual = parallel_model.DistributedDataParallelConfig
+    usual = megatron.DistributedDataParallelConfig
     with pytest.MonkeyPatch.context() as patch:
         make = lambda **given: usual(**{**given, **changed})  # noqa: E731
-        patch.setattr(parallel_model, usual.__name__, make)
+        patch.setattr(megatron, usual.__name__, make)
         yield
 
 
@@ -625,13 +625,13 @@ def train(
             for _ in range(3):
                 if make_room:
                     policy.offload("weights", "gradients", "optimizer")
-                    assert all(buffer_bytes(chunk) == 0 for chunk in policy.chunks)
+                    assert all(buffer_bytes(chunk) == 0 for chunk in policy.strategy.chunks)
                     assert (
                         storages_of(p for model in policy.models for p in model.parameters()) == {}
                     )
                     policy.log_probs(mine)
                 results[name].append(policy.step(mine, policy_loss))
-                assert all(buffer_bytes(chunk) > 0 for chunk in policy.chunks)
+                assert all(buffer_bytes(chunk) > 0 for chunk in policy.strategy.chunks)
             save_hf(policy, f"{out}/{name}", side_files=directory)
     return results
 
@@ -655,7 +655,7 @@ def reduced(
         with ddp_options(**setting):
             policy = make_policy(groups, directory, optimizer=optimizer, token_budget=64)
         found[name] = {"under_way": []}
-        finish = policy.config.finalize_model_grads_func
+        finish = policy.strategy.config.finalize_model_grads_func
 
         def finalise(
             chunks: list[Any],
@@ -668,7 +668,7 @@ def reduced(
             under_way.append(sum(group.grad_reduce_handle is not None for group in reducing))
             finish(chunks, *given, **named)
 
-        policy.config.finalize_model_grads_func = finalise
+        policy.strategy.config.finalize_model_grads_func = finalise
         # The last step of all data ranks but the first has a loss without a gradient.
         losses = [policy_loss, policy_loss, _constant_loss if groups.place.dp else policy_loss]
         found[name]["metrics"] = [policy.step(mine, loss) for loss in losses]

@@ -153,8 +153,8 @@ def build(kind: str, shape: ModelShape, groups: Any, *, chunk: int = 128, **opti
     """A trained model with its optimizer's state."""
     from ctrl_megatron.models.build import BuildOptions
     from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.models.strategy import ModelOptions
     from ctrl_megatron.models.value import ValueModel
 
     distributed = options.pop("distributed", True)
@@ -224,7 +224,7 @@ def held(model: Any) -> dict[str, int]:
 
 def buffers_of(model: Any) -> list[Any]:
     """Megatron's buffers of gradients and, with the distributed optimizer, of parameters."""
-    both = ((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model.chunks)
+    both = ((*chunk.buffers, *chunk.expert_parallel_buffers) for chunk in model.strategy.chunks)
     return [buffer for buffers in both for buffer in buffers]
 
 
@@ -327,7 +327,7 @@ def _forward(model: Any, shared: bool) -> torch.Tensor:
     micro = next(
         model._micro_batches(batch(shared=shared), 4096, backward=True)["data_iterator"][0]
     )
-    module, output = run_stage(model.chunks[0], micro)
+    module, output = run_stage(model.strategy.chunks[0], micro)
     if not module.post_process:
         return output.sum()
     head = model._head
