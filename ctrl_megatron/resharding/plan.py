@@ -12,7 +12,7 @@ from typing import Literal
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import EnginePlace, Placement
@@ -84,7 +84,7 @@ class TensorPlace:
 
 
 def hf_specs(
-    shape: ModelShape, dtype: str, sends: Sent = "merged", *, quantised: bool = False
+    shape: AnyShape, dtype: str, sends: Sent = "merged", *, quantised: bool = False
 ) -> list[TensorSpec]:
     """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers and for what
     is ``quantised``."""
@@ -124,7 +124,7 @@ class _Held:
 
 @lru_cache(maxsize=8)
 def plan(
-    shape: ModelShape,
+    shape: AnyShape,
     train: Layout,
     engine: EngineLayout,
     te_names: bool = False,

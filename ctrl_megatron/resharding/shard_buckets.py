@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import Placement
@@ -55,6 +56,7 @@ class ShardBuckets:
         takers, hosts = workers_as_takers(placement, of_rank)
         if not directly:
             takers, hosts = takers_of_engines(placement, of_rank), of_rank
+        assert isinstance(shape, ModelShape)  # the configuration refuses others with these media
         self._source = source
         self.plan = plan = ShardPlan(
             shape,

@@ -18,8 +18,8 @@ from typing import assert_never
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
-from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.rules import ParamRule, hf_buffers, rules
+from ctrl_megatron.models.shape import GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import Placement
@@ -405,6 +405,8 @@ def _box(
             return _part_of(tensor, 0, worker // _divided(cut.tensor, groups, "workers"), groups)
         case "vocab":
             return _part_of(tensor, 0, worker, cut.tensor, _VOCABULARY_MULTIPLE)
+        case "data":
+            raise ValueError("engines' parts of a model are known only for strategy 'megatron'")
         case other:
             assert_never(other)
 

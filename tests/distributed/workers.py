@@ -407,13 +407,18 @@ def push_until_killed(
 
 
 def make_policy(
-    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+    groups: Any,
+    directory: str,
+    *,
+    strategy: Any = "megatron",
+    optimizer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """A policy with the weights of the HF ``directory``."""
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.policy import Policy
 
-    model = Policy(read_model_shape(directory), groups, _model_options(optimizer, options))
+    model = Policy(read_shape(directory, strategy), groups, _model_options(optimizer, options))
     return _filled(model, directory)
 
 
