@@ -59,6 +59,7 @@ def command(
     def decorate(body: Main) -> Callable[..., int]:
         @functools.wraps(body)
         def main(arguments: Sequence[str] | None = None) -> int:
+            launcher = os.getppid()
             with _signals() as received:
                 try:
                     code = body(arguments)
@@ -73,11 +74,11 @@ def command(
                     fault = None if received else _output_fault(error) or user_fault(error)
                     if not received and fault is None:
                         try:
-                            _let_rank_0_speak()
+                            _let_rank_0_speak(launcher)
                         except KeyboardInterrupt:
                             return STOPPED  # the launcher's signal: rank 0 has reported the error
                         raise
-            return _stopped(name, stopped) if fault is None else refuse(name, fault)
+            return _stopped(name, stopped) if fault is None else refuse(name, fault, launcher)
 
         return main
 
@@ -217,8 +218,9 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
     return config
 
 
-def refuse(name: str, error: UserError) -> int:
-    """Print why the command ``name`` does not run; return the exit code.
+def refuse(name: str, error: UserError, launcher: int) -> int:
+    """Print why the command ``name`` does not run; return the exit code. ``launcher`` is the
+    process that started this one.
 
     All ranks find the same fault. Rank 0 prints it and ends; the others wait here until the
     launcher ends them. If it does not, this is another machine or rank 0 found no fault: then the
@@ -228,20 +230,25 @@ def refuse(name: str, error: UserError) -> int:
         launch = read_launch()
     except ValueError:
         launch = None  # the fault itself; it names the variable
-    _let_rank_0_speak()
+    _let_rank_0_speak(launcher)
     if launch is None or launch.local_rank == 0:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
     return WRONG_INPUT
 
 
-def _let_rank_0_speak() -> None:
-    """On ranks other than 0, wait long enough for the launcher to end this one after rank 0."""
+def _let_rank_0_speak(launcher: int) -> None:
+    """On ranks other than 0, wait long enough for the launcher to end this one after rank 0, unless
+    the launcher has ended itself.
+    """
     try:
         launch = read_launch()
     except ValueError:
         return  # the fault itself; it names the variable
     if launch.rank > 0:
-        time.sleep(_FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT)
+        wait = _FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT
+        deadline = time.monotonic() + wait
+        while os.getppid() == launcher and time.monotonic() < deadline:
+            time.sleep(_AGAIN_SECONDS)
 
 
 def training_config(

@@ -328,23 +328,31 @@ def test_ranks_are_not_started_twice(program: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "printed"), [(0, "program: wrong\n"), (1, "")], ids=["first", "other"]
+    ("local_rank", "printed", "seconds"),
+    [(0, "program: wrong\n", 10), (1, "", 60)],
+    ids=["first", "other"],
 )
 def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     local_rank: int,
     printed: str,
+    seconds: float,
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
     launched = {"RANK": 4 + local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank}
     launched |= {"LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "first", "MASTER_PORT": 1}
     for variable, value in launched.items():
         monkeypatch.setenv(variable, str(value))
-    assert start.refuse("program", UserError("wrong")) == 2
+    assert start.refuse("program", UserError("wrong"), os.getppid()) == 2
     assert capsys.readouterr().err == printed
-    assert len(waited) == 1 and waited[0] > 0
+    assert sum(waited) == pytest.approx(seconds, abs=1)
+    # Nobody waits for a launcher that has ended.
+    waited.clear()
+    assert start.refuse("program", UserError("wrong"), os.getpid()) == 2
+    assert capsys.readouterr().err == printed and not waited
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
