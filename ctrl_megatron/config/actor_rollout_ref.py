@@ -213,10 +213,25 @@ class CriticModel(ModelFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLayout:
+    """The layout of a model on ranks of its own (`placement`); what is not named here is as for the
+    actor."""
+
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share one layer."""
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the stack of layers."""
+
+
+_APART = Condition(("placement.reference",), bool, "{0}=RANKS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The frozen reference of the KL."""
 
     model: ModelFiles = group(ModelFiles)
+    megatron: RoleLayout = group(RoleLayout, read=_APART)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
