@@ -35,9 +35,9 @@ from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.parallel_model import ModelOptions
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag

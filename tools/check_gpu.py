@@ -497,8 +497,8 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     from ctrl_megatron.models.build import DTYPES, BuildOptions
     from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.optimizer import OptimizerOptions
-    from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.models.strategy import ModelOptions
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
 

@@ -281,8 +281,8 @@ class Range:
 def is_victim(process: psutil.Process, kind: str) -> bool:
     """Whether it is a process of that kind; of an engine, any of its processes that computes.
 
-    A rank is known by its environment, from which engines and sandboxes get no rank, and a
-    sandbox's workers, which it replaces itself, by their parent. Of one of several hosts the
+    A rank is known by its name or its environment, from which engines and sandboxes get no rank,
+    and a sandbox's workers, which it replaces itself, by their parent. Of one of several hosts the
     launcher is the child of a shell; its forks have its command line.
     """
     try:
@@ -292,8 +292,9 @@ def is_victim(process: psutil.Process, kind: str) -> bool:
     except psutil.NoSuchProcess:
         return False
     if kind == "rank":
-        return re.search(r"^rank \d|commands\.train_rl|tools/train_rl", words) is not None and (
-            "RANK" in environment or words.startswith("rank ")
+        return re.match(r"rank \d", words) is not None or (
+            "RANK" in environment
+            and re.search(r"commands\.train_rl|tools/train_rl", words) is not None
         )
     if kind == "sandbox":
         return _SANDBOX in words and _SANDBOX not in of

@@ -42,9 +42,15 @@ CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""
+COMPLETION_PIPELINES = (
+    GRPO_PIPELINE,
+    "ctrl_megatron.pipeline:ppo_pipeline",
+    "ctrl_megatron.pipeline:dapo_pipeline",
+)
+"""The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(
     ("dag.custom_pipeline_fn",),
-    lambda pipeline: pipeline != GRPO_PIPELINE,
+    lambda pipeline: pipeline not in COMPLETION_PIPELINES,
     "{0}=null or a pipeline of your own",
 )
 """The condition of keys that only a step with revisions reads."""
@@ -245,7 +251,8 @@ class EngineKeys:
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Devices per engine; every host runs as many engines as fit on its devices."""
+    """Devices per engine; every host runs as many engines as fit on its devices, and an engine of
+    vllm that needs a multiple of them spans hosts."""
     n_gpus_per_node: int | None = key(None, AT_LEAST_1)
     """GPUs per host that belong to these engines alone, in addition to trainer.n_gpus_per_node;
     on a CPU, engine processes per host, None for one."""

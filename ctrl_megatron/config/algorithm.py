@@ -205,6 +205,9 @@ class Reward:
     """One weight per reward function; empty for 1 each."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Reward function -> its options."""
+    reward_tasks: dict[str, Any] = field(default_factory=dict)
+    """Reward function -> list of the tasks (column task of the rows) that it rewards; a function
+    that is not named here rewards the rows of all tasks."""
     run_all_cases: bool = key(True, read=REVISIONS)
     """True: the score is the pass rate; False: it is 1 if every test passes, else 0."""
     max_requests: int = key(256, AT_LEAST_1)
@@ -250,6 +253,11 @@ class Reward:
         """Reward function -> weight."""
         weights = self.reward_weights or (1.0,) * len(self.reward_funcs)
         return dict(zip(self.reward_funcs, weights, strict=True))
+
+    @property
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """Reward function -> the tasks of ``reward_tasks``."""
+        return {name: tuple(tasks) for name, tasks in self.reward_tasks.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

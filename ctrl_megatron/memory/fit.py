@@ -24,24 +24,28 @@ _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
 def problem(config: Config, budget: MemoryBudget) -> str | None:
     """The phase that does not fit, with its largest items; None if all fit."""
-    for name, prefix, engine in (
-        ("engine", _ROLLOUT, budget.engine),
-        ("proxy's engine", _PROXY, budget.proxy),
+    dedicated = config.actor_rollout_ref.rollout.placement == "dedicated"
+    for name, prefix, engine, alone in (
+        ("engine", _ROLLOUT, budget.engine, dedicated),
+        ("proxy's engine", _PROXY, budget.proxy, True),
     ):
-        if engine is None or engine.cache_tokens >= engine.longest:
+        if engine is None:
             continue
-        share = value_of(config, f"{prefix}gpu_memory_utilization")
-        return (
-            f"start: {name}: {prefix}gpu_memory_utilization={share} of {gib(budget.gpu_memory)} "
-            f"leaves the key-value cache room for {engine.cache_tokens} tokens beside weights "
-            f"{gib(engine.weights)}, a sequence of max_model_len needs {engine.longest}"
-        )
-    if (proxy := budget.proxy) is not None and proxy.awake > budget.gpu_memory:
-        return (
-            f"start: proxy's engine needs {gib(proxy.awake)} on a GPU of its own, which has "
-            f"{gib(budget.gpu_memory)}: {_PROXY}gpu_memory_utilization of it and "
-            f"{gib(proxy.outside)} for its context and buffers"
-        )
+        if engine.cache_tokens < engine.longest:
+            share = value_of(config, f"{prefix}gpu_memory_utilization")
+            return (
+                f"start: {name}: {prefix}gpu_memory_utilization={share} of "
+                f"{gib(budget.gpu_memory)} leaves the key-value cache room for "
+                f"{engine.cache_tokens} tokens beside weights {gib(engine.weights)}, a sequence "
+                f"of max_model_len needs {engine.longest}"
+            )
+        if alone and engine.awake + engine.reload > budget.gpu_memory:
+            beside = engine.outside + engine.received + engine.reload
+            return (
+                f"start: {name} needs {gib(engine.awake + engine.reload)} on a GPU of its own, "
+                f"which has {gib(budget.gpu_memory)}: {prefix}gpu_memory_utilization of it and "
+                f"{gib(beside)} for its context, buffers and arriving weights"
+            )
     use = budget.fullest
     if use.total <= budget.limit:
         return None

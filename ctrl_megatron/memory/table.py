@@ -33,7 +33,10 @@ def table(config: Config, budget: MemoryBudget, *, unknown: str = "") -> str:
     lines += ["", f"fullest: {budget.fullest.phase}, rank {budget.fullest.rank} (pipeline stage "]
     lines[-1] += f"{budget.fullest.stage}), {gib(budget.fullest.total)}"
     if budget.engine is not None:
-        lines.append(f"engine: {_cache(budget.engine)}")
+        engine, received = budget.engine, ""
+        if engine.received:
+            received = f", {gib(engine.received)} for arriving weights"
+        lines.append(f"engine: {_cache(engine)}{received}")
     if budget.engine is not None and config.has_proxy_engines:
         gpus = config.actor_rollout_ref.proxy.engine.n_gpus_per_node or 0
         where = f"proxy's engines: {gpus} more GPUs of each host"

@@ -8,7 +8,7 @@ keys and values; gate and up). Its adapter has an A and a B for each of them tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +175,7 @@ def adapters_of(model: torch.nn.Module) -> Iterator[Adapter]:
 
 
 @contextmanager
-def adapters_off(models: list[GPTModel]) -> Iterator[None]:
+def adapters_off(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """In the block the models compute what their own weights do."""
     adapters = [adapter for model in models for adapter in adapters_of(model)]
     for adapter in adapters:

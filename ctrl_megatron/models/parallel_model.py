@@ -1,30 +1,23 @@
-"""A decoder split over tensor and pipeline ranks: packed passes, optimizer steps, shards.
+"""A decoder split over ranks: packed passes, optimizer steps, shards.
 
 Subclasses (``models.policy``, ``models.value``) define what is computed from the last stage's
 output, their callers the loss; ``models.forward_step`` combines both for one micro-batch.
+``models.strategy`` says what splits and computes the layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from ctrl_megatron.models.adapters import adapters_off
-from ctrl_megatron.models.build import BuildOptions, build_chunks
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.forward_step import (
     Head,
@@ -33,38 +26,22 @@ from ctrl_megatron.models.forward_step import (
     forward_only,
     forward_with_loss,
 )
-from ctrl_megatron.models.layer_spec import fuse_weight_gradients, fuses_norms
+from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.masked_versions import split_into_masked_versions
+from ctrl_megatron.models.megatron import MegatronStrategy
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
-from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
-from ctrl_megatron.models.router import RouterOptions, Routers
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.router import Routers
+from ctrl_megatron.models.shape import AnyShape, TransformersShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
+from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 Part = Literal["weights", "gradients", "optimizer"]
 """A part of a model that can leave the device: parameters; gradient buffers, which come back as
 zeros; master weights and moments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """How a model computes."""
-
-    build: BuildOptions = field(default_factory=BuildOptions)
-    token_budget: int = 16384
-    """Most tokens of one packed micro-batch."""
-    shared_prefix: bool = True
-    """Compute a prompt once for the rows of a micro-batch that begin with it."""
-    logprob_chunk: int = 1024
-    """Tokens whose logits are computed together; a value model has none."""
-    router: RouterOptions = field(default_factory=RouterOptions)
-    """How optimizer steps train the routers of a model with experts."""
-    optimizer: OptimizerOptions | None = None
-    """None builds a frozen model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +57,7 @@ class SkippedUpdate:
 
 
 class ParallelModel:
-    """A decoder split over this rank's tensor and pipeline groups.
+    """A decoder of which this rank has a part.
 
     Weights are uninitialised until ``checkpoint.hf.load_hf`` or a checkpoint fills them.
     """
@@ -90,80 +67,40 @@ class ParallelModel:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: AnyShape,
         groups: ProcessGroups,
         options: ModelOptions,
         take_device: Callable[[], None] = lambda: None,
     ) -> None:
         """``take_device`` is called before anything of the model is used or comes back to the
         device; it makes whatever shares the device leave."""
-        self.shape, self.groups, self.options = shape, groups, options
+        self.shape: AnyShape = shape
+        self.groups, self.options = groups, options
         self._take_device = take_device
-        self.models = build_chunks(shape, groups, options.build)
-        self.config = self.models[0].config
+        self.strategy = _strategy(shape, groups, options)
         self._routers = Routers(self.models, shape)
-        for param, weight in self.places():
-            learns = param.trained and not param.buffer and options.optimizer is not None
-            weight.requires_grad_(learns)
-            # Megatron sums the gradients of unmarked weights over the data-parallel ranks.
-            weight.allreduce = param.mesh == "dense"  # type: ignore[attr-defined]
-            for cut in param.cuts:
-                # Megatron marks split weights when it initialises them, which is skipped here;
-                # unmarked, they would count as copies and be missing in the gradient norm.
-                weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-                weight.partition_dim = cut.dim  # type: ignore[attr-defined]
-                weight.partition_stride = 1  # type: ignore[attr-defined]
+        self.strategy.prepare(self.places())
         self.base: Base | None = None
         """What adapters are trained beside, once it is loaded."""
-        self.optimization: Optimization | None = None
+        self.optimization: Optimizer | None = None
         self._flops = (0, 0)
         self._skipped: list[SkippedUpdate] = []
         self._parts: dict[Part, OffloadedTensors] = {
-            "weights": OffloadedTensors(self._weights, keep=True),
-            "gradients": OffloadedTensors(self._gradients, keep=False),
+            "weights": OffloadedTensors(self.strategy.weights, keep=True),
+            "gradients": OffloadedTensors(self.strategy.gradients, keep=False),
             "optimizer": OffloadedTensors(self._optimizer_state, keep=True),
         }
-        self.chunks: list[Any] = list(self.models)
-        if options.optimizer is None:
-            for model in self.models:
-                model.eval()
-        else:
-            self._learn(options.optimizer)
 
-    def _learn(self, optimizer: OptimizerOptions) -> None:
-        """Wrap the models so that gradients exist and are summed over the data-parallel ranks."""
-        if self.options.build.overrides.get("gradient_accumulation_fusion", True):
-            fuse_weight_gradients(self.models)
-        # A bucket's sum overlaps the backward pass of the last micro-batch.
-        overlaps = self.groups.layout.replicas("dense") > 1
-        self.chunks = [
-            DistributedDataParallel(
-                self.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=optimizer.distributed,
-                    overlap_grad_reduce=overlaps,
-                    # The optimizer looks at the norm of all gradients and names the key.
-                    check_for_nan_in_grad=False,
-                ),
-                model,
-                disable_bucketing=index > 0,
-                pg_collection=self.groups.megatron,
-            )
-            for index, model in enumerate(self.models)
-        ]
-        if overlaps:
-            wait: Any = [chunk.no_sync for chunk in self.chunks]
-            self.config.no_sync_func = wait if len(wait) > 1 else wait[0]
-        self.config.finalize_model_grads_func = _finalise_without_division
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The modules of this rank's virtual stages."""
+        return self.strategy.models
 
     def start_optimizer(self) -> None:
         """Build the optimizer from the weights as they are now (it copies them in float32)."""
         if self.options.optimizer is None:
             raise ValueError("this model is frozen; give ModelOptions.optimizer to train it")
-        self.optimization = Optimization(
-            self.chunks, self.options.optimizer, self.options.build, self.groups
-        )
+        self.optimization = self.strategy.start_optimizer()
 
     @property
     def updates(self) -> int:
@@ -179,7 +116,7 @@ class ParallelModel:
         """Take the memory of ``parts`` off the device: passes, steps and checkpoints bring back
         what they need. Gradients are forgotten."""
         if self.optimization is not None and "gradients" in parts:
-            self.optimization.optimizer.zero_grad()
+            self.optimization.forget_gradients()
         for part in parts:
             self._parts[part].leave()
 
@@ -189,20 +126,11 @@ class ParallelModel:
         for part in parts:
             self._parts[part].come_back()
 
-    def _weights(self) -> Iterator[torch.Tensor]:
-        for model in self.models:
-            yield from model.parameters()
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        for chunk in self.chunks if self.options.optimizer else ():
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield buffer.grad_data
-
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         """Optimizer state without the weights: a float32 model has no master copy of them."""
         if self.optimization is None:
             return
-        device, weights = self.groups.device.type, storages_of(self._weights())
+        device, weights = self.groups.device.type, storages_of(self.strategy.weights())
         for tensor in self.optimization.tensors():
             shared = tensor.untyped_storage()._cdata in weights
             if tensor.device.type == device and not shared:
@@ -232,8 +160,7 @@ class ParallelModel:
 
     def places(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
         """``shards``, wherever the weights' memory is."""
-        for chunk, model in enumerate(self.models):
-            parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        for chunk in range(len(self.models)):
             for param in shard_params(
                 self.shape,
                 self.groups.layout,
@@ -241,7 +168,12 @@ class ParallelModel:
                 chunk=chunk,
                 te_names=fuses_norms(self.shape),
             ):
-                yield param, (buffers if param.buffer else parameters)[param.name]
+                yield param, self.strategy.held(chunk, param)
+
+    def sent(self, chunk: int, param: str) -> torch.Tensor:
+        """This rank's part of what engines get for a parameter or buffer of its virtual stage
+        ``chunk``: adapters are merged."""
+        return self.strategy.sent(chunk, param)
 
     @torch.no_grad()
     def infer(
@@ -253,10 +185,10 @@ class ParallelModel:
         """
         self.onload("weights")
         results = self.new_results(rows, vectors)
-        self._schedule(
-            forward_step_func=partial(forward_only, head=head, results=results),
-            forward_only=True,
-            **self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
+        self.strategy.run(
+            partial(forward_only, head=head, results=results),
+            self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
+            backward=False,
         )
         return self.groups.from_last_stage(results).cpu()
 
@@ -286,16 +218,14 @@ class ParallelModel:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
         self.onload("weights", "gradients", "optimizer")
         counts = global_counts(rows.get("loss_mask", rows["response_mask"]), self.groups)
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimization.optimizer.zero_grad()
-        shares = self._schedule(
-            forward_step_func=partial(
+        self.strategy.begin_step()
+        self.optimization.forget_gradients()
+        shares = self.strategy.run(
+            partial(
                 forward_with_loss, head=head, loss=loss, rows=rows, counts=counts, results=results
             ),
-            forward_only=False,
-            **self._micro_batches(rows, self.options.token_budget, backward=True),
+            self._micro_batches(rows, self.options.token_budget, backward=True),
+            backward=True,
         )
         loads = self._routers.metrics(self.groups)
         scalars, norm = self._sum(shares), self.optimization.grad_norm()
@@ -355,26 +285,24 @@ class ParallelModel:
         passes, updates = self._flops
         self._flops = (passes, updates + flops) if backward else (passes + flops, updates)
 
-    def _schedule(self, **arguments: Any) -> list[Any]:
-        """Run Megatron's schedule for the layout; what the loss functions return (last stage)."""
-        layout = self.groups.layout
-        virtual = layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
-        run = get_forward_backward_func(pp_size=layout.pipeline, vp_size=virtual)
-        between = P2PCommunicator(pp_group=self.groups.pipeline, config=self.config)
-        return run(p2p_communicator=between, pg_collection=self.groups.megatron, **arguments)
-
-    def _micro_batches(self, rows: Fields, token_budget: int, *, backward: bool) -> dict[str, Any]:
-        """The micro-batches as arguments of Megatron's schedule."""
+    def _micro_batches(
+        self, rows: Fields, token_budget: int, *, backward: bool
+    ) -> list[MicroBatch]:
+        """The micro-batches of a pass. Collective."""
         layout, diffusion = self.groups.layout, self.shape.diffusion
         if diffusion is None:
-            split = partial(split_into_micro_batches, shared_prefix=self.options.shared_prefix)
+            split = partial(
+                split_into_micro_batches,
+                shared_prefix=self.options.shared_prefix,
+                apart=not self.strategy.packs,
+            )
         else:
             split = partial(split_into_masked_versions, diffusion=diffusion)
         micro_batches = split(
             rows,
             token_budget=token_budget,
             multiple=layout.token_multiple,
-            count=self._micro_batches_together,
+            count=self.strategy.micro_batches_together,
             device=self.groups.device,
             context=self.groups.context,
         )
@@ -382,26 +310,7 @@ class ParallelModel:
         if backward:
             tokens = sum(micro.num_tokens for micro in micro_batches)
             self._routers.start(self.options.router, tokens, self.groups)
-        return {
-            "data_iterator": [iter(micro_batches) for _ in self.chunks],
-            "model": self.chunks,
-            "num_microbatches": len(micro_batches),
-            # With variable_seq_lengths Megatron only divides these two; shapes are sent with the
-            # tensors.
-            "seq_length": layout.token_multiple,
-            "micro_batch_size": 1,
-        }
-
-    def _micro_batches_together(self, own: int) -> int:
-        """The number of micro-batches of a pass in which ``own`` have rows of this rank.
-
-        Ranks that compute a layer's experts together take part in each other's micro-batches, and
-        the interleaved schedule needs a multiple of the stages.
-        """
-        layout = self.groups.layout
-        most = self.groups.most_over_data(own) if layout.experts_join_data_ranks else own
-        multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-        return -(-most // multiple) * multiple
+        return micro_batches
 
     def _sum(self, shares: list[LossShare]) -> dict[str, float]:
         """The sum over micro-batches and data-parallel ranks, on every stage."""
@@ -425,12 +334,14 @@ class ParallelModel:
         return box[0] or {}
 
 
+def _strategy(shape: AnyShape, groups: ProcessGroups, options: ModelOptions) -> Strategy:
+    if isinstance(shape, TransformersShape):
+        # Most runs do not need transformers' models.
+        from ctrl_megatron.models.fsdp import FsdpStrategy
+
+        return FsdpStrategy(shape, groups, options)
+    return MegatronStrategy(shape, groups, options)
+
+
 def _loss_of(share: LossShare) -> list[torch.Tensor]:
     return [share.scalars["loss"]] if share.scalars else []
-
-
-def _finalise_without_division(
-    model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
-) -> None:
-    """Megatron's gradient synchronisation, without its division by a token count."""
-    finalize_model_grads(model, None, **kwargs)

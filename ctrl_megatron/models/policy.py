@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 
-from ctrl_megatron.models.build import output_weight
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
-from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
 class LossFn(Protocol):
@@ -95,32 +88,12 @@ class Policy(ParallelModel):
         return scalars, log_probs, entropy
 
     def _head(
-        self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, *, temperature: float
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies).
 
         Where a masked-diffusion model predicts a token several times, the sums over its places are
         its score and its mean entropy.
         """
-        # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
-        # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
-        hidden = output.transpose(0, 1)
-        if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=True, group=self.groups.tensor
-            )
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.groups.tensor)
-        log_probs, entropy = linear_log_probs(
-            hidden.squeeze(1)[micro.predictors],
-            output_weight(module),
-            micro.targets,
-            vocab_size=self.shape.vocab_size,
-            temperature=temperature,
-            chunk=self.options.logprob_chunk,
-            tensor_rank=self.groups.place.tp,
-            tensor_size=self.groups.layout.tensor,
-            group=self.groups.tensor,
-            is_embedding=module.pre_process and module.share_embeddings_and_output_weights,
-        )
+        log_probs, entropy = self.strategy.log_probs(module, micro, output, temperature)
         return log_probs * micro.weights, entropy / micro.occurrences

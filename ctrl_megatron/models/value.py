@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
@@ -45,11 +44,4 @@ class ValueModel(ParallelModel):
 
     def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
         """A ``models.forward_step.Head``: (values before the response tokens,)."""
-        values = output.transpose(0, 1)
-        if self.config.sequence_parallel:
-            # Every tensor rank computes the same loss from the gathered values, so its gradient
-            # is split, not summed.
-            values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self.groups.tensor
-            )
-        return (values.flatten()[micro.predictors],)
+        return (self.strategy.values(module, micro, output),)

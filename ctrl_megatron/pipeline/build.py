@@ -15,7 +15,8 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import ProxyServer
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
@@ -23,10 +24,11 @@ from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.models.parallel_model import ModelOptions, Part
+from ctrl_megatron.models.parallel_model import Part
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
@@ -47,7 +49,7 @@ from ctrl_megatron.rollout.engine import Engine
 
 def build_worker(
     run: Session, services: Services, inputs: RunInputs
-) -> tuple[DAGWorker, ResumableSampler, int]:
+) -> tuple[DAGWorker, Sampler, int]:
     """(the worker of the nodes, the sampler of its rows, training steps of the run). Collective.
 
     If engine and trainer share the devices, models are built while the engine sleeps, because the
@@ -55,10 +57,7 @@ def build_worker(
     """
     config, groups = run.config, run.groups
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
-    sampler = ResumableSampler(
-        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
-    )
-    steps = total_steps(config, len(train.rows))
+    sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
     family = config.actor_rollout_ref
     services.wait()
     engine = services.connect() if groups.is_leader else None
@@ -105,14 +104,12 @@ def build_worker(
     return worker, sampler, steps
 
 
-def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, ResumableSampler, int]:
+def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
     """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
     ranks of its world.
     """
     config, train, groups = run.config, inputs.train, run.groups
-    sampler = ResumableSampler(
-        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
-    )
+    sampler = row_sampler(config, train)
     steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
     reference = value = None
     if run.is_here("reference"):
@@ -235,6 +232,19 @@ def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
             )
             for url in keys.base_url
         }
+
+
+def row_sampler(config: Config, train: PromptTable) -> Sampler:
+    """The order in which the rows of ``train`` are drawn (``data.mixture``)."""
+    seed, data = config.trainer.seed, config.data
+    if not data.mixture:
+        return ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
+    parts, taken = list[list[int]](), set[str]()
+    for ids in train.sets.values():
+        # A row that several files contain is drawn as one of the first.
+        parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
+        taken |= ids
+    return MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
 
 
 def total_steps(config: Config, rows: int) -> int:

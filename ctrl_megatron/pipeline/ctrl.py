@@ -270,7 +270,7 @@ def _needs_of_update(config: Config) -> dict[str, str]:
 # Critiques, revisions and their verdicts
 
 
-@writes(*DRAWN, "critique", "valid", "judged_correct", "problem_id")
+@writes(*DRAWN, "task", "critique", "valid", "judged_correct", "problem_id")
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the batch of this data rank's critiques."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -295,7 +295,8 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     critiques = revise(worker, critiques_of(worker, batch))
     fields = columns([critique.revised for critique in critiques])
-    metrics = worker.means(revision_metrics(fields, batch["valid"]))
+    revised = torch.tensor([critique.is_revised for critique in critiques])
+    metrics = worker.means(revision_metrics(fields, revised))
     return NodeOutput(fields=fields, metrics=metrics)
 
 

@@ -20,7 +20,7 @@ from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_
 from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
-from ctrl_megatron.data.rows import Row, read_rows, rows_by_id
+from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.disk import disk_use
@@ -104,7 +104,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
-                _refuse_diffusion(path, shape)
+                if purpose == "rl":
+                    _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -168,7 +169,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
 def _refuse_diffusion(path: str, shape: ModelShape) -> None:
     if shape.diffusion is not None:
         raise UserError(
-            f"{path} is a masked-diffusion model, which no command trains",
+            f"{path} is a masked-diffusion model, which RL does not train",
             remedy="name an autoregressive model",
         )
 
@@ -416,10 +417,11 @@ def read_inputs(
         _require_a_step(len(train.rows), train.dropped, config)
     else:
         train = validation = _table(config, codec, "data.val_files", config.data.val_files)
+        _require_critiques(config, validation.rows)
     rows = list(train.rows)
     if trains and validation is not None:
         rows += validation.rows
-    rewards.check_columns(rows)
+    rewards.check_rows(rows)
     own = None
     if proxy_codec is not None:
         own = proxy_length(config, codec, proxy_codec, rows)
@@ -486,6 +488,7 @@ def _bare_lengths(codec: TextCodec, rows: Sequence[Row]) -> list[int]:
     return [
         len(codec.encode_chat(revision_messages(row.attempt().problem, row.solution, "")))
         for row in rows
+        if row.task == CRITIQUE
     ]
 
 
@@ -535,11 +538,25 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
             with users_input(key):
-                rows += read_rows(files, prompt_key=data.prompt_key)
-                count = count or len(rows)
+                found = read_rows(files, prompt_key=data.prompt_key)
+                rows, count = [*rows, *found], count or len(found)
+                if files is kept:
+                    _require_critiques(config, found)
     rows_by_id(rows)
     _require_a_step(count, 0, config)
-    rewards.check_columns(rows)
+    rewards.check_rows(rows)
+
+
+def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
+    """UserError for a validation row of another task in a pipeline that validates critiques."""
+    other = next((row for row in validated if row.task != CRITIQUE), None)
+    if config.writes_revisions and other is not None:
+        raise UserError(
+            f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and validation "
+            "measures critiques by their revisions",
+            key="data.val_files",
+            remedy=f"leave rows of other tasks than {CRITIQUE!r} out",
+        )
 
 
 def _require_a_step(count: int, dropped: int, config: Config) -> None:
@@ -563,10 +580,13 @@ def prompt_tables(
 
     One file may serve both. UserError for different rows with one id.
     """
-    train = _table(config, codec, "data.train_files", config.data.train_files)
+    trained = config.data.train_files
+    mixed = [str(number) for number, _ in enumerate(trained)] if config.data.mixture else []
+    train = _table(config, codec, "data.train_files", trained, mixed)
     files = config.data.val_files if validates else ()
     sets = config.data.val_sets
     validation = _table(config, codec, "data.val_files", files, sets) if files else None
+    _require_critiques(config, validation.rows if validation else ())
     rows_by_id([*train.rows, *(validation.rows if validation else ())])
     return train, validation
 

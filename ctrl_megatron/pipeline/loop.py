@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.sampler import Sampler
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.metrics.timeline import timeline_record
@@ -93,7 +93,7 @@ class TrainingLoop:
 
     worker: Trainee
     graph: TaskGraph
-    sampler: ResumableSampler
+    sampler: Sampler
     store: CheckpointStore
     recorder: Recorder
     schedule: Schedule

@@ -22,18 +22,18 @@ from ctrl_megatron.checkpoint.store import (
     CheckpointStore,
     read_state,
 )
-from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
+from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.layout import World, worlds_of
 from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.ahead import SavedDraws
-from ctrl_megatron.pipeline.build import apart_worker, build_worker, total_steps
+from ctrl_megatron.pipeline.build import apart_worker, build_worker, row_sampler, total_steps
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
@@ -122,7 +122,7 @@ def train(config: Config) -> bool:
         validates=graph.report.validate is not None,
         revises=graph.revises,
     )
-    steps = planned_steps(config, len(inputs.train.rows))
+    steps = planned_steps(config, inputs.train)
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config, apart=True) as run:
@@ -243,11 +243,12 @@ def counted_epochs(config: Config) -> int | None:
     return config.trainer.total_epochs if counted else None
 
 
-def planned_steps(config: Config, rows: int) -> int:
+def planned_steps(config: Config, train: PromptTable) -> int:
     """Training steps of the run. If epochs are counted, this is the largest number, or the number
     of the checkpoint's steps if that has drawn all rows.
     """
-    steps, epochs, trainer = total_steps(config, rows), counted_epochs(config), config.trainer
+    steps, epochs = total_steps(config, len(train.rows)), counted_epochs(config)
+    trainer = config.trainer
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
@@ -257,7 +258,7 @@ def planned_steps(config: Config, rows: int) -> int:
     models = (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ()))
     with users_input():
         state = read_state(checkpoint, models, ("sampler", *_PARTS))
-        sampler = ResumableSampler(rows, seed=trainer.seed, shuffle=config.data.shuffle)
+        sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
     through = sampler.is_through(epochs, config.gen_batch_size)
     return min(steps, checkpoint.step) if through else steps
@@ -310,7 +311,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
-    if reference not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
+    if reference not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES):
         check_read(config, graph)
     return graph
 

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.adapters import merged
 from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
@@ -32,6 +31,11 @@ from ctrl_megatron.rollout.weight_chunks import tensor_at
 
 class WeightSource(Protocol):
     """Fills buckets with whole HF tensors; all ranks do it together."""
+
+    @property
+    def layout(self) -> EngineLayout:
+        """The engines that read them."""
+        ...
 
     @property
     def places(self) -> Sequence[TensorPlace]:
@@ -83,7 +87,7 @@ class MegatronSource:
 
     def weight(self, chunk: int, param: str) -> torch.Tensor:
         """A parameter or buffer of this rank's virtual stage ``chunk``, with its adapter merged."""
-        return merged(self.model.models[chunk], param)
+        return self.model.sent(chunk, param)
 
     def fill(self, bucket: int, memory: torch.Tensor) -> None:
         scales = self._scales(bucket) if self.layout.quantised else {}
@@ -126,7 +130,7 @@ class NoAdapters:
     kept = False
 
     def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
-        self.model = None
+        self.model, self.layout = None, layout
         specs = hf_specs(shape, layout.dtype, layout.sends)
         self.places = place_in_buckets(specs, layout.bucket_bytes)
         self._fills = groups.is_first_here
@@ -148,7 +152,7 @@ class DirectorySource:
         *,
         kept: bool = False,
     ) -> None:
-        self.model, self.kept = None, kept
+        self.model, self.kept, self.layout = None, kept, layout
         shape = read_model_shape(directory)
         specs = hf_specs(shape, layout.dtype, quantised=layout.quantised)
         self.places = place_in_buckets(specs, layout.bucket_bytes)

@@ -121,8 +121,9 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
     a checkpoint, in a model that has loaded this, and in what is exported after a step."""
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
-    from ctrl_megatron.models import parallel_model, rules, shards
-    from ctrl_megatron.models.rules import HfTensor, ParamRule
+    from ctrl_megatron.models import megatron, rules, shards
+    from ctrl_megatron.models.rules import ParamRule
+    from ctrl_megatron.models.shape import HfTensor
 
     def with_buffers(*given: Any) -> list[torch.nn.Module]:
         chunks = build(*given)
@@ -141,9 +142,9 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
             ),
         )
 
-    build, known, groups = parallel_model.build_chunks, rules.rules, start(layout)
+    build, known, groups = megatron.build_chunks, rules.rules, start(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_model, "build_chunks", with_buffers)
+        patch.setattr(megatron, "build_chunks", with_buffers)
         for module in (rules, shards):
             patch.setattr(module, "rules", with_rule)
         make = partial(

@@ -216,8 +216,8 @@ def _frozen_policy(model: str, layout: Any) -> tuple[Any, Any]:
     from ctrl_megatron.checkpoint.hf import load_hf
     from ctrl_megatron.models.build import BuildOptions
     from ctrl_megatron.models.hf_config import read_model_shape
-    from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
+    from ctrl_megatron.models.strategy import ModelOptions
     from ctrl_megatron.parallel.groups import initialize
 
     groups = initialize(layout, seed=1, timeout_seconds=60)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.memory.activations import PassShape, in_flight
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
-from ctrl_megatron.memory.engine import GIB, engine_use
+from ctrl_megatron.memory.engine import GIB, EngineUse, engine_use
 from ctrl_megatron.memory.fit import problem, require_fit
 from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, trained_state
 from ctrl_megatron.memory.shapes import ModelShapes
@@ -367,3 +367,27 @@ def test_buckets_on_gpus_are_those_of_the_plan() -> None:
     apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
     sent, _ = buckets(f"{R}weight_transport=nccl", *apart)
     assert sent == pytest.approx(3 * whole * config.trainer.nnodes / ranks, rel=0.1)
+
+
+def test_a_worker_with_a_gpu_of_its_own_has_room_for_what_it_receives() -> None:
+    config, shapes = example("ctrl_7b.yaml")
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    whole = 2 * sum(math.prod(size) for size in hf_shapes(shapes.actor).values())
+    apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
+
+    def engine(*keys: str) -> EngineUse:
+        changed, _ = example("ctrl_7b.yaml", *apart, *keys)
+        return engine_use(changed, shapes.actor, MEMORY)
+
+    quiet, nccl = engine(), f"{R}weight_transport=nccl"
+    assert quiet.received == 0
+    # Everything is in one bucket, or many buckets of a GiB take turns in two places.
+    once = engine(nccl, f"{R}update_bucket_megabytes=1000000")
+    assert once.received == pytest.approx(whole / tensor, rel=0.01)
+    often = engine(nccl, f"{R}update_bucket_megabytes=1024")
+    assert GIB < often.received <= 2 * GIB
+    assert often.awake == quiet.awake + often.received
+    full = [*apart, nccl, f"{R}gpu_memory_utilization=0.98", f"{R}update_bucket_megabytes=512"]
+    config, _ = example("ctrl_7b.yaml", *full)
+    with pytest.raises(ValueError, match=r"^start: engine needs .* arriving weights; it fits with"):
+        require_fit(config, shapes, gpu_memory=MEMORY)

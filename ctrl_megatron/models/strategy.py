@@ -1,0 +1,158 @@
+"""What a way of splitting and computing a model promises to ``models.parallel_model``.
+
+``models.megatron`` and ``models.fsdp`` implement it; nothing above this room distinguishes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.micro_batch import MicroBatch
+from ctrl_megatron.models.optimizer import OptimizerOptions, OwnedRange
+from ctrl_megatron.models.router import RouterOptions
+from ctrl_megatron.models.shards import ShardParam
+
+ForwardStep = Callable[..., tuple[torch.Tensor, Any]]
+"""A function of ``models.forward_step``, with all arguments but micro-batches and model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How a model computes."""
+
+    build: BuildOptions = field(default_factory=BuildOptions)
+    token_budget: int = 16384
+    """Most tokens of one packed micro-batch."""
+    shared_prefix: bool = True
+    """Compute a prompt once for the rows of a micro-batch that begin with it."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits are computed together; a value model has none."""
+    router: RouterOptions = field(default_factory=RouterOptions)
+    """How optimizer steps train the routers of a model with experts."""
+    optimizer: OptimizerOptions | None = None
+    """None builds a frozen model."""
+
+
+class Optimizer(Protocol):
+    """Optimizer and schedule of one model."""
+
+    @property
+    def updates(self) -> int:
+        """Steps that the schedule has counted; it is the same on every rank."""
+        ...
+
+    @property
+    def learning_rate(self) -> str:
+        """``KEY=VALUE`` of the configuration, for messages."""
+        ...
+
+    def forget_gradients(self) -> None:
+        """Free the gradients that belong to no buffer of the model."""
+        ...
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients, which ``step`` needs; it may be infinite or NaN.
+        Collective."""
+        ...
+
+    def step(self, norm: float) -> dict[str, float]:
+        """Clip by ``norm``, the finite result of ``grad_norm``, update the weights, advance the
+        schedule. Returns ``grad_norm`` and ``lr``. Collective.
+
+        UserError if the updated weights are not finite: they could only be saved and sent to the
+        engines. Weights above 1e19 count as infinite, because their squares are.
+        """
+        ...
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Master weights and moments, without the step counts."""
+        ...
+
+    def owned(self) -> Iterator[OwnedRange]:
+        """The ranges of this rank's parameters whose optimizer state is on this rank."""
+        ...
+
+    def steps(self) -> dict[str, int]:
+        """The steps that ``adam`` and ``schedule`` have counted on this rank; ``adam`` is 0 on a
+        rank without optimizer state."""
+        ...
+
+    def set_steps(self, *, adam: int, schedule: int) -> None:
+        """Continue after so many steps; the tensors of ``owned`` are filled by the caller."""
+        ...
+
+
+class Strategy(Protocol):
+    """This rank's part of a model: its modules, its passes, its optimizer."""
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The modules of this rank's virtual stages, on the device, weights uninitialised."""
+        ...
+
+    @property
+    def packs(self) -> bool:
+        """Whether a micro-batch may have several rows."""
+        ...
+
+    def begin(self) -> None:
+        """Compare ways of computing the model, where there are several, when it has its first
+        weights. Collective. UserError if they differ."""
+        ...
+
+    def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
+        """This rank's part of a parameter or buffer of virtual stage ``chunk``; the same object in
+        every call."""
+        ...
+
+    def sent(self, chunk: int, param: str) -> torch.Tensor:
+        """This rank's part of what engines get for a parameter or buffer, adapters merged."""
+        ...
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The memory of all parameters."""
+        ...
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The buffers of gradients that live as long as the model."""
+        ...
+
+    def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
+        """Make the parameters learn that are trained, with gradients that are summed over the data
+        ranks, or freeze the model; ``places`` has each parameter with its ``held``."""
+        ...
+
+    def start_optimizer(self) -> Optimizer:
+        """The optimizer of the weights as they are now (it copies them in float32)."""
+        ...
+
+    def micro_batches_together(self, own: int) -> int:
+        """The number of micro-batches of a pass in which ``own`` have rows of this rank.
+        Collective."""
+        ...
+
+    def begin_step(self) -> None:
+        """Set the gradients to zero."""
+        ...
+
+    def run(
+        self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
+    ) -> list[Any]:
+        """Pass all micro-batches through all stages, and back; what ``step`` reports on the last
+        stage. Collective."""
+        ...
+
+    def log_probs(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N,) log-probs of the response tokens and entropies, of the last stage's output."""
+        ...
+
+    def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+        """(N,) values before the response tokens, of the last stage's output."""
+        ...
