@@ -42,9 +42,15 @@ CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""
+COMPLETION_PIPELINES = (
+    GRPO_PIPELINE,
+    "ctrl_megatron.pipeline:ppo_pipeline",
+    "ctrl_megatron.pipeline:dapo_pipeline",
+)
+"""The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(
     ("dag.custom_pipeline_fn",),
-    lambda pipeline: pipeline != GRPO_PIPELINE,
+    lambda pipeline: pipeline not in COMPLETION_PIPELINES,
     "{0}=null or a pipeline of your own",
 )
 """The condition of keys that only a step with revisions reads."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
+    COMPLETION_PIPELINES,
     CTRL_PIPELINE,
-    GRPO_PIPELINE,
     POLICY_LOSSES,
     EngineKeys,
 )
@@ -37,7 +37,7 @@ _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
 _SPANNING = " or ".join(name for name, kind in ENGINES.items() if kind.spans_hosts)
-_BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
+_BUILT_IN = (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
 
@@ -555,7 +555,7 @@ def _reward(config: Config) -> Iterator[str]:
     if "critic" in names and not config.writes_revisions:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
-            f"{GRPO_PIPELINE} does not write; name code or functions of your own"
+            f"{config.dag.custom_pipeline_fn} does not write; name code or functions of your own"
         )
     limited = config.reward.copying != "measure" and config.writes_revisions
     if limited and "critic" not in names and not config.reward.transition.is_on:

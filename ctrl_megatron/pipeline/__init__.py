@@ -26,7 +26,7 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
-    from ctrl_megatron.pipeline.grpo import grpo_pipeline
+    from ctrl_megatron.pipeline.grpo import dapo_pipeline, grpo_pipeline, ppo_pipeline
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
@@ -46,12 +46,14 @@ __all__ = [
     "add_update_nodes",
     "balance",
     "ctrl_pipeline",
+    "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
     "grpo_pipeline",
     "make_batch",
     "node_fields",
     "node_keys",
+    "ppo_pipeline",
     "step_performance",
     "texts",
 ]
@@ -61,7 +63,7 @@ _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
     **dict.fromkeys(("make_batch", "texts"), "batch"),
     **dict.fromkeys(("balance", "draw_samples"), "sampling"),
-    "grpo_pipeline": "grpo",
+    **dict.fromkeys(("grpo_pipeline", "ppo_pipeline", "dapo_pipeline"), "grpo"),
     "step_performance": "performance",
 }
 

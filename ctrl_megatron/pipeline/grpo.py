@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.ahead import begin_ahead, report_staleness
 from ctrl_megatron.pipeline.batch import (
     Sample,
@@ -54,6 +55,34 @@ def grpo_pipeline(config: Config) -> TaskGraph:
     """The graph of a step for the configuration. Raises ValueError for settings that only CTRL's
     pipeline supports.
     """
+    return _of_completions("grpo_training_pipeline", config)
+
+
+def ppo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` with a value model, under its name in siiRL's guide; UserError without
+    one."""
+    if not config.needs_values:
+        raise UserError(
+            "ppo_pipeline trains a value model, and no estimator reads values",
+            key=f"algorithm.adv_estimator={config.algorithm.adv_estimator}",
+            remedy="set algorithm.adv_estimator=gae, or take grpo_pipeline",
+        )
+    return _of_completions("ppo_training_pipeline", config)
+
+
+def dapo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` with dynamic sampling, under its name in siiRL's guide; UserError without
+    it."""
+    if not config.algorithm.filter_groups.enable:
+        raise UserError(
+            "dapo_pipeline samples groups until enough have different rewards",
+            key="algorithm.filter_groups.enable=false",
+            remedy="set it to true, or take grpo_pipeline",
+        )
+    return _of_completions("dapo_training_pipeline", config)
+
+
+def _of_completions(name: str, config: Config) -> TaskGraph:
     if "critic" in config.reward.reward_funcs:
         raise ValueError(
             "reward.reward_funcs: critic rewards critiques by their revisions, and this pipeline "
@@ -68,7 +97,7 @@ def grpo_pipeline(config: Config) -> TaskGraph:
         examples=completion_examples,
         validate=validate_completions if config.data.val_files else None,
     )
-    pipeline = Pipeline("grpo_training_pipeline", "draw, reward, update", report=report)
+    pipeline = Pipeline(name, "draw, reward, update", report=report)
     if config.algorithm.filter_groups.enable:
         drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
     else:

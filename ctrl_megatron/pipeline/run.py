@@ -22,7 +22,7 @@ from ctrl_megatron.checkpoint.store import (
     CheckpointStore,
     read_state,
 )
-from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
+from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
@@ -311,7 +311,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
-    if reference not in (None, CTRL_PIPELINE, GRPO_PIPELINE):
+    if reference not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES):
         check_read(config, graph)
     return graph
 

@@ -22,7 +22,8 @@ def record_reads(config: Any) -> set[str]:
         prefixes[id(group)] = prefix
         names = {field.name for field in dataclasses.fields(group)}
         for name in names:
-            if dataclasses.is_dataclass(value := getattr(group, name)):
+            # A class of two groups has the hook already.
+            if dataclasses.is_dataclass(value := object.__getattribute__(group, name)):
                 watch(value, f"{prefix}{name}.")
 
         def read(self: Any, name: str) -> Any:

@@ -40,9 +40,12 @@ NOT_HERE = {
     "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",
     "actor_rollout_ref.model.lora_alpha": "a run with adapters, as in test_adapters_train.py",
     "actor_rollout_ref.model.target_modules": "the same",
-    "critic.megatron.tensor_model_parallel_size": "a value model on ranks of its own, as in "
-    "test_apart.py",
-    "critic.megatron.pipeline_model_parallel_size": "the same",
+    **{
+        f"{group}.megatron.{size}_model_parallel_size": "a model on ranks of its own, as in "
+        "test_apart.py"
+        for group in ("critic", "actor_rollout_ref.ref")
+        for size in ("tensor", "pipeline")
+    },
     "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{

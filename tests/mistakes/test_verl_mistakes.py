@@ -169,7 +169,7 @@ def test_a_reward_that_cannot_be_loaded(
         ("+trainer.seed=1", "without a +"),
         (
             "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
-            "placement.reference=RANKS",
+            "use_kl_loss=true",
         ),
         ("data.val_files=[train.parquet, ./train.parquet]", "must differ"),
     ],

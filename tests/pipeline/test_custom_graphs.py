@@ -287,3 +287,29 @@ def test_a_sandbox_is_for_functions_that_run_programs(functions: str, runs: bool
     assert plan_rewards(config).runs_programs is runs
     assert plan_rewards(config, ("critic",)).runs_programs
     assert plan_rewards(config, None).functions == {}
+
+
+COMPLETIONS = ("data.train_files=x.parquet", "actor_rollout_ref.model.path=/model")
+COMPLETIONS += ("reward.reward_funcs=[code]",)
+GAE, FILTERED = "algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "node", "said"),
+    [
+        ("ppo", GAE, "critic_update", "adv_estimator=grpo: .*set algorithm.adv_estimator=gae"),
+        ("dapo", FILTERED, "dynamic_sampling", "filter_groups.enable=false: .*set it to true"),
+    ],
+)
+def test_pipelines_of_the_guide_are_those_of_completions_with_what_they_need(
+    name: str, setting: str, node: str, said: str
+) -> None:
+    chosen = (*COMPLETIONS, f"dag.custom_pipeline_fn=ctrl_megatron.pipeline:{name}_pipeline")
+    config = load_config(None, [*chosen, setting], "rl")
+    assert not config.writes_revisions
+    graph = pipeline_of(config)
+    assert graph.graph_id == f"{name}_training_pipeline" and node in graph.nodes
+    grpo = load_config(None, [*chosen[:-1], chosen[-1].replace(name, "grpo"), setting], "rl")
+    assert list(graph.nodes) == list(pipeline_of(grpo).nodes)
+    with pytest.raises(UserError, match=said):
+        pipeline_of(load_config(None, list(chosen), "rl"))
