@@ -53,7 +53,10 @@ OWNERS = {
     ),
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/"),
-    "transformers": ("data/tokens.py", "rollout/hf_", "rollout/sglang_stand_ins.py"),
+    "transformers": (
+        *("data/tokens.py", "models/transformers_model.py"),
+        *("rollout/hf_", "rollout/sglang_stand_ins.py"),
+    ),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
     "ray": ("sandbox/client/ray_cluster.py",),
