@@ -96,6 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        raise UserError(
+            "the plan counts the tensors of strategy megatron",
+            key="actor_rollout_ref.actor.strategy=fsdp",
+            remedy="plan with megatron, or try the run itself with small budgets",
+        )
     # These import torch, which would slow down the refusal of wrong arguments.
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB

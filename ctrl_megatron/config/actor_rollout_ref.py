@@ -21,6 +21,7 @@ from ctrl_megatron.config.keys import (
     when,
 )
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
+from ctrl_megatron.types import StrategyName
 
 KlName = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 """Estimators of the KL divergence; k1, k2, k3 are other names of kl, mse, low_var_kl."""
@@ -106,25 +107,30 @@ class Optim:
     """End of the cosine, as a share of lr."""
 
 
+_WHOLE_LAYERS = when(".recompute_granularity", "full")
+_BY_MEGATRON = when("actor_rollout_ref.actor.strategy", "megatron")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """The layout of the models in Megatron-Core, and where their parts are stored."""
+    """The layout of the models in Megatron-Core, and where their parts are stored. With
+    ``actor_rollout_ref.actor.strategy=fsdp`` the keys that are read then mean the same."""
 
-    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
     """Ranks that share one layer."""
-    context_parallel_size: int = key(1, AT_LEAST_1)
+    context_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
     """Ranks that share the tokens of the same rows, for long sequences; they have equal weights."""
-    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
     """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
-    virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
+    virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1, read=_BY_MEGATRON)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
-    expert_model_parallel_size: int = key(1, AT_LEAST_1)
+    expert_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
     """Ranks over which the experts of a layer are spread; it may take in data-parallel ranks."""
-    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1)
+    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1, read=_BY_MEGATRON)
     """Ranks that share one expert; None for tensor_model_parallel_size, as in Megatron."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = key(False, read=_BY_MEGATRON)
     """Split norms and residuals over the tensor-parallel ranks."""
-    use_distributed_optimizer: bool = True
+    use_distributed_optimizer: bool = key(True, read=_BY_MEGATRON)
     """Shard optimizer state over the data-parallel ranks."""
     param_offload: bool = key(False, stage="rl")
     """Keep parameters in host memory: the reference's while unused, the others' while the engine
@@ -135,19 +141,21 @@ class Megatron:
     """Free the gradient buffers while the engine generates."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, attention only, or nothing."""
-    recompute_num_layers: int = key(1, AT_LEAST_1, read=when(".recompute_granularity", "full"))
+    recompute_num_layers: int = key(
+        1, AT_LEAST_1, read=(when(".recompute_granularity", "full"), _BY_MEGATRON)
+    )
     """Layers per recomputed block."""
-    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0)
+    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
     """Weight of the loss that spreads tokens evenly over the experts; 0, as usual in RL, for none.
     It replaces config.json's router_aux_loss_coef, which is not read."""
-    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
+    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
     """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
-    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0)
+    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
     """Change per update of the biases by which DeepSeek-V3's routers balance their experts; 0
     leaves them as the model's directory has them. Megatron's default is 0.001."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
-    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    override_transformer_config: dict[str, Any] = key({}, read=_BY_MEGATRON)
     """Fields of Megatron's TransformerConfig that no key of ours sets; cluster.md lists them."""
 
 
@@ -155,6 +163,9 @@ class Megatron:
 class Actor:
     """The policy update; the value model's update uses these keys unless ``critic`` has its own."""
 
+    strategy: StrategyName = key("megatron", stage="both")
+    """What computes the models: Megatron-Core, or transformers' own modules, of any family, sharded
+    over all ranks by torch's FSDP2."""
     ppo_mini_batch_size: int = key(256, AT_LEAST_1)
     """Prompts per optimizer step, over all ranks."""
     ppo_epochs: int = key(1, AT_LEAST_1)

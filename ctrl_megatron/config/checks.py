@@ -52,6 +52,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_unread(config, purpose, written),
         *_required(config, purpose),
         *_sizes(config, purpose),
+        *_fsdp(config, purpose),
     ]
     for relation in (
         *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
@@ -317,6 +318,43 @@ def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
     spans, rest = divmod(keys.tensor_model_parallel_size, each)
     able = spans > 1 and not rest and ENGINES[keys.name].spans_hosts
     return able and config.trainer.nnodes % spans == 0
+
+
+def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
+    """What models of transformers cannot do here yet."""
+    family, key = config.actor_rollout_ref, f"{_A}strategy=fsdp"
+    if family.actor.strategy == "megatron":
+        return
+    megatron = f"set {_A}strategy=megatron"
+    if purpose == "rl" and config.needs_values:
+        yield f"{key} has no value models, which algorithm.adv_estimator=gae trains; {megatron}"
+    if family.model.lora_rank:
+        rank = f"actor_rollout_ref.model.lora_rank={family.model.lora_rank}"
+        yield f"{key} has no adapters, of {rank}; set it to 0, or {megatron}"
+    if family.actor.megatron.recompute_granularity == "selective":
+        yield (
+            f"{_M}recompute_granularity=selective is not possible with {key}, which recomputes "
+            "whole layers; set it to full, or leave it out"
+        )
+    if config.trainer.nnodes > 1:
+        yield (
+            f"{key} shards weights over all ranks, and engines get them from one host; set "
+            f"trainer.nnodes=1, or {megatron}"
+        )
+    rollout = family.rollout
+    if purpose == "sft":
+        return
+    if config.placement.reference:
+        yield f"{key} has the reference on the actor's ranks; leave placement.reference out"
+    if rollout.name != "hf":
+        yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
+    if rollout.weight_transport in _CUT:
+        yield (
+            f"{key} does not know how engines cut a model, which {_R}weight_transport="
+            f"{rollout.weight_transport} requires; use shared_memory"
+        )
+    if rollout.quantization is not None:
+        yield f"{key} sends whole weights; leave {_R}quantization out, or {megatron}"
 
 
 def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:

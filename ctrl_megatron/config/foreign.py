@@ -81,7 +81,7 @@ RENAMED: Mapping[str, str] = {
 """Keys of CTRL, siiRL, verl or DiffuCoder -> the key with the same meaning here."""
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
-_ALWAYS_MEGATRON = "the trainer is always Megatron-Core"
+_NO_FSDP_KEYS = f"{_ACTOR}strategy=fsdp shards over all ranks and has no keys of its own"
 _NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
@@ -95,9 +95,8 @@ ABSENT: Mapping[str, str] = {
         (f"{_LORA}.adapter_path", f"{_LORA}_adapter_path"),
         "adapters begin anew; merge older ones into the model directory",
     ),
-    _ACTOR + "strategy": _ALWAYS_MEGATRON,
-    _ACTOR + "fsdp_config": _ALWAYS_MEGATRON,
-    "actor_rollout_ref.ref.fsdp_config": _ALWAYS_MEGATRON,
+    _ACTOR + "fsdp_config": _NO_FSDP_KEYS,
+    "actor_rollout_ref.ref.fsdp_config": _NO_FSDP_KEYS,
     **dict.fromkeys(
         map(
             "actor_rollout_ref.ref.megatron.{}".format,

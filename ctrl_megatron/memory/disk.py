@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.memory.model_state import DTYPE_SIZE
-from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.rules import hf_shapes, trained_names
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 
 _BESIDE = 8 << 20
 """Bytes for logs, metrics, examples and the report."""
@@ -45,22 +44,24 @@ class DiskUse:
         return " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for n, name in kinds if n)
 
 
-def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
-    """The disk use of the run. A checkpoint has what is trained, its moments in float32 and, unless
-    that is its type, the same in float32; an export has the weights.
+def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> DiskUse:
+    """The disk use of a run that trains models of ``shapes``. A checkpoint has what is trained, its
+    moments in float32 and, unless that is its type, the same in float32; an export has the weights.
     """
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
-    models = [shape for shape in (shapes.actor, shapes.value) if shape is not None]
-    elements = sum(_elements(shape, trained_names(shape)) for shape in models)
-    exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in models)
-    master = 0 if dtype == "float32" else 4
+    elements = sum(_elements(shape, trained_names(shape)) for shape in shapes)
+    exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in shapes)
+    # FSDP's weights are float32 whatever the model computes in.
+    sharded = config.actor_rollout_ref.actor.strategy == "fsdp"
+    weight = 4 if sharded else DTYPE_SIZE[dtype]
+    master = 0 if weight == 4 else 4
     rl = purpose == "rl"
     steps = trainer.total_training_steps if rl else config.sft.total_training_steps
     saves = _times(steps, trainer.save_freq)
     keep = _OPEN - 1 if trainer.max_ckpt_to_keep < 0 else trainer.max_ckpt_to_keep
     exports = 1 if not rl else min(_times(steps, trainer.save_hf_freq, last=False), _OPEN)
     return DiskUse(
-        checkpoint=elements * (DTYPE_SIZE[dtype] + master + 8),
+        checkpoint=elements * (weight + master + 8),
         checkpoints=min(saves, keep + 1),
         export=exported * DTYPE_SIZE[dtype],
         exports=exports,
@@ -76,6 +77,6 @@ def _times(steps: int | None, every: int, *, last: bool = True) -> int:
     return math.ceil(steps / every) if last else steps // every
 
 
-def _elements(shape: ModelShape, names: Collection[str]) -> int:
+def _elements(shape: AnyShape, names: Collection[str]) -> int:
     sizes = hf_shapes(shape)
     return sum(math.prod(sizes[name]) for name in names)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.hf_config import parse_model_shape, read_shape
 from ctrl_megatron.models.lora import adapted, configured
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, value_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,11 @@ class ModelShapes:
     here, since these engines run any model."""
     proxy_is_unknown: str = ""
     """The reason why such a model has no shape here."""
+
+    @property
+    def trained(self) -> tuple[ModelShape, ...]:
+        """The models that learn."""
+        return (self.actor,) if self.value is None else (self.actor, self.value)
 
 
 def model_shapes(
@@ -58,6 +63,15 @@ def model_shapes(
     return ModelShapes(
         actor=actor, reference=reference, value=value, proxy=proxy, proxy_is_unknown=unknown
     )
+
+
+def trained_shapes(config: Config, purpose: Purpose) -> list[AnyShape]:
+    """The shapes of the models that the run trains, of either strategy; raises as
+    ``model_shapes``."""
+    family = config.actor_rollout_ref
+    if family.actor.strategy == "fsdp":
+        return [read_shape(family.model.path, family.actor.strategy)]
+    return [*model_shapes(config, purpose).trained]
 
 
 def _shape(directory: str, same: Path | None) -> ModelShape:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.attention import attend, masked_attention
@@ -29,7 +28,7 @@ from ctrl_megatron.models.shape import TransformersShape
 from ctrl_megatron.models.sharded_adam import ShardedAdam
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
-from ctrl_megatron.models.transformers_model import empty_model
+from ctrl_megatron.models.transformers_model import empty_model, register_attention
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
@@ -81,9 +80,7 @@ def _attention(
     return attend(q, k, v, packed, scaling).unsqueeze(0), None
 
 
-AttentionInterface.register(_PACKED, _attention)
-# The layout of a packed pass says what tokens see.
-AttentionMaskInterface.register(_PACKED, lambda *_, **__: None)
+register_attention(_PACKED, _attention)
 
 
 class FsdpStrategy:

@@ -13,7 +13,8 @@ from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.fp8 import weight_block
 from ctrl_megatron.models.hf_keys import need, whole
 from ctrl_megatron.models.rope import parse_rope
-from ctrl_megatron.models.shape import AnyShape, ModelShape, StrategyName
+from ctrl_megatron.models.shape import AnyShape, ModelShape
+from ctrl_megatron.types import StrategyName
 
 _log = logging.getLogger(__name__)
 _KNOWN = frozenset(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from ctrl_megatron.models.rope import Rope
-from ctrl_megatron.types import Lora
+from ctrl_megatron.types import Lora, StrategyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +191,6 @@ class HfTensor:
     shape: tuple[int, ...]
 
 
-StrategyName = Literal["megatron", "fsdp"]
-"""What splits and computes a model: ``models.megatron`` or ``models.fsdp``."""
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -266,7 +264,9 @@ class TransformersShape:
 
     family: str
     """Its ``model_type``."""
-    config: str
+    config: str = field(compare=False)
+    """Its config.json."""
+    computed: str
     """The keys of config.json that may change a forward pass, as JSON."""
     hidden_size: int
     vocab_size: int

@@ -83,7 +83,8 @@ def _shape(text: str, where: str) -> TransformersShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return TransformersShape(
         family=family,
-        config=json.dumps({k: v for k, v in given.items() if k not in _OF_FILES}, sort_keys=True),
+        config=text,
+        computed=json.dumps({k: v for k, v in given.items() if k not in _OF_FILES}, sort_keys=True),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
@@ -101,6 +102,13 @@ def _shape(text: str, where: str) -> TransformersShape:
 def _config(text: str) -> Any:
     given = json.loads(text)
     return transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
+
+
+def register_attention(name: str, attention: Any) -> None:
+    """Let models compute ``attention`` where their configuration has ``name``; they make no mask
+    for it."""
+    transformers.AttentionInterface.register(name, attention)
+    transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
 def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Module]]:

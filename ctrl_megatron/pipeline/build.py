@@ -21,13 +21,13 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_model_shape, read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import Part
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -325,7 +325,9 @@ def build_policy(
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
-    shape = adapted(read_model_shape(path), configured(config) if optimizer else None)
+    shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
+    if isinstance(shape, ModelShape):
+        shape = adapted(shape, configured(config) if optimizer else None)
     policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
@@ -459,6 +461,7 @@ def device_owner(
         layout,
         Waiting(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
         directories=directories,
+        strategy=family.actor.strategy,
         shared=shared,
         leaves=leaves,
         rests_until=rests_until,

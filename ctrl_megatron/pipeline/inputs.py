@@ -25,15 +25,15 @@ from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokeni
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
-from ctrl_megatron.memory.shapes import model_shapes
+from ctrl_megatron.memory.shapes import model_shapes, trained_shapes
 from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.families import engine_obstacle
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
+from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import world_with, worlds_of
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
@@ -98,12 +98,12 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
     first_of: dict[str, str] = {}
     for key, path in wanted:
         first_of.setdefault(path, key)  # a model with several roles is reported once
-    shapes: dict[str, ModelShape] = {}
+    shapes, strategy = dict[str, AnyShape](), config.actor_rollout_ref.actor.strategy
     problems = []
     for path, key in first_of.items():
         try:
             with users_input(key):
-                shapes[path] = shape = read_model_shape(path)
+                shapes[path] = shape = read_shape(path, strategy)
                 if purpose == "rl":
                     _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
@@ -122,13 +122,16 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
     """UserError if the run does not fit this rank's GPU, with phase, largest items and remedy, and
     if the GPU's peak is neither known nor configured.
 
-    Nothing is checked on a CPU, whose memory other processes share.
+    Nothing is checked on a CPU, whose memory other processes share, and no memory with strategy
+    ``fsdp``.
     """
     if (gpu := this_gpu()) is None:
         return
     name, memory = gpu
     if config.trainer.peak_tflops_per_device is None:
         peak_flops(name)
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        return  # the plan counts Megatron's tensors
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
@@ -137,7 +140,7 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
 def check_disk(config: Config, purpose: Purpose) -> None:
     """UserError if the disk of the run's directory is too small for the run's files."""
     run_dir = Path(config.trainer.run_dir)
-    use = disk_use(config, model_shapes(config, purpose), purpose)
+    use = disk_use(config, trained_shapes(config, purpose), purpose)
     there = sum(
         path.stat().st_size
         for name in ("checkpoints", EXPORT_FOLDER, "hf")
@@ -166,7 +169,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield "critic.model.path", config.critic.model.path or actor
 
 
-def _refuse_diffusion(path: str, shape: ModelShape) -> None:
+def _refuse_diffusion(path: str, shape: AnyShape) -> None:
     if shape.diffusion is not None:
         raise UserError(
             f"{path} is a masked-diffusion model, which RL does not train",
@@ -175,23 +178,11 @@ def _refuse_diffusion(path: str, shape: ModelShape) -> None:
 
 
 def _check_role(
-    config: Config, key: str, path: str, shape: ModelShape, actor: ModelShape | None
+    config: Config, key: str, path: str, shape: AnyShape, actor: AnyShape | None
 ) -> None:
     trained = key == _MODEL or key in _ROLES
-    if trained and key != "actor_rollout_ref.ref.model.path":
-        adapted(shape, configured(config, value=key == "critic.model.path"))
-    if trained:
-        worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
-        layout = world_with(worlds, _ROLES.get(key, "actor")).layout
-        check_split(shape, layout)
-        layout.check_layers(shape.num_layers)
-    rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
-    if key == _MODEL and rate and not any(kind.correction_bias for kind in shape.expert_kinds):
-        raise UserError(
-            f"the routers of {path}, of type {shape.family!r}, have no bias",
-            key=f"actor_rollout_ref.actor.megatron.moe_router_bias_update_rate={rate:g}",
-            remedy="set it to 0; moe_aux_loss_coeff balances the experts of any family",
-        )
+    if isinstance(shape, ModelShape):
+        _check_megatron(config, key, path, shape, trained=trained)
     if shape.value_head and key != "critic.model.path":
         raise UserError(
             f"{path} is a value model, which writes no text", remedy="name a language model"
@@ -206,8 +197,27 @@ def _check_role(
         )
 
 
+def _check_megatron(
+    config: Config, key: str, path: str, shape: ModelShape, *, trained: bool
+) -> None:
+    if trained and key != "actor_rollout_ref.ref.model.path":
+        adapted(shape, configured(config, value=key == "critic.model.path"))
+    if trained:
+        worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
+        layout = world_with(worlds, _ROLES.get(key, "actor")).layout
+        check_split(shape, layout)
+        layout.check_layers(shape.num_layers)
+    rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
+    if key == _MODEL and rate and not any(kind.correction_bias for kind in shape.expert_kinds):
+        raise UserError(
+            f"the routers of {path}, of type {shape.family!r}, have no bias",
+            key=f"actor_rollout_ref.actor.megatron.moe_router_bias_update_rate={rate:g}",
+            remedy="set it to 0; moe_aux_loss_coeff balances the experts of any family",
+        )
+
+
 def _check_engine_takes(
-    config: Config, path: str, shape: ModelShape, tensors: SafetensorsDirectory
+    config: Config, path: str, shape: AnyShape, tensors: SafetensorsDirectory
 ) -> None:
     if tensors.block is not None:
         raise UserError(
@@ -269,9 +279,7 @@ def check_tokenizers(
     all_of(problems)
 
 
-def _check_context(
-    config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape
-) -> None:
+def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape: AnyShape) -> None:
     """UserError if the run has longer sequences than the model's context."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     prompt, response = data.max_prompt_length, data.max_response_length
@@ -311,9 +319,9 @@ def check_proxy(config: Config) -> TextCodec | None:
     return codec
 
 
-def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
+def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: AnyShape) -> None:
     """UserError if the engine would compute another model than the trainer."""
-    if purpose == "sft" or key in _ROLES:
+    if purpose == "sft" or key in _ROLES or not isinstance(shape, ModelShape):
         return
     engine = config.actor_rollout_ref.rollout.name
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
@@ -332,7 +340,8 @@ def check_tokenizer(config: Config) -> TextCodec:
         codec.encode_chat([{"role": "user", "content": "?"}])
         largest = max((*codec.eos_token_ids, *codec.tokenizer.get_vocab().values()))
         try:
-            rows = read_model_shape(config.actor_rollout_ref.model.path).vocab_size
+            family = config.actor_rollout_ref
+            rows = read_shape(family.model.path, family.actor.strategy).vocab_size
         except UserError:
             return codec  # check_models reports it
         if largest >= rows:
@@ -447,16 +456,16 @@ def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revi
     """
     if not revises:
         return config.max_model_len
-    critique = config.data.max_response_length
-    path = config.actor_rollout_ref.model.path
+    critique, family = config.data.max_response_length, config.actor_rollout_ref
+    path = family.model.path
     return _revising_length(
         config,
         "actor_rollout_ref.rollout.max_model_len",
         _bare_lengths(codec, rows),
-        given=config.actor_rollout_ref.rollout.max_model_len,
+        given=family.rollout.max_model_len,
         least=config.max_model_len,
         critique=critique + critique // _REENCODED_SHARE,
-        context=lambda: read_model_shape(path).max_position_embeddings,
+        context=lambda: read_shape(path, family.actor.strategy).max_position_embeddings,
     )
 
 

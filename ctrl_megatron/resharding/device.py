@@ -37,6 +37,7 @@ from ctrl_megatron.resharding.sources import (
 )
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
+from ctrl_megatron.types import StrategyName
 
 Role = Literal["actor", "proxy"]
 _MOST_LOSSES = 3
@@ -115,6 +116,7 @@ class DeviceOwner:
         waiting: Waiting,
         *,
         directories: Mapping[Role, str | Path],
+        strategy: StrategyName = "megatron",
         shared: bool = False,
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
@@ -125,7 +127,8 @@ class DeviceOwner:
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
-        ``directories`` are the HF directories of the roles that no model of the trainer plays.
+        ``directories`` are the HF directories of the roles that no model of the trainer plays, and
+        ``strategy`` says which models may be there.
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``leaves`` are the parts of a model that go to host memory
         while the engines generate. Before training step ``rests_until`` the actor does not learn.
@@ -139,6 +142,7 @@ class DeviceOwner:
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
         self._lends, self._keep_proxy = lends, keep_proxy
+        self._strategy: StrategyName = strategy
         self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
@@ -175,7 +179,11 @@ class DeviceOwner:
         """Push the weights of an HF directory for ``role`` from now on."""
         self._sources[role] = (
             DirectorySource(
-                directory, self._layout, self._groups, kept=self._keep_proxy and role == "proxy"
+                directory,
+                self._layout,
+                self._groups,
+                strategy=self._strategy,
+                kept=self._keep_proxy and role == "proxy",
             )
             if self._lends is None
             else NoAdapters(self._lends, self._layout, self._groups)

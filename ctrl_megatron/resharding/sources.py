@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -27,6 +27,7 @@ from ctrl_megatron.resharding.plan import (
     plan,
 )
 from ctrl_megatron.rollout.weight_chunks import tensor_at
+from ctrl_megatron.types import StrategyName
 
 
 class WeightSource(Protocol):
@@ -150,10 +151,11 @@ class DirectorySource:
         layout: EngineLayout,
         groups: ProcessGroups,
         *,
+        strategy: StrategyName = "megatron",
         kept: bool = False,
     ) -> None:
         self.model, self.kept, self.layout = None, kept, layout
-        shape = read_model_shape(directory)
+        shape = read_shape(directory, strategy)
         specs = hf_specs(shape, layout.dtype, quantised=layout.quantised)
         self.places = place_in_buckets(specs, layout.bucket_bytes)
         self._tensors = SafetensorsDirectory(directory)

@@ -54,8 +54,8 @@ OWNERS = {
     "tensordict": ("pipeline/", "sft/"),
     "megatron": ("parallel/", "models/"),
     "transformers": (
-        *("data/tokens.py", "rollout/hf_", "rollout/sglang_stand_ins.py"),
-        *("models/fsdp.py", "models/transformers_model.py"),
+        *("data/tokens.py", "models/transformers_model.py"),
+        *("rollout/hf_", "rollout/sglang_stand_ins.py"),
     ),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),

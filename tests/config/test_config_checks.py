@@ -379,6 +379,30 @@ def test_adapters_go_as_wholes(transport: str) -> None:
     assert "adapter_push" in line and "weight_transport=shared_memory" in line
 
 
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("algorithm.adv_estimator=gae", ["no value models", "strategy=megatron"]),
+        ("actor_rollout_ref.model.lora_rank=4", ["no adapters", "lora_rank=4"]),
+        (MEGATRON + "recompute_granularity=selective", ["whole layers", "set it to full"]),
+        (MEGATRON + "tensor_model_parallel_size=2", ["is not read with", "strategy=megatron"]),
+        (MEGATRON + "moe_z_loss_coeff=0.1", ["is not read with", "strategy=megatron"]),
+        ("trainer.nnodes=2", ["over all ranks", "trainer.nnodes=1"]),
+        (ROLLOUT + "name=vllm", ["rollout.name=hf only"]),
+        (ROLLOUT + "weight_transport=shards", ["use shared_memory"]),
+        (ROLLOUT + "quantization=fp8", ["leave", "quantization out"]),
+    ],
+)
+def test_what_models_of_transformers_cannot_do_is_refused(
+    override: str, fragments: list[str]
+) -> None:
+    keys = [ACTOR + "strategy=fsdp", ROLLOUT + "name=hf"]
+    assert messages(*keys) == []
+    assert messages(*keys, MEGATRON + "param_offload=true") == []
+    hits = [m for m in messages(*keys, override) if all(part in m for part in fragments)]
+    assert len(hits) == 1, hits
+
+
 def test_engines_take_whole_hosts() -> None:
     rollout = "actor_rollout_ref.rollout."
     vllm = (rollout + "name=vllm", rollout + "tensor_model_parallel_size=2")

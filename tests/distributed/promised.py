@@ -12,6 +12,7 @@ import torch
 from workers import make_policy, policy_loss, start, weighted_loss
 
 STEPS = 3
+USUAL = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
 
 
 @contextmanager
@@ -49,12 +50,11 @@ def keep(
 
     groups, found = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    usual = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
     for name, case in cases.items():
         directory = case.pop("directory")
 
         def model(**optimizer: Any) -> Any:
-            chosen = {"token_budget": 64, **case, "optimizer": usual | optimizer}  # noqa: B023
+            chosen = {"token_budget": 64, **case, "optimizer": USUAL | optimizer}  # noqa: B023
             return make_policy(groups, directory, **chosen)  # noqa: B023
 
         def save(policy: Any, what: str) -> None:
@@ -93,17 +93,35 @@ def keep(
 
 
 def resume(
-    rank: int, layout: dict[str, Any], directory: str, saved: str, batch: dict, out: str
+    rank: int,
+    layout: dict[str, Any],
+    strategy: str,
+    directory: str,
+    saved: str,
+    batch: dict[str, torch.Tensor],
+    out: str,
 ) -> dict[str, float]:
-    """The third step from a checkpoint that another number of ranks saved."""
+    """The third step from a checkpoint that other ranks, or another strategy, saved."""
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    usual = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
-    policy = make_policy(groups, directory, strategy="fsdp", optimizer=usual, token_budget=64)
+    policy = make_policy(groups, directory, strategy=strategy, optimizer=dict(USUAL))
     load_sharded(policy, Path(saved))
     metrics = policy.step(mine, policy_loss)
     save_hf(policy, out, side_files=directory)
     return metrics
+
+
+def refuse(rank: int, directory: str) -> str:
+    """What is said of a model whose attention would be computed with another scale."""
+    from ctrl_megatron.errors import UserError
+    from ctrl_megatron.models import fsdp
+
+    attend = fsdp.attend
+    fsdp.attend = lambda q, k, v, packed, scale: attend(q, k, v, packed, 2 * scale)
+    groups = start({})
+    with pytest.raises(UserError) as refused:
+        make_policy(groups, directory, strategy="fsdp")
+    return str(refused.value)

@@ -66,10 +66,18 @@ def make_job(folder: Path) -> Job:
     )
 
 
-def run_rl(job: Job, name: str, folder: str, stops: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+def run_rl(
+    job: Job,
+    name: str,
+    folder: str,
+    stops: tuple[int, ...] = (),
+    *,
+    extra: tuple[str, ...] = (),
+    steps: int = STEPS,
+) -> list[dict[str, Any]]:
     """The steps of the RL run of that name; it ends after each of ``stops`` and is resumed."""
-    for steps in (*stops, STEPS):
-        run = run_forked(job, folder, steps=steps, extra=(*DRAWN, *RL[name]))
+    for last in (*stops, steps):
+        run = run_forked(job, folder, steps=last, extra=(*DRAWN, *RL[name], *extra))
         assert run.codes == (0, 0), run.output[-8000:]
     return steps_of(run)
 
@@ -90,12 +98,13 @@ def sft_examples(path: Path) -> Path:
     return path
 
 
-def run_sft(job: Job) -> list[dict[str, Any]]:
+def run_sft(
+    job: Job, folder: str = "golden_sft", extra: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
     """The steps of a fine-tuning run."""
     path = sft_examples(job.folder.parent / "sft.parquet")
-    run = run_forked(
-        job, "golden_sft", steps=STEPS, extra=(f"sft.train_files={path}",), purpose="sft"
-    )
+    extra = (f"sft.train_files={path}", *extra)
+    run = run_forked(job, folder, steps=STEPS, extra=extra, purpose="sft")
     assert run.codes == (0, 0), run.output[-8000:]
     return steps_of(run)
 

@@ -4,9 +4,12 @@ when they are stopped and resumed on the way.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import golden_runs
@@ -68,8 +71,50 @@ def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
         assert found == wanted, f"{name}, step {number}"
 
 
+def called(family: str, model: Path) -> Path:
+    """The model, a Llama, under the name of another family that computes the same."""
+    there = model.with_name(f"{model.name}_{family}")
+    shutil.copytree(model, there)
+    config = json.loads((there / "config.json").read_text())
+    config |= {"model_type": family, "architectures": [f"{family.title()}ForCausalLM"]}
+    (there / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
+    return there
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "stops"), [("llama", (2,)), ("mistral", ())])
+def test_models_of_transformers_take_the_same_steps(
+    golden_job: Job, family: str, stops: tuple[int, ...]
+) -> None:
+    """Three steps of the critic with a reference and a shared proxy, pushed to the same engine: the
+    recorded ones, also after a stop, and of a family that Megatron's table lacks."""
+    job, strategy = golden_job, ("actor_rollout_ref.actor.strategy=fsdp",)
+    if family != "llama":
+        job = replace(job, actor=called(family, job.actor), proxy=called(family, job.proxy))
+    name = f"fsdp_{family}"
+    found = golden_runs.run_rl(job, "ctrl_grpo", name, stops, extra=strategy, steps=3)
+    recorded = golden_runs.load("ctrl_grpo")
+    same_machine = recorded["machine"] == golden_runs.machine()
+    rel = {"rel": 1e-5, "abs": 1e-6} if same_machine else golden_runs.DIFFERENT_MACHINE
+    for number, (one, other) in enumerate(zip(found, recorded["steps"][:3], strict=True), 1):
+        assert one["texts"] == other["texts"], f"step {number}"
+        wanted = pytest.approx(other["metrics"], **rel)
+        assert {k: one["metrics"].get(k) for k in other["metrics"]} == wanted, f"step {number}"
+
+
 def test_sft(golden_job: Job) -> None:
     assert_recorded("sft", golden_runs.run_sft(golden_job))
+
+
+@pytest.mark.long
+def test_sft_of_models_of_transformers(golden_job: Job) -> None:
+    recorded = golden_runs.load("sft")
+    same_machine = recorded["machine"] == golden_runs.machine()
+    rel = {"rel": 1e-5, "abs": 1e-6} if same_machine else golden_runs.DIFFERENT_MACHINE
+    steps = golden_runs.run_sft(golden_job, "sft_fsdp", ("actor_rollout_ref.actor.strategy=fsdp",))
+    for found, wanted in zip(steps, recorded["steps"], strict=True):
+        metrics = {name: found["metrics"][name] for name in wanted["metrics"]}
+        assert metrics == pytest.approx(wanted["metrics"], **rel)
 
 
 def test_the_value_model_learns_first_and_the_kl_coefficient_adapts(
