@@ -61,6 +61,16 @@ def reserve(count: int, *below: int) -> None:
         _spares.append((pid, ours))
 
 
+def _living_spare() -> tuple[int, socket.socket] | None:
+    """The next spare that nothing has killed meanwhile, as a drill of kills may."""
+    while _spares:
+        pid, commands = _spares.pop(0)
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            return pid, commands
+        commands.close()
+    return None
+
+
 class Preloaded(subprocess.Popen):
     """A ``Popen`` whose process has been forked already, as long as there are spares."""
 
@@ -79,24 +89,21 @@ class Preloaded(subprocess.Popen):
         *pipes_and_rest: Any,
     ) -> None:
         stdin, _, _, stdout, _, stderr, *_ = pipes_and_rest
-        if (
-            not _spares
-            or shell
-            or not (set(_PROGRAMS) & set(args))
-            or {"vllm", "sglang"} & set(args)
-        ):
+        foreseen = set(_PROGRAMS) & set(args) and not {"vllm", "sglang"} & set(args)
+        spare = None if shell or not foreseen else _living_spare()
+        if spare is None:
             super()._execute_child(  # type: ignore[misc]
                 *(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo),
                 *(creationflags, shell, *pipes_and_rest),
             )
             return
-        self.pid, spare = _spares.pop(0)
+        self.pid, commands = spare
         self._child_created = True
         streams = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
         told = {"args": args[1:], "env": dict(env or os.environ), "cwd": str(cwd or os.getcwd())}
-        with spare:
-            socket.send_fds(spare, [b"."], [*streams, *pass_fds])
-            spare.sendall(json.dumps({**told, "pass_fds": list(pass_fds)}).encode())
+        with commands:
+            socket.send_fds(commands, [b"."], [*streams, *pass_fds])
+            commands.sendall(json.dumps({**told, "pass_fds": list(pass_fds)}).encode())
         self._close_pipe_fds(*pipes_and_rest[:6])  # type: ignore[attr-defined]
 
 
@@ -146,6 +153,8 @@ def _main(args: list[str], log: str, below: tuple[int, ...], environ: dict[str, 
 
 def wait_for_command(parent: socket.socket, below: tuple[int, ...]) -> None:
     """The life of a spare: ``parent`` sends descriptors and a command; does not return."""
+    # A drill that kills ranks and engines by their names passes it over.
+    Path("/proc/self/comm").write_text("spare")
     # Until then it is in the group of its parent, which launchers signal as a whole.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _, descriptors, _, _ = socket.recv_fds(parent, 1, 32)

@@ -6,6 +6,10 @@ engine ``hf`` in a process of its own, one rank and one thread; the first varian
 others are compared, draws every step's samples from the weights that train on them. ``--variant``
 gives the overrides of another one, separated by blanks. A finished run is not repeated, so that the
 same command goes on after a stop.
+
+A run whose samples are drawn by older weights earns later what it has learned. So every variant is
+compared twice: at equal steps, and at equal numbers of updates of the weights that drew the samples
+(the step before less ``rollout/staleness``), where nothing but worse learning makes a difference.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from ctrl_megatron.metrics.json_lines import read_json_lines
 from tools.bench_step import WORDS, Task, write_prompts
 
 FIRST = "synchronous"
-REWARD = "reward/mean"
+REWARD, STALENESS = "reward/mean", "rollout/staleness"
 _LAST = 3
 """A run's reward is the mean over the last of so many equal parts of its steps."""
 
@@ -97,12 +101,39 @@ def settings(out: Path, task: Task, rate: float) -> dict[str, Any]:
     }
 
 
-def reward_of(folder: Path, steps: int) -> float | None:
-    """The mean reward of the last steps of a finished run; None if it is not finished."""
+Run = list[tuple[float, float]]
+"""Step by step (mean number of updates of the weights that drew the samples, mean reward)."""
+
+
+def read_run(folder: Path, steps: int) -> Run:
+    """The steps of a finished run; nothing if it is not finished."""
     path = folder / "metrics.jsonl"
     lines = read_json_lines(path) if path.is_file() else []
-    rewards = [line["metrics"][REWARD] for line in lines if REWARD in line["metrics"]]
-    return statistics.fmean(rewards[-(steps // _LAST) :]) if len(rewards) >= steps else None
+    found = [line["metrics"] for line in lines if REWARD in line["metrics"]]
+    if len(found) < steps:
+        return []
+    # Without steps ahead there is no such metric: every sample is drawn by the newest weights.
+    return [(step - m.get(STALENESS, 0.0), m[REWARD]) for step, m in enumerate(found)]
+
+
+def last(run: Run) -> Run:
+    """The steps whose mean is a run's reward."""
+    return run[-(len(run) // _LAST) :]
+
+
+def reward_of(run: Run) -> float:
+    """The mean reward of the last steps."""
+    return statistics.fmean(reward for _, reward in last(run))
+
+
+def reward_after(run: Run, updates: Sequence[float]) -> float:
+    """The mean reward of a synchronous run after so many updates, between which it is a line."""
+
+    def at(number: float) -> float:
+        low = int(number)
+        return run[low][1] + (number - low) * (run[min(low + 1, len(run) - 1)][1] - run[low][1])
+
+    return statistics.fmean(map(at, updates))
 
 
 def train(out: Path, name: str, seed: int, overrides: Sequence[str]) -> None:
@@ -116,10 +147,11 @@ def train(out: Path, name: str, seed: int, overrides: Sequence[str]) -> None:
         raise UserError(f"the run {name} ended with exit code {code}", remedy="see above")
 
 
-def table(found: dict[str, list[float]]) -> str:
+def table(runs: dict[str, list[Run]]) -> str:
     """The rewards by variant. The interval is that of one more synchronous run: their mean and
-    twice their deviation to both sides.
+    twice their deviation to both sides. Differences at equal updates are those of equal seeds.
     """
+    found = {name: list(map(reward_of, own)) for name, own in runs.items()}
     first = found[FIRST]
     middle, wide = statistics.fmean(first), 2 * statistics.stdev(first)
     lines = [f"interval of {FIRST} runs: {middle - wide:.4f} to {middle + wide:.4f}"]
@@ -130,6 +162,15 @@ def table(found: dict[str, list[float]]) -> str:
         lines.append(
             f"{name}: {statistics.fmean(rewards):.4f} (standard error {error:.4f}), {inside} of "
             f"{len(rewards)} seeds inside: {each}"
+        )
+        later = [
+            reward_of(run) - reward_after(synchronous, [updates for updates, _ in last(run)])
+            for run, synchronous in zip(runs[name], runs[FIRST], strict=True)
+        ]
+        error = statistics.stdev(later) / len(later) ** 0.5
+        lines.append(
+            f"    less the synchronous rewards at equal updates: {statistics.fmean(later):+.4f} "
+            f"(standard error {error:.4f})"
         )
     return "\n".join(lines)
 
@@ -156,16 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_prompts(asked, out / "prompts.parquet")
         write_whole(out / "config.json", json.dumps(settings(out, task, options.lr)))
     variants = {FIRST: [], **{given: given.split() for given in options.variant}}
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    found: dict[str, list[Run]] = {name: [] for name in variants}
     for seed in range(1, options.seeds + 1):
         for number, (variant, overrides) in enumerate(variants.items()):
             name = f"variant{number}.seed{seed}"
-            if reward_of(out / name, options.steps) is None:
+            if not read_run(out / name, options.steps):
                 train(out, name, seed, overrides)
-            reward = reward_of(out / name, options.steps)
-            assert reward is not None
-            found[variant].append(reward)
-            print(f"{variant}, seed {seed}: {reward:.4f}", flush=True)
+            found[variant].append(read_run(out / name, options.steps))
+            print(f"{variant}, seed {seed}: {reward_of(found[variant][-1]):.4f}", flush=True)
     print(table(found))
     return 0
 

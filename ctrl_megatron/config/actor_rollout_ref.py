@@ -224,10 +224,25 @@ class CriticModel(ModelFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLayout:
+    """The layout of a model on ranks of its own (`placement`); what is not named here is as for the
+    actor."""
+
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share one layer."""
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the stack of layers."""
+
+
+_APART = Condition(("placement.reference",), bool, "{0}=RANKS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The frozen reference of the KL."""
 
     model: ModelFiles = group(ModelFiles)
+    megatron: RoleLayout = group(RoleLayout, read=_APART)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +256,8 @@ class EngineKeys:
     """Python interpreter of the engines, if they have a separate environment (make
     env-sglang-cuda); None for the trainer's."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Devices per engine; every host runs as many engines as fit on its devices."""
+    """Devices per engine; every host runs as many engines as fit on its devices, and an engine of
+    vllm that needs a multiple of them spans hosts."""
     n_gpus_per_node: int | None = key(None, AT_LEAST_1)
     """GPUs per host that belong to these engines alone, in addition to trainer.n_gpus_per_node;
     on a CPU, engine processes per host, None for one."""

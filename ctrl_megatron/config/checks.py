@@ -16,6 +16,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
+from ctrl_megatron.config.placement import roles_apart
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -35,6 +36,7 @@ _CUT = ("shards", "cuda_ipc", "nccl")
 _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
+_SPANNING = " or ".join(name for name, kind in ENGINES.items() if kind.spans_hosts)
 _BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
@@ -117,8 +119,15 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"ranks, but {world_size} were started; start {nodes * each} (torchrun {machines}"
             f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
         )
-    if purpose != "sft" and config.needs_values:
-        world_size -= _ranks_apart(config, world_size)
+    if purpose != "sft":
+        apart = roles_apart(config, world_size)
+        if apart and config.trainer.min_nnodes is not None:
+            raise UserError(
+                "its ranks would be others after a host is lost",
+                key=apart[0].key,
+                remedy=f"leave out trainer.min_nnodes or {apart[0].key}",
+            )
+        world_size -= sum(len(one.ranks) for one in apart)
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context = megatron.context_parallel_size
@@ -141,12 +150,13 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        shared = config.actor_rollout_ref.rollout.n_gpus_per_node is None
-        if shared and each % rollout_tensor:
+        rollout = config.actor_rollout_ref.rollout
+        whole = _uses_whole_hosts(config, rollout, each)
+        if rollout.n_gpus_per_node is None and each % rollout_tensor and not whole:
             raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
-                f"n_gpus_per_node={each}; choose a size that does, since an engine lives on one "
-                "host and every GPU belongs to one"
+                f"n_gpus_per_node={each}; choose a size that does, since every GPU belongs to one "
+                f"engine, or with {_R}name={_SPANNING} a multiple for as many whole hosts"
             )
         batches = {
             "data.train_batch_size": config.data.train_batch_size,
@@ -160,44 +170,6 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
                 f"({world_size} ranks{''.join(f' / {n} {name}' for name, n in sizes.items())}); "
                 f"use a multiple of {data}"
             )
-
-
-def _ranks_apart(config: Config, world_size: int) -> int:
-    """Number of ranks of ``placement.critic``. UserError for ranks that cannot be."""
-    critic, own = config.placement.critic, config.critic.megatron
-    each = config.trainer.n_gpus_per_node
-    key = f"placement.critic={list(critic)}"
-    if not critic:
-        return 0
-    if len({*critic}) < len(critic) or max(critic) >= world_size:
-        raise UserError(f"{key} must name ranks from 1 to {world_size - 1}, each once")
-    for rank in range(world_size):
-        if rank not in critic and rank - 1 in critic and rank % each:
-            raise UserError(
-                f"{key} puts rank {rank} of the actor behind rank {rank - 1} of the value model on "
-                "one host, and engines take a host's first GPUs; name the last ranks of a host"
-            )
-    data, rest = divmod(
-        len(critic), own.tensor_model_parallel_size * own.pipeline_model_parallel_size
-    )
-    if rest:
-        raise UserError(
-            f"{key} has {len(critic)} ranks, which critic.megatron.tensor_model_parallel_size="
-            f"{own.tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{own.pipeline_model_parallel_size} does not divide; change the sizes"
-        )
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if mini % data:
-        raise UserError(
-            f"{_A}ppo_mini_batch_size={mini} does not divide over the {data} data-parallel ranks "
-            f"of {key}; use a multiple of {data}"
-        )
-    if config.trainer.min_nnodes is not None:
-        raise UserError(
-            f"{key} names ranks, which are others after a host is lost; leave out "
-            "trainer.min_nnodes or placement.critic"
-        )
-    return len(critic)
 
 
 def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
@@ -337,8 +309,8 @@ def _parallelism(config: Config) -> Iterator[str]:
             "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
             f"{_R}placement=dedicated"
         )
-    yield from _engine(_R, rollout)
-    yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)
+    yield from _engine(config, _R, rollout)
+    yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
 
 def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
@@ -365,6 +337,8 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
+    if config.placement.reference:
+        yield f"{key} has all models on all ranks; leave placement.reference out, or {megatron}"
     if rollout.name != "hf":
         yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
     if rollout.weight_transport in _CUT:
@@ -376,7 +350,14 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
         yield f"{key} sends whole weights; leave {_R}quantization out, or {megatron}"
 
 
-def _engine(prefix: str, keys: EngineKeys) -> Iterator[str]:
+def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
+    """Whether engines of the configured size use all ``each`` devices of several hosts."""
+    spans, rest = divmod(keys.tensor_model_parallel_size, each)
+    able = spans > 1 and not rest and ENGINES[keys.name].spans_hosts
+    return able and config.trainer.nnodes % spans == 0
+
+
+def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:
     size, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
     able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
     if size != 1 and keys.name not in able:
@@ -384,10 +365,22 @@ def _engine(prefix: str, keys: EngineKeys) -> Iterator[str]:
             f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="
             f"{keys.name}; use {' or '.join(able)}, or set it to 1"
         )
-    if gpus is not None and gpus % size:
+    whole = _uses_whole_hosts(config, keys, gpus or config.trainer.n_gpus_per_node)
+    if gpus is not None and gpus % size and not whole:
         yield (
             f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"
-            f"tensor_model_parallel_size={size}, the devices of one engine; change one of them"
+            f"tensor_model_parallel_size={size}, the devices of one engine; change one of them, or "
+            f"use engines of whole hosts (with {prefix}name={_SPANNING})"
+        )
+    if whole and config.trainer.min_nnodes is not None:
+        yield (
+            f"{prefix}tensor_model_parallel_size={size} needs all hosts, and trainer.min_nnodes="
+            f"{config.trainer.min_nnodes} lets the run go on with fewer; choose one of them"
+        )
+    if whole and prefix == _R and config.actor_rollout_ref.rollout.adapter_push:
+        yield (
+            f"{_R}adapter_push=true writes adapters on the host that serves an engine, and "
+            f"{_R}tensor_model_parallel_size={size} needs several; leave it out"
         )
 
 
@@ -554,6 +547,31 @@ def _groups(config: Config) -> Iterator[str]:
         )
 
 
+def _tasks(config: Config) -> Iterator[str]:
+    reward, key = config.reward, "reward.reward_tasks"
+    on = {*reward.reward_funcs, "overlong", "judgment", "transition"}
+    for name, tasks in reward.reward_tasks.items():
+        if name not in on:
+            yield (
+                f"{key}.{name} belongs to no reward function of this run "
+                f"({', '.join(reward.reward_funcs)}); correct the name"
+            )
+        if not isinstance(tasks, list | tuple) or not all(isinstance(t, str) for t in tasks):
+            yield f"{key}.{name}={tasks!r} must be a list of tasks: [critique]"
+        elif not tasks:
+            yield f"{key}.{name} is empty; leave the function out of reward.reward_funcs"
+    if reward.reward_tasks and config.algorithm.filter_groups.enable:
+        yield f"algorithm.filter_groups compares rewards of one task; turn it off, or drop {key}"
+    if reward.reward_tasks and config.algorithm.adv_estimator == "remax":
+        yield f"algorithm.adv_estimator=remax draws critiques only; leave {key} out"
+    shares, files = config.data.mixture, config.data.train_files
+    if shares and len(shares) != len(files):
+        yield (
+            f"data.mixture has {len(shares)} shares for {len(files)} files of data.train_files; "
+            "give one each"
+        )
+
+
 def _reward(config: Config) -> Iterator[str]:
     names, weights = config.reward.reward_funcs, config.reward.reward_weights
     if not names or len(set(names)) < len(names):
@@ -571,6 +589,7 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_options.{min(others)} belongs to no function of reward.reward_funcs "
             "(critic takes its options from reward.*)"
         )
+    yield from _tasks(config)
     if "critic" in names and not config.writes_revisions:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "

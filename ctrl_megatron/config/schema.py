@@ -68,6 +68,9 @@ class Data:
     """Prompts per draw of dynamic sampling; None for train_batch_size."""
     val_batch_size: int = key(256, AT_LEAST_1, read=_VALIDATED)
     """Prompts per request to the engine in validation, over all ranks."""
+    mixture: tuple[float, ...] = key((), ABOVE_0)
+    """Share of each of several train_files in the drawn rows, of any sum; empty draws all rows
+    alike. Every file then has epochs of its own."""
     shuffle: bool = True
     """Draw the training rows in a new random order every epoch."""
     filter_overlong_prompts: bool = True
@@ -209,6 +212,10 @@ class Sft:
     """Sequences per optimizer step, over all ranks."""
     max_length: int = key(1024, AT_LEAST_1)
     """Longest sequence, prompt and critique together, in tokens."""
+    canvas: int | None = key(None, AT_LEAST_1)
+    """Masked-diffusion models only: response tokens of every row, filled up with end-of-text tokens
+    as the sampler's canvas (data.max_response_length of RL) is; longer responses are left out. None
+    adds one end-of-text token."""
     total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS)
     """Passes over the training rows."""
     total_training_steps: int | None = key(None, AT_LEAST_1)
@@ -231,7 +238,7 @@ class Config:
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
     critic: Critic = group(Critic, read=VALUE_MODEL)
-    placement: RolePlacement = group(RolePlacement, read=VALUE_MODEL)
+    placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
     sandbox: Sandbox = group(Sandbox)
@@ -293,9 +300,9 @@ class Config:
     @property
     def reference_is_base(self) -> bool:
         """True if the reference is the actor with its adapters off."""
-        family = self.actor_rollout_ref
+        family, apart = self.actor_rollout_ref, self.placement.reference
         same = family.ref.model.path in (None, family.model.path)
-        return self.needs_reference and same and family.model.lora_rank > 0
+        return self.needs_reference and same and family.model.lora_rank > 0 and not apart
 
     @property
     def value_epochs(self) -> int:

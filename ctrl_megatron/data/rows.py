@@ -29,6 +29,8 @@ from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
+CRITIQUE = "critique"
+"""The task of a row that names none."""
 ATTEMPT_COLUMNS = ("problem", "solution", "prompter_type", "selected_uts")
 """Columns that a file of first solutions must have. For other files the rewards decide."""
 _ROLES = ("system", "user", "assistant")
@@ -60,6 +62,9 @@ class Row:
     difficulty: int = 0
     pass_rate: float | None = None
     """Share of tests that ``solution`` passes; None if it was never judged."""
+    task: str = CRITIQUE
+    """What ``prompt`` asks for: ``critique``, which a revision follows, or a name of the user's
+    choice for any other task, whose response is rewarded as it is (``reward.reward_tasks``)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The file's other columns, for reward functions that read them; null cells are omitted."""
     place: str = field(default="", compare=False, repr=False)
@@ -227,6 +232,8 @@ def read_parquet(file: str | os.PathLike[str]) -> Any:
     """The pyarrow table of a file. Raises ``ValueError`` naming a file that cannot be read."""
     import pyarrow.parquet as parquet
 
+    if not Path(file).exists():
+        raise UserError(f"cannot read the parquet file {file}: it does not exist")
     try:
         return parquet.read_table(file)
     except (OSError, ValueError) as error:
@@ -277,6 +284,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
         comparison=comparison,
         difficulty=cell.difficulty(),
         pass_rate=cell.number("pass_rate", 0, 1, "between 0 and 1"),
+        task=cell.text("task", default=CRITIQUE),
         extra={
             name: value
             for name, value in record.items()

@@ -9,12 +9,13 @@ and cache.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
+from ctrl_megatron.memory.pushes import received_memory
 from ctrl_megatron.models.rules import rules
 from ctrl_megatron.models.shape import ModelShape
 
@@ -44,7 +45,9 @@ class EngineUse:
     outside: int
     """Context, communicators and buffers, which are not part of the share."""
     reload: int
-    """Whole tensors that arrive in a weight push before they are cut."""
+    """Whole tensors that arrive in a weight push before they are cut; 0 without pushes."""
+    received: int = 0
+    """Buckets in which it receives weights by itself, outside of the share."""
     cache_per_token: int
     longest: int
     """Tokens of the longest sequence, for which the cache needs room."""
@@ -67,14 +70,15 @@ class EngineUse:
     @property
     def awake(self) -> int:
         """Bytes on the device while the engine generates."""
-        return self.outside + self.share
+        return self.outside + self.share + self.received
 
 
 def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
     """The actor's configured engine on a GPU of ``gpu_memory`` bytes."""
     keys = config.actor_rollout_ref.rollout
     quantised = keys.quantization is not None
-    return _use(config, keys, shape, gpu_memory, config.max_model_len, quantised=quantised)
+    use = _use(config, keys, shape, gpu_memory, config.max_model_len, quantised=quantised)
+    return replace(use, received=received_memory(config, shape))
 
 
 def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
@@ -87,7 +91,7 @@ def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> Engi
     revision = config.actor_rollout_ref.rollout.revision_max_tokens
     expected = data.max_prompt_length + 2 * data.max_response_length + revision
     longest = keys.max_model_len or min(expected, shape.max_position_embeddings)
-    return _use(config, keys, shape, gpu_memory, longest)
+    return replace(_use(config, keys, shape, gpu_memory, longest), reload=0)
 
 
 def _use(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
@@ -24,24 +24,28 @@ _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
 def problem(config: Config, budget: MemoryBudget) -> str | None:
     """The phase that does not fit, with its largest items; None if all fit."""
-    for name, prefix, engine in (
-        ("engine", _ROLLOUT, budget.engine),
-        ("proxy's engine", _PROXY, budget.proxy),
+    dedicated = config.actor_rollout_ref.rollout.placement == "dedicated"
+    for name, prefix, engine, alone in (
+        ("engine", _ROLLOUT, budget.engine, dedicated),
+        ("proxy's engine", _PROXY, budget.proxy, True),
     ):
-        if engine is None or engine.cache_tokens >= engine.longest:
+        if engine is None:
             continue
-        share = value_of(config, f"{prefix}gpu_memory_utilization")
-        return (
-            f"start: {name}: {prefix}gpu_memory_utilization={share} of {gib(budget.gpu_memory)} "
-            f"leaves the key-value cache room for {engine.cache_tokens} tokens beside weights "
-            f"{gib(engine.weights)}, a sequence of max_model_len needs {engine.longest}"
-        )
-    if (proxy := budget.proxy) is not None and proxy.awake > budget.gpu_memory:
-        return (
-            f"start: proxy's engine needs {gib(proxy.awake)} on a GPU of its own, which has "
-            f"{gib(budget.gpu_memory)}: {_PROXY}gpu_memory_utilization of it and "
-            f"{gib(proxy.outside)} for its context and buffers"
-        )
+        if engine.cache_tokens < engine.longest:
+            share = value_of(config, f"{prefix}gpu_memory_utilization")
+            return (
+                f"start: {name}: {prefix}gpu_memory_utilization={share} of "
+                f"{gib(budget.gpu_memory)} leaves the key-value cache room for "
+                f"{engine.cache_tokens} tokens beside weights {gib(engine.weights)}, a sequence "
+                f"of max_model_len needs {engine.longest}"
+            )
+        if alone and engine.awake + engine.reload > budget.gpu_memory:
+            beside = engine.outside + engine.received + engine.reload
+            return (
+                f"start: {name} needs {gib(engine.awake + engine.reload)} on a GPU of its own, "
+                f"which has {gib(budget.gpu_memory)}: {prefix}gpu_memory_utilization of it and "
+                f"{gib(beside)} for its context, buffers and arriving weights"
+            )
     use = budget.fullest
     if use.total <= budget.limit:
         return None
@@ -87,10 +91,10 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
     chosen: dict[str, Any] = {}
     for key, value in changes:
         chosen[key] = value
-        if fits(_together(config, chosen)):
+        if fits(with_keys(config, chosen)):
             for key in list(chosen):
                 fewer = {k: v for k, v in chosen.items() if k != key}
-                if fits(_together(config, fewer)):
+                if fits(with_keys(config, fewer)):
                     chosen = fewer
             return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
     proxy = f", {_PROXY}n_gpus_per_node" if config.has_proxy_engines else ""
@@ -140,7 +144,8 @@ def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
             yield prefix + "gpu_memory_utilization", share
 
 
-def _together(config: Config, changes: dict[str, Any]) -> Config:
+def with_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with new values of dotted keys."""
     for key, value in changes.items():
         config = _changed(config, key, value)
     return config

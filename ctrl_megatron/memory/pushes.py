@@ -13,6 +13,7 @@ from ctrl_megatron.resharding.shard_plan import (
     takers_of_engines,
     workers_as_takers,
 )
+from ctrl_megatron.rollout.transports.nccl import SLOTS
 
 
 def push_plan(config: Config, shape: ModelShape) -> ShardPlan:
@@ -62,3 +63,15 @@ def bucket_memory(config: Config, shape: ModelShape, rank: int) -> int:
         if transfer.giver == rank:
             sent[number_of[transfer.part]] += transfer.num_bytes
     return IN_FLIGHT * max(sent)
+
+
+def received_memory(config: Config, shape: ModelShape) -> int:
+    """Bytes of the buckets in which a worker on a GPU of its own receives weights, which it keeps
+    from the first push on; 0 with media that bring them to the memory of others."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weight_transport != "nccl":
+        return 0
+    plan = push_plan(config, shape)
+    sizes = list(map(plan.most_of_a_worker, plan.buckets(rollout.update_bucket_megabytes << 20)))
+    # Buckets use the slots in turn, and each slot grows to its largest one.
+    return sum(max(sizes[slot::SLOTS], default=0) for slot in range(SLOTS))

@@ -58,6 +58,11 @@ METRICS: dict[str, Metric] = {
     "group/reward_minus_first": Metric(
         "reward minus the pass rate of the first solution", headline=True
     ),
+    "task/NAME/share": Metric(
+        "share of the responses to rows of the task NAME, if there are several"
+    ),
+    "task/NAME/reward": Metric("weighted rewards of the responses to rows of the task NAME"),
+    "task/NAME/length": Metric("tokens of a response to a row of the task NAME"),
     "revision/length": Metric("tokens of a revision"),
     "revision/left_out_rate": Metric(
         "share of valid critiques whose revision prompt is too long for the engine; left out"

@@ -15,7 +15,8 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import ProxyServer
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
@@ -48,7 +49,7 @@ from ctrl_megatron.rollout.engine import Engine
 
 def build_worker(
     run: Session, services: Services, inputs: RunInputs
-) -> tuple[DAGWorker, ResumableSampler, int]:
+) -> tuple[DAGWorker, Sampler, int]:
     """(the worker of the nodes, the sampler of its rows, training steps of the run). Collective.
 
     If engine and trainer share the devices, models are built while the engine sleeps, because the
@@ -56,10 +57,7 @@ def build_worker(
     """
     config, groups = run.config, run.groups
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
-    sampler = ResumableSampler(
-        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
-    )
-    steps = total_steps(config, len(train.rows))
+    sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
     family = config.actor_rollout_ref
     services.wait()
     engine = services.connect() if groups.is_leader else None
@@ -71,9 +69,11 @@ def build_worker(
         leaves=leaving_parts(config),
         rests_until=config.trainer.critic_warmup,
     )
-    policy, reference = build_policies(config, groups, steps, device)
+    policy, reference = build_policies(
+        config, groups, steps, device, with_reference=run.is_here("reference")
+    )
     value = None
-    if len(run.worlds) == 1:
+    if run.is_here("critic"):
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
             device.adopt(value)
@@ -104,18 +104,21 @@ def build_worker(
     return worker, sampler, steps
 
 
-def value_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, ResumableSampler, int]:
-    """As ``build_worker`` for a rank that has the value model and nothing else. Collective over the
+def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
+    """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
     ranks of its world.
     """
-    config, train = run.config, inputs.train
-    sampler = ResumableSampler(
-        len(train.rows), seed=config.trainer.seed, shuffle=config.data.shuffle
-    )
+    config, train, groups = run.config, inputs.train, run.groups
+    sampler = row_sampler(config, train)
     steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
+    reference = value = None
+    if run.is_here("reference"):
+        reference = build_reference(config, groups)
+    if run.is_here("critic"):
+        value = build_value_model(config, groups, steps)
     worker = DAGWorker(
         config=config,
-        groups=run.groups,
+        groups=groups,
         background=run.background,
         stop=run.stop,
         codec=inputs.codec,
@@ -129,8 +132,8 @@ def value_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, ResumableS
         rewards=None,
         reward_weights=inputs.rewards.weights,
         policy=absent("the actor"),
-        reference=None,
-        value=build_value_model(config, run.groups, steps, lambda: None),
+        reference=reference,
+        value=value,
         kl_controller=build_kl_controller(config),
         peak_flops=1.0,
     )
@@ -231,6 +234,19 @@ def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
         }
 
 
+def row_sampler(config: Config, train: PromptTable) -> Sampler:
+    """The order in which the rows of ``train`` are drawn (``data.mixture``)."""
+    seed, data = config.trainer.seed, config.data
+    if not data.mixture:
+        return ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
+    parts, taken = list[list[int]](), set[str]()
+    for ids in train.sets.values():
+        # A row that several files contain is drawn as one of the first.
+        parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
+        taken |= ids
+    return MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+
+
 def total_steps(config: Config, rows: int) -> int:
     """Training steps of the run."""
     epochs = config.trainer.total_epochs * (rows // config.data.train_batch_size)
@@ -247,10 +263,20 @@ def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLControl
     return get_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
 
 
+def _nothing() -> None: ...
+
+
 def build_policies(
-    config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    device: DeviceOwner,
+    *,
+    with_reference: bool = True,
 ) -> tuple[Policy, Policy | BasePolicy | None]:
-    """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
+    """The actor for ``steps`` training steps, and the reference if the objective has a KL and
+    ``with_reference`` it is to be here.
+    """
     family = config.actor_rollout_ref
     policy = build_policy(
         config,
@@ -261,23 +287,31 @@ def build_policies(
         take_device=device.to_trainer,
     )
     device.adopt(policy, "actor")
-    if not config.needs_reference:
-        return policy, None
     if config.reference_is_base:
         return policy, BasePolicy(policy)
-    path = family.ref.model.path or family.model.path
-    reference = build_policy(
+    reference = build_reference(config, groups, device.to_trainer) if with_reference else None
+    if reference is not None:
+        device.adopt(reference)
+        if family.actor.megatron.param_offload:
+            reference.offload("weights")
+    return policy, reference
+
+
+def build_reference(
+    config: Config, groups: ProcessGroups, take_device: Callable[[], None] = _nothing
+) -> Policy | None:
+    """The frozen reference; None if the objective has no KL."""
+    family = config.actor_rollout_ref
+    if not config.needs_reference:
+        return None
+    return build_policy(
         config,
         groups,
-        path=path,
+        path=family.ref.model.path or family.model.path,
         optimizer=None,
         budget=family.log_prob_token_budget,
-        take_device=device.to_trainer,
+        take_device=take_device,
     )
-    device.adopt(reference)
-    if family.actor.megatron.param_offload:
-        reference.offload("weights")
-    return policy, reference
 
 
 def build_policy(
@@ -287,7 +321,7 @@ def build_policy(
     path: str,
     optimizer: OptimizerOptions | None,
     budget: int,
-    take_device: Callable[[], None] = lambda: None,
+    take_device: Callable[[], None] = _nothing,
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
     options = _model_options(config, optimizer=optimizer, budget=budget)
@@ -302,7 +336,10 @@ def build_policy(
 
 
 def build_value_model(
-    config: Config, groups: ProcessGroups, steps: int, take_device: Callable[[], None]
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    take_device: Callable[[], None] = _nothing,
 ) -> ValueModel | None:
     """The value model for ``steps`` training steps; None if nothing reads its values."""
     if not config.needs_values:

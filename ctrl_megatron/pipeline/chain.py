@@ -17,7 +17,7 @@ from itertools import chain
 from tensordict import TensorDict
 
 from ctrl_megatron.background import gathered
-from ctrl_megatron.data.rows import Row
+from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.pipeline.batch import Fields, Sample, reward_fields, rows_of, texts, with_fields
 from ctrl_megatron.pipeline.sampling import (
     RowListener,
@@ -73,10 +73,11 @@ class Critique:
 
     @property
     def item(self) -> RewardItem:
-        """The revised critique as the reward functions get it."""
+        """The revised critique as the reward functions get it; of another task the response."""
+        is_critique = self.row.task == CRITIQUE
         return RewardItem(
-            text=self.revision,
-            critique=self.text,
+            text=self.revision if is_critique else self.text,
+            critique=self.text if is_critique else "",
             judgment=self.judgment,
             row=self.row,
             length=self.tokens,
@@ -85,8 +86,17 @@ class Critique:
     @property
     def drawn(self) -> Fields:
         """Fields of the batch that are known once the critique is drawn."""
-        valid = self.judgment is not None
-        return {"critique": self.text, "valid": valid, "judged_correct": bool(self.judgment)}
+        return {
+            "task": self.row.task,
+            "critique": self.text,
+            "valid": self.judgment is not None,
+            "judged_correct": bool(self.judgment),
+        }
+
+    @property
+    def is_revised(self) -> bool:
+        """Whether a revision follows in training."""
+        return self.judgment is not None and self.row.task == CRITIQUE
 
     @property
     def revised(self) -> Fields:
@@ -151,7 +161,7 @@ class Next:
         """(text that only an equal conversation has, the conversation that asks for a revision);
         None where the critique is not revised.
         """
-        if critique.judgment is None and not self.without_judgment:
+        if not (critique.is_revised or self.without_judgment):
             return None
         row = critique.row
         messages = revision_messages(row.attempt().problem, row.solution, critique.text)
@@ -173,6 +183,8 @@ class Next:
 
     def _begin_revising(self, worker: RolloutWorker, critique: Critique) -> None:
         if (request := self.request(critique)) is None:
+            if critique.row.task != CRITIQUE:
+                self.begin_judging(worker, critique)
             return
         name, messages = request
         if name not in worker.begun:

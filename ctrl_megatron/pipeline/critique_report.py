@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.data.rows import CRITIQUE
 from ctrl_megatron.pipeline.batch import Sample, columns, known, texts
 from ctrl_megatron.pipeline.chain import Critique, critiques_of
 from ctrl_megatron.pipeline.performance import step_performance
@@ -19,32 +20,35 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Vectors whose means are reported for critiques as they were drawn, and for their revisions
     where there are any.
     """
-    measured = length_metrics(samples, "critique")
+    critiques = [sample for sample in samples if sample.fields["task"] == CRITIQUE]
+    measured = length_metrics(critiques, "critique")
     fields = columns([sample.fields for sample in samples])
     if samples:
-        measured["critique/valid_rate"] = fields["valid"].float()
-    if "revision_length" in fields:
-        measured |= revision_metrics(fields, fields["valid"])
+        drawn = torch.tensor([sample.fields["task"] == CRITIQUE for sample in samples])
+        measured["critique/valid_rate"] = fields["valid"][drawn].float()
+        if "revision_length" in fields:
+            measured |= revision_metrics(fields, fields["valid"] & drawn)
     return measured
 
 
 def revision_metrics(
-    fields: Mapping[str, torch.Tensor], valid: torch.Tensor
+    fields: Mapping[str, torch.Tensor], revised: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported, from the columns of ``Critique.revised`` and ``valid`` (B,)
-    bool.
+    """Vectors whose means are reported, from the columns of ``Critique.revised`` and ``revised``
+    (B,) bool.
     """
     return {
         "revision/length": fields["revision_length"],
-        "revision/left_out_rate": (~fields["revision_fits"])[valid].float(),
+        "revision/left_out_rate": (~fields["revision_fits"])[revised].float(),
     }
 
 
 def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
-    """Speed, pass rates of first solutions and of revisions, how verdicts came about, and whether
-    there was anything to learn. Collective.
+    """Speed, pass rates of first solutions and of revisions, how verdicts came about, whether there
+    was anything to learn, and the rewards of each task where there are several. Collective.
     """
-    critiques = critiques_of(worker, batch)
+    every = critiques_of(worker, batch)
+    critiques = [critique for critique in every if critique.row.task == CRITIQUE]
     before = [critique.row.pass_rate for critique in critiques]
     rates = worker.means(
         {
@@ -52,11 +56,28 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             "pass_rate/after": batch["pass_rate"][batch["rewarded"] & batch["valid"]],
             "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
-            **reward_signal(batch["reward/critic"], texts(batch["uid"]), critiques),
+            **reward_signal(batch["reward/critic"], texts(batch["uid"]), every),
             **critique_signal(critiques),
+            **task_metrics(worker, batch),
         }
     )
     return {**step_performance(worker, batch), **rates}
+
+
+def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported for every task of the training rows, if there are several:
+    share of the responses, their weighted rewards, and their lengths in tokens.
+    """
+    tasks, here = sorted({row.task for row in worker.train.rows}), texts(batch["task"])
+    if len(tasks) == 1:
+        return {}
+    measured, lengths = dict[str, torch.Tensor](), batch["response_mask"].sum(dim=1).float()
+    for task in tasks:
+        mine = torch.tensor([name == task for name in here])
+        measured[f"task/{task}/share"] = mine.float()
+        measured[f"task/{task}/reward"] = batch["score"][mine]
+        measured[f"task/{task}/length"] = lengths[mine & batch["rewarded"]]
+    return measured
 
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
@@ -68,6 +89,16 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
         if uids[i] in examples:
             continue
         critique, row = critiques[i], critiques[i].row
+        if row.task != CRITIQUE:
+            examples[uids[i]] = {
+                "id": row.id,
+                "task": row.task,
+                "prompt": row.prompt[-1]["content"],
+                "response": critique.text,
+                "reward": known(batch["score"][i]),
+                "versions": f"response by {versions[i]}",
+            }
+            continue
         examples[uids[i]] = {
             "id": row.id,
             "problem": row.problem,
@@ -99,7 +130,7 @@ def reward_signal(
         groups.setdefault(uid, []).append(critique)
     distinct = []
     for members in groups.values():
-        revisions = [c.revision for c in members if c.judgment is not None]
+        revisions = [c.revision for c in members if c.is_revised]
         if len(revisions) > 1:
             distinct.append(len(set(revisions)) / len(revisions))
     gains = [

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _PREFIX = "greedy_"
 
 
-@writes("greedy_critique", "greedy_valid", "greedy_judged_correct")
+@writes("greedy_task", "greedy_critique", "greedy_valid", "greedy_judged_correct")
 def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_critique``, ``greedy_valid``, ``greedy_judged_correct`` (B,): the actor's likeliest
     critique for each row's prompt.

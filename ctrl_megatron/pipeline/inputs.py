@@ -20,7 +20,7 @@ from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_
 from ctrl_megatron.config import Config, Purpose, to_yaml
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
-from ctrl_megatron.data.rows import Row, read_rows, rows_by_id
+from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.disk import disk_use
@@ -35,7 +35,7 @@ from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import worlds_of
+from ctrl_megatron.parallel.layout import world_with, worlds_of
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
@@ -45,8 +45,8 @@ from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
 _MODEL = "actor_rollout_ref.model.path"
 _PROXY = "actor_rollout_ref.proxy.model.path"
-_ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
-"""Models that generate no text."""
+_ROLES = {"actor_rollout_ref.ref.model.path": "reference", "critic.model.path": "critic"}
+"""The key of a model that generates no text, and its role."""
 _REENCODED_SHARE = 8
 """The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
 as too long in the step."""
@@ -104,7 +104,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_shape(path, strategy)
-                _refuse_diffusion(path, shape)
+                if purpose == "rl":
+                    _refuse_diffusion(path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -171,7 +172,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
 def _refuse_diffusion(path: str, shape: AnyShape) -> None:
     if shape.diffusion is not None:
         raise UserError(
-            f"{path} is a masked-diffusion model, which no command trains",
+            f"{path} is a masked-diffusion model, which RL does not train",
             remedy="name an autoregressive model",
         )
 
@@ -179,7 +180,7 @@ def _refuse_diffusion(path: str, shape: AnyShape) -> None:
 def _check_role(
     config: Config, key: str, path: str, shape: AnyShape, actor: AnyShape | None
 ) -> None:
-    trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
+    trained = key == _MODEL or key in _ROLES
     if isinstance(shape, ModelShape):
         _check_megatron(config, key, path, shape, trained=trained)
     if shape.value_head and key != "critic.model.path":
@@ -203,7 +204,7 @@ def _check_megatron(
         adapted(shape, configured(config, value=key == "critic.model.path"))
     if trained:
         worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
-        layout = worlds[-1 if key == "critic.model.path" else 0].layout
+        layout = world_with(worlds, _ROLES.get(key, "actor")).layout
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
     rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
@@ -261,7 +262,7 @@ def check_tokenizers(
         except UserError as error:
             problems.append(error)
             continue
-        reads = key in (_MODEL, *_ONLY_TRAINED)
+        reads = key in (_MODEL, *_ROLES)
         if not known or not found:
             continue
         part = different_part(known, found, MEANING if reads else known)
@@ -286,7 +287,7 @@ def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape:
     longest = config.sequence_tokens
     if purpose == "sft":
         asked, longest = f"sft.max_length={config.sft.max_length}", config.sft.max_length
-    elif key not in _ONLY_TRAINED and config.max_model_len > longest:
+    elif key not in _ROLES and config.max_model_len > longest:
         longest = config.max_model_len
         if rollout.max_model_len is not None:
             asked = f"actor_rollout_ref.rollout.max_model_len={longest}"
@@ -320,7 +321,7 @@ def check_proxy(config: Config) -> TextCodec | None:
 
 def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: AnyShape) -> None:
     """UserError if the engine would compute another model than the trainer."""
-    if purpose == "sft" or key in _ONLY_TRAINED or not isinstance(shape, ModelShape):
+    if purpose == "sft" or key in _ROLES or not isinstance(shape, ModelShape):
         return
     engine = config.actor_rollout_ref.rollout.name
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
@@ -425,10 +426,11 @@ def read_inputs(
         _require_a_step(len(train.rows), train.dropped, config)
     else:
         train = validation = _table(config, codec, "data.val_files", config.data.val_files)
+        _require_critiques(config, validation.rows)
     rows = list(train.rows)
     if trains and validation is not None:
         rows += validation.rows
-    rewards.check_columns(rows)
+    rewards.check_rows(rows)
     own = None
     if proxy_codec is not None:
         own = proxy_length(config, codec, proxy_codec, rows)
@@ -495,6 +497,7 @@ def _bare_lengths(codec: TextCodec, rows: Sequence[Row]) -> list[int]:
     return [
         len(codec.encode_chat(revision_messages(row.attempt().problem, row.solution, "")))
         for row in rows
+        if row.task == CRITIQUE
     ]
 
 
@@ -544,11 +547,25 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
             with users_input(key):
-                rows += read_rows(files, prompt_key=data.prompt_key)
-                count = count or len(rows)
+                found = read_rows(files, prompt_key=data.prompt_key)
+                rows, count = [*rows, *found], count or len(found)
+                if files is kept:
+                    _require_critiques(config, found)
     rows_by_id(rows)
     _require_a_step(count, 0, config)
-    rewards.check_columns(rows)
+    rewards.check_rows(rows)
+
+
+def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
+    """UserError for a validation row of another task in a pipeline that validates critiques."""
+    other = next((row for row in validated if row.task != CRITIQUE), None)
+    if config.writes_revisions and other is not None:
+        raise UserError(
+            f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and validation "
+            "measures critiques by their revisions",
+            key="data.val_files",
+            remedy=f"leave rows of other tasks than {CRITIQUE!r} out",
+        )
 
 
 def _require_a_step(count: int, dropped: int, config: Config) -> None:
@@ -572,10 +589,13 @@ def prompt_tables(
 
     One file may serve both. UserError for different rows with one id.
     """
-    train = _table(config, codec, "data.train_files", config.data.train_files)
+    trained = config.data.train_files
+    mixed = [str(number) for number, _ in enumerate(trained)] if config.data.mixture else []
+    train = _table(config, codec, "data.train_files", trained, mixed)
     files = config.data.val_files if validates else ()
     sets = config.data.val_sets
     validation = _table(config, codec, "data.val_files", files, sets) if files else None
+    _require_critiques(config, validation.rows if validation else ())
     rows_by_id([*train.rows, *(validation.rows if validation else ())])
     return train, validation
 

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.sampler import Sampler
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.metrics.timeline import timeline_record
@@ -93,7 +93,7 @@ class TrainingLoop:
 
     worker: Trainee
     graph: TaskGraph
-    sampler: ResumableSampler
+    sampler: Sampler
     store: CheckpointStore
     recorder: Recorder
     schedule: Schedule
@@ -238,7 +238,9 @@ class TrainingLoop:
         )
         others = self._news(own)
         for other in others:
-            metrics |= {**other.metrics, **seconds_by_name(other.phases)}
+            took = seconds_by_name(other.phases)
+            # Several worlds may wait for the same one: the longest counts.
+            metrics |= {**other.metrics} | {n: max(s, metrics.get(n, 0.0)) for n, s in took.items()}
         for watcher in self.watchers:
             watcher.end(step, batch, metrics)
         metrics |= self._report_skipped(step, (own, *others))

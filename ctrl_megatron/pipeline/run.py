@@ -26,14 +26,14 @@ from ctrl_megatron.config import CTRL_PIPELINE, GRPO_PIPELINE, Config
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import UserError, users_code, users_input
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.layout import World, worlds_of
 from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.ahead import SavedDraws
-from ctrl_megatron.pipeline.build import build_worker, total_steps, value_worker
+from ctrl_megatron.pipeline.build import apart_worker, build_worker, row_sampler, total_steps
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
@@ -122,7 +122,7 @@ def train(config: Config) -> bool:
         validates=graph.report.validate is not None,
         revises=graph.revises,
     )
-    steps = planned_steps(config, len(inputs.train.rows))
+    steps = planned_steps(config, inputs.train)
     if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
         return True
     with session(config, apart=True) as run:
@@ -146,7 +146,7 @@ def train(config: Config) -> bool:
                 between.tell(why, changed=False)
                 raise
         else:
-            worker, sampler, steps = value_worker(run, inputs)
+            worker, sampler, steps = apart_worker(run, inputs)
             graph.report = StepReport()
         between.meet()
         if run.served is not None:
@@ -217,10 +217,10 @@ def train(config: Config) -> bool:
 
 
 def world_line(world: World) -> str:
-    """For the banner: a role on ranks of its own."""
+    """For the banner: roles on ranks of their own."""
     layout, ranks = world.layout, ", ".join(map(str, world.ranks))
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
-    return f"; {world.name} on ranks {ranks}: {sizes}"
+    return f"; {' and '.join(world.roles)} on ranks {ranks}: {sizes}"
 
 
 def between_worlds(run: Session, inputs: RunInputs) -> Between:
@@ -243,11 +243,12 @@ def counted_epochs(config: Config) -> int | None:
     return config.trainer.total_epochs if counted else None
 
 
-def planned_steps(config: Config, rows: int) -> int:
+def planned_steps(config: Config, train: PromptTable) -> int:
     """Training steps of the run. If epochs are counted, this is the largest number, or the number
     of the checkpoint's steps if that has drawn all rows.
     """
-    steps, epochs, trainer = total_steps(config, rows), counted_epochs(config), config.trainer
+    steps, epochs = total_steps(config, len(train.rows)), counted_epochs(config)
+    trainer = config.trainer
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
@@ -257,7 +258,7 @@ def planned_steps(config: Config, rows: int) -> int:
     models = (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ()))
     with users_input():
         state = read_state(checkpoint, models, ("sampler", *_PARTS))
-        sampler = ResumableSampler(rows, seed=trainer.seed, shuffle=config.data.shuffle)
+        sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
     through = sampler.is_through(epochs, config.gen_batch_size)
     return min(steps, checkpoint.step) if through else steps

@@ -249,7 +249,8 @@ class DAGWorker(RolloutWorker):
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | BasePolicy | None
-    """The frozen reference of the KL; None if the objective has no KL."""
+    """The frozen reference of the KL; None if the objective has no KL, or if another world has
+    it."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""
     kl_controller: FixedKLController | AdaptiveKLController
@@ -276,6 +277,11 @@ class DAGWorker(RolloutWorker):
         return {
             name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
         }
+
+    @property
+    def has_actor(self) -> bool:
+        """Whether the actor, whose engines may need the device, is on this rank."""
+        return not isinstance(self.policy, Elsewhere)
 
     @property
     def actor_learns(self) -> bool:

@@ -26,6 +26,9 @@ _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "
     "improve it. Do not write the full solution."
 )
+_JUDGING_TASK = "Decide whether the answer to this programming problem passes every test."
+_JUDGING_FORMAT = """Think first, and end with this line:
+Overall judgment: (one word, Correct or Incorrect)"""
 _HINT_TASK = "Base your review on the hint, but never mention that there is one."
 _CRITIQUE_FORMAT = """<format>
 Analysis: is the answer correct, and why
@@ -63,6 +66,13 @@ def critique_messages(problem: Problem, solution: str) -> list[Message]:
     ``prompter_type``.
     """
     return [_user("\n".join((_CRITIQUE_TASK, *_subject(problem, solution), _CRITIQUE_FORMAT)))]
+
+
+def judging_messages(problem: Problem, solution: str) -> list[Message]:
+    """The question whether ``solution`` is right. Raises ``ValueError`` for an unknown
+    ``prompter_type``.
+    """
+    return [_user("\n".join((_JUDGING_TASK, *_subject(problem, solution), _JUDGING_FORMAT)))]
 
 
 def hint_messages(problem: Problem, solution: str, hint: str) -> list[Message]:

@@ -49,6 +49,11 @@ class EngineLayout:
         """The hosts with engines: their buckets must contain every tensor."""
         return self.placement.hosts
 
+    def hosts_of(self, host: int) -> Sequence[int]:
+        """The hosts of each engine that a host serves: all have the same, and only one engine
+        spans several."""
+        return next((engine.hosts for engine in self.placement.served_on(host)), (host,))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:

@@ -258,9 +258,11 @@ def takers_of_engines(
     for rank, host in enumerate(host_of_rank):
         ranks.setdefault(host, []).append(rank)
     return tuple(
-        tuple(there[device % len(there)] for device in engine.devices)
+        tuple(
+            ranks[host][device % len(ranks[host])]
+            for device, host in zip(engine.devices, engine.host_of_worker, strict=True)
+        )
         for engine in placement.engines
-        for there in (ranks[engine.host],)
     )
 
 
@@ -272,7 +274,7 @@ def workers_as_takers(
     hosts, takers = list(host_of_rank), []
     for engine in placement.engines:
         first = len(hosts)
-        hosts += [engine.host] * len(engine.devices)
+        hosts += engine.host_of_worker
         takers.append(tuple(range(first, len(hosts))))
     return tuple(takers), tuple(hosts)
 
@@ -280,7 +282,8 @@ def workers_as_takers(
 def one_engine_of_each_host(placement: Placement) -> Placement:
     """The first engine of every host: the engines of a host that read the same memory count as
     one."""
-    return Placement(engines=tuple(placement.on(host)[0] for host in placement.hosts))
+    first = dict.fromkeys(placement.on(host)[0] for host in placement.hosts)
+    return Placement(engines=tuple(first))
 
 
 def _parts(

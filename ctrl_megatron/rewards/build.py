@@ -30,13 +30,14 @@ def build_reward_sum(
 ) -> RewardSum:
     """The functions of ``plan``, which share one judge and one cache of verdicts.
 
-    ``rows`` are the rows that ``critic`` judges: those of training and validation together. Raises
+    ``rows`` are those of training and validation together. Raises
     ``UserError`` for different rows with one id, and for an option, key, package or cache file that
     cannot be used.
     """
     judge = code_judge(config, sandbox_endpoint, sandbox_token) if plan.runs_programs else None
     cache = VerdictCache(config.reward.cache_path)
-    of_critic = {"file": rows, "tokenizer": tokenizer, "sandbox": judge, "cache": cache}
+    judged = plan.functions["critic"].of(rows) if "critic" in plan.functions else rows
+    of_critic = {"file": judged, "tokenizer": tokenizer, "sandbox": judge, "cache": cache}
     of_others = {"provider": judge, "cache": cache}
     functions = {}
     for name, planned in plan.functions.items():
@@ -44,7 +45,8 @@ def build_reward_sum(
         functions[name] = made = make_reward(name, **shared, **planned.options)
         if isinstance(made, UsersReward):
             made.seconds = config.reward.function_timeout
-    return RewardSum(functions, plan.weights, judge=judge)
+    tasks = {name: planned.tasks for name, planned in plan.functions.items() if planned.tasks}
+    return RewardSum(functions, plan.weights, judge=judge, tasks=tasks)
 
 
 def check_rewards(config: Config) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.rows import Row, require_columns
+from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.rewards.grading import Patience
 from ctrl_megatron.rewards.registry import columns_read_by, reward_parameters
+
+_OF_CRITIQUES = ("critic", "transition")
+"""Functions that read the verdict on a revision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,12 @@ class PlannedReward:
     """Keyword arguments of its factory that the configuration sets."""
     runs_programs: bool
     """True where it needs a sandbox or another provider that runs programs."""
+    tasks: tuple[str, ...] | None = None
+    """Tasks of the rows that it rewards (``Row.task``); None for every row."""
+
+    def of(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows that it rewards."""
+        return [row for row in rows if self.tasks is None or row.task in self.tasks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +55,37 @@ class RewardPlan:
         """True where a function needs a sandbox or another provider that runs programs."""
         return any(function.runs_programs for function in self.functions.values())
 
-    def check_columns(self, rows: Sequence[Row]) -> None:
-        """Raise ``UserError`` for a row without a value in a column that a function reads."""
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Raise ``UserError`` for a row without a value in a column that a function reads, for a
+        row of another task that a function for critiques would reward, for a task that nothing
+        rewards, and for a task that no row has.
+        """
+        present = dict.fromkeys(row.task for row in rows)
         for name, function in self.functions.items():
-            require_columns(rows, function.reads, f"the reward {name}")
+            mine = function.of(rows)
+            if unknown := [task for task in function.tasks or () if task not in present]:
+                raise UserError(
+                    f"names the task {unknown[0]!r}, and the rows have {', '.join(present)}",
+                    key=f"reward.reward_tasks.{name}",
+                    remedy="name tasks of the rows (their column 'task')",
+                )
+            other = next((row for row in mine if row.task != CRITIQUE), None)
+            if name in _OF_CRITIQUES and other is not None:
+                raise UserError(
+                    f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and "
+                    f"{name} rewards critiques by their revisions",
+                    key=f"reward.reward_tasks.{name}",
+                    remedy=f"set it to [{CRITIQUE}]",
+                )
+            require_columns(mine, function.reads, f"the reward {name}")
+        counted = [function for function in self.functions.values() if function.weight]
+        for task in present if counted else ():
+            if not any(f.tasks is None or task in f.tasks for f in counted):
+                raise UserError(
+                    f"no function of a weight other than 0 rewards the task {task!r}",
+                    key="reward.reward_tasks",
+                    remedy="name the task there, or leave its rows out",
+                )
 
 
 def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPlan:
@@ -90,6 +126,7 @@ def _planned(config: Config, name: str, weight: float) -> PlannedReward:
         reads=columns_read_by(name),
         options=_options(config, name, parameters),
         runs_programs=name == "critic" or "provider" in parameters,
+        tasks=config.reward.tasks.get(name),
     )
 
 

@@ -77,8 +77,10 @@ class RewardSum:
 
     Functions of weight 0 run too: their rewards are metrics. ``critic`` runs first, for the items
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
-    is closed by ``close``; ``judging`` counts how it fared since ``take_judging``. Raises
-    ``ValueError`` for weights that do not match the functions or are not finite.
+    is closed by ``close``; ``judging`` counts how it fared since ``take_judging``. A function that
+    ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds nothing,
+    and its reward of them is None. Raises ``ValueError`` for weights that do not match the
+    functions or are not finite.
     """
 
     def __init__(
@@ -87,12 +89,13 @@ class RewardSum:
         weights: Mapping[str, float] | None = None,
         *,
         judge: Judge | None = None,
+        tasks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         if not functions:
             raise ValueError("there is no reward function; name at least one")
         self.functions = dict(functions)
         self.weights = dict.fromkeys(functions, 1.0) if weights is None else dict(weights)
-        self.judge, self.judging = judge, Judging()
+        self.judge, self.judging, self._tasks = judge, Judging(), dict(tasks or {})
         if odd := self.weights.keys() ^ self.functions.keys():
             raise ValueError(f"weights and functions differ in {', '.join(sorted(odd))}")
         if not all(map(math.isfinite, self.weights.values())):
@@ -111,7 +114,7 @@ class RewardSum:
         """
         outcomes = [item.outcome for item in items]
         if self.critic is not None:
-            new = [number for number, outcome in enumerate(outcomes) if outcome is None]
+            new = [n for n in self._mine("critic", items) if outcomes[n] is None]
             with awaited("the reward 'critic'", len(new)):
                 made = await self.critic.judge([items[number] for number in new])
             self.judging += Judging.of(made)
@@ -120,14 +123,11 @@ class RewardSum:
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
         others = {name: f for name, f in self.functions.items() if name != "critic"}
         found = await gathered([partial(self._run, name, items) for name in others])
-        parts = {
-            name: checked_rewards(repr(name), given, len(items))
-            for name, given in zip(others, found, strict=True)
-        }
+        parts = dict(zip(others, found, strict=True))
         if self.critic is not None:
             earned = [None if outcome is None else outcome.reward for outcome in outcomes]
             parts["critic"] = checked_rewards("'critic'", earned, len(items))
-        totals = weighted_sum(parts, self.weights)
+        totals = weighted_sum(self._counted(parts, items), self.weights)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:
                 raise UserError(
@@ -148,8 +148,8 @@ class RewardSum:
 
         Call it on the event loop of ``score``. Raises as that where the item cannot be judged.
         """
-        for function in self.functions.values():
-            if isinstance(function, EagerReward):
+        for name, function in self.functions.items():
+            if isinstance(function, EagerReward) and self._mine(name, [item]):
                 function.begin(item)
 
     def begin_solution(self, text: str, row: Row) -> None:
@@ -168,6 +168,16 @@ class RewardSum:
         return outcomes
 
     async def _run(self, name: str, items: Sequence[RewardItem]) -> Rewards:
+        """The rewards of ``name``; None for items that it does not reward."""
+        mine = self._mine(name, items)
+        rewards: Rewards = [None] * len(items)
+        if mine or not items:
+            own = await self._asked(name, [items[n] for n in mine])
+            for n, reward in zip(mine, checked_rewards(repr(name), own, len(mine)), strict=True):
+                rewards[n] = reward
+        return rewards
+
+    async def _asked(self, name: str, items: Sequence[RewardItem]) -> Rewards:
         function = self.functions[name]
         with awaited(f"the reward {name!r}", len(items)):
             if not isinstance(function, JudgingReward):
@@ -175,6 +185,25 @@ class RewardSum:
             outcomes = await function.judge(items)
         self.judging += Judging.of(outcomes)
         return [outcome.reward for outcome in outcomes]
+
+    def _mine(self, name: str, items: Sequence[RewardItem]) -> list[int]:
+        """The numbers of the items that ``name`` rewards."""
+        tasks = self._tasks.get(name)
+        return [
+            number
+            for number, item in enumerate(items)
+            if tasks is None or item.row is None or item.row.task in tasks
+        ]
+
+    def _counted(
+        self, parts: Mapping[str, Rewards], items: Sequence[RewardItem]
+    ) -> dict[str, Rewards]:
+        """``parts`` with 0 where a function does not reward an item."""
+        return {
+            name: [reward if number in mine else 0.0 for number, reward in enumerate(rewards)]
+            for name, rewards in parts.items()
+            for mine in [set(self._mine(name, items))]
+        }
 
     def take_judging(self) -> Judging:
         """``judging``, which begins anew."""

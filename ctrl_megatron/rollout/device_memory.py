@@ -2,7 +2,8 @@
 processes with different builds of torch can exchange it.
 
 ``CudaMemory`` uses CUDA's handles. No GPU has run it. ``HostMemory`` has the same interface for
-host memory; processes on a CPU use it.
+host memory; processes on a CPU use it. ``lock_pages`` prepares host memory for copies to and from a
+GPU.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
 
 DriverName = Literal["cuda", "host"]
+_PORTABLE = 1
+"""cudaHostRegisterPortable: locked for all devices of the process."""
 
 
 class MemoryDriver(Protocol):
@@ -44,6 +49,32 @@ class MemoryDriver(Protocol):
     def synchronize(self) -> None:
         """Return when all copies that this process has begun have ended."""
         ...
+
+
+def lock_pages(memory: torch.Tensor) -> Callable[[], None]:
+    """Page-lock host memory (uint8) if this process has used a GPU, so that copies between both go
+    through no other memory; returns what undoes it, which comes before the memory is unmapped.
+
+    A lock that the system refuses is reported, and copies are only slower. No GPU has run it.
+    """
+    if not torch.cuda.is_initialized() or not memory.numel():
+        return lambda: None
+    runtime: Any = torch.cuda.cudart()
+    place = memory.data_ptr()
+
+    def unlock() -> None:
+        if code := int(runtime.cudaHostUnregister(place)):
+            raise RuntimeError(f"cudaHostUnregister failed with CUDA error {code}")
+
+    if code := int(runtime.cudaHostRegister(place, memory.nbytes, _PORTABLE)):
+        print(
+            f"{memory.nbytes} bytes of host memory are not page-locked (CUDA error {code}); copies "
+            "between them and the GPU are slower",
+            file=sys.stderr,
+            flush=True,
+        )
+        return lambda: None
+    return unlock
 
 
 def memory_driver(name: DriverName) -> MemoryDriver:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.sampler import ResumableSampler
+from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -122,3 +122,62 @@ def test_errors() -> None:
 def test_another_order_is_not_resumed(other: ResumableSampler) -> None:
     with pytest.raises(ValueError, match="same training files"):
         ResumableSampler(3, seed=1).load_state_dict(other.state_dict())
+
+
+mixtures = st.lists(
+    st.tuples(st.integers(8, 30), st.floats(0.05, 5.0)), min_size=1, max_size=4
+).flatmap(lambda sets: st.tuples(st.just(sets), st.integers(1, 8)))
+
+
+def mixture(sets: list[tuple[int, float]], seed: int = 1) -> MixtureSampler:
+    """Sets of that many rows and of these shares; row 1000 s + i is row i of set s."""
+    parts = [[1000 * number + i for i in range(rows)] for number, (rows, _) in enumerate(sets)]
+    return MixtureSampler(parts, [share for _, share in sets], seed=seed)
+
+
+@given(mixtures, st.integers(1, 25))
+def test_every_set_gets_its_share_and_no_row_comes_twice_in_an_epoch_of_its_set(
+    shape: tuple[list[tuple[int, float]], int], batches: int
+) -> None:
+    sets, size = shape
+    sampler, drawn = mixture(sets), list[int]()
+    for _ in range(batches):
+        batch = sampler.next_batch(size)
+        assert len(set(batch)) == len(batch) == size
+        drawn += batch
+    whole = sum(share for _, share in sets)
+    for number, (rows, share) in enumerate(sets):
+        mine = [row for row in drawn if row // 1000 == number]
+        assert abs(len(mine) - len(drawn) * share / whole) <= len(sets)
+        # An epoch drops at most what does not fill its share of a batch.
+        least = rows - size
+        assert all(len(set(mine[:n])) == n for n in range(1, min(len(mine), least) + 1))
+
+
+@given(mixtures, st.integers(0, 20))
+def test_a_mixture_resumes_exactly_and_a_look_ahead_takes_nothing(
+    shape: tuple[list[tuple[int, float]], int], steps: int
+) -> None:
+    sets, size = shape
+    whole, resumed = mixture(sets), mixture(sets)
+    for _ in range(steps):
+        whole.next_batch(size)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    coming = whole.peek(size, 3)
+    assert (
+        coming
+        == [whole.next_batch(size) for _ in range(3)]
+        == [resumed.next_batch(size) for _ in range(3)]
+    )
+
+
+def test_a_set_that_is_too_small_and_other_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"file 2 of data\.train_files, which has 2"):
+        mixture([(9, 0.5), (2, 0.5)]).next_batch(8)
+    state = mixture([(9, 1), (9, 1)]).state_dict()
+    with pytest.raises(ValueError, match="the shares"):
+        mixture([(9, 1), (9, 2)]).load_state_dict(state)
+    with pytest.raises(ValueError, match="of one set"):
+        mixture([(9, 1), (9, 2)]).load_state_dict(ResumableSampler(18, seed=1).state_dict())
+    with pytest.raises(ValueError, match="has the shares"):
+        ResumableSampler(18, seed=1).load_state_dict(state)

@@ -18,6 +18,7 @@ from world import run_world
 from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
 from ctrl_megatron.checkpoint.sharded import saved_tensors
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.layout import Layout
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -25,13 +26,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tensor": 2, "sequence_parallel": True},
     "pp2": {"pipeline": 2},
     "dp2": {"data": 2},
+    "cp2": {"context": 2},
+    "tp2_cp2_sp": {"tensor": 2, "context": 2, "sequence_parallel": True},
 }
 FAMILIES = ("qwen2", "qwen3", "llama")
 SCALE, PREFIX = 5 / 3, "base_model.model."
 
 
 def ranks(layout: dict[str, Any]) -> int:
-    return layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("data", 1)
+    return Layout(**layout).world_size
 
 
 def merged(weights: dict[str, Any], adapters: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +127,10 @@ def test_adapters_are_saved_resumed_on_another_layout_and_exported(tmp_path: Pat
     path, other = (
         save_tiny("qwen2", tmp_path / name, num_hidden_layers=2) for name in ("base", "other")
     )
-    for name, layout, resume in (("first", LAYOUTS["tp2_sp"], False), ("again", {}, True)):
+    for name, layout, resume in (
+        ("first", LAYOUTS["tp2_sp"], False),
+        ("again", LAYOUTS["cp2"], True),
+    ):
         (steps, *_) = run_world(
             "adapting:save_or_resume",
             ranks(layout),
@@ -183,6 +189,6 @@ def test_every_layout_computes_and_learns_the_same(tmp_path: Path, further: dict
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "cp2"])
 def test_layers_of_transformer_engine_get_adapters_too(tmp_path: Path, name: str) -> None:
     check(tmp_path, {name: LAYOUTS[name]}, FAMILIES, te=True)

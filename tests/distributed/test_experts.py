@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 QUICK = ("tp2_ep2_etp1", "pp2", "ep2")
+CONTEXT = ("tp2_cp2", "cp2_ep4", "cp3")
 
 LOADS = {"moe/max_load", *(f"moe/max_load/{layer}" for layer in range(4))}
 
@@ -236,7 +237,9 @@ def test_checkpoints_go_from_layout_to_layout(models: dict[str, Path], tmp_path:
         assert all(torch.equal(step, changed[name]) for name, step in steps.items())
 
 
-@pytest.mark.parametrize("name", ["tp2_ep2_etp1", "pp2", "ep2"])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONTEXT)]
+)
 def test_biases_of_the_routers_follow_the_tokens_of_all_ranks(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -271,7 +274,9 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(tmp_path: Path, nam
             assert_same_contents(tmp_path / spec / case, tmp_path / again / case)
 
 
-@pytest.mark.parametrize("name", ["tp2_ep2_etp1", "pp2", "ep2"])
+@pytest.mark.parametrize(
+    "name", [*QUICK, "cp2_ep2", *(pytest.param(name, marks=pytest.mark.long) for name in CONTEXT)]
+)
 def test_losses_of_the_routers_are_means_over_all_tokens(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

@@ -150,7 +150,13 @@ def alone(
     return out, result["metrics"]
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_dp2", "cp2"),
+        pytest.param("tp2_cp2_sp", marks=pytest.mark.long),
+    ],
+)
 def test_layouts_take_the_same_steps(
     models: dict[str, Path],
     alone: tuple[Path, list[dict[str, float]]],
@@ -162,7 +168,13 @@ def test_layouts_take_the_same_steps(
     assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "step"), [("tp2", 2), ("dp2", 0), ("tp2_pp2_dp2", 2)])
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("tp2", 2), ("dp2", 0), ("tp2_pp2_dp2", 2)),
+        pytest.param("tp2_cp2_sp", 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_value_model_goes_on_as_if_nothing_had_happened(
     models: dict[str, Path],
     alone: tuple[Path, list[dict[str, float]]],

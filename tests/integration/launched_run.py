@@ -245,7 +245,12 @@ class Run:
 
 
 def _runs(process: psutil.Process) -> bool:
+    """Whether it is a living process of the run; a spare of the tests, which waits to become one,
+    ends a moment after its parent.
+    """
     try:
+        if process.name() == "spare":
+            return False
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

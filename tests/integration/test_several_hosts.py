@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +12,8 @@ import psutil
 import pytest
 from launched_run import Job, Run
 from test_resume import assert_same_steps
+
+from ctrl_megatron.rollout.engine import available_engines
 
 SLOW = 700.0
 """Seconds for a new start on two hosts, while other work keeps the machine busy."""
@@ -71,6 +74,62 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
     assert {path.name for path in run.folder.glob("engine*.log")} == engines
 
 
+# One engine of two workers, one on each host.
+SPANNING = (
+    *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
+    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.placement=dedicated"),
+    *("actor_rollout_ref.rollout.n_gpus_per_node=1", "actor_rollout_ref.rollout.kv_cache_gib=0.2"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.update_bucket_megabytes=1",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", ["shared_memory", "shards", "nccl"])
+def test_an_engine_has_workers_on_two_hosts(job: Job, transport: str) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    # Every push compares the checksums of what both workers hold with those of the trainer.
+    given = (*SPANNING, f"actor_rollout_ref.rollout.weight_transport={transport}")
+    with job.launch(
+        f"spanning_{transport}", steps=3, extra=given, hosts=2, ranks=1, preloaded=True
+    ) as run:
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    records = [record["metrics"] for record in run.metrics()]
+    assert len(records) == 3
+    for metrics in records:
+        assert metrics["rollout/probs_diff_mean"] < 1e-4
+    assert {path.name for path in run.folder.glob("engine*.log")} == {
+        "engine.log",
+        "engine.part1.log",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_both_parts_of_an_engine_start_again_when_a_worker_has_died(job: Job) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    with job.launch(
+        "worker_lost", steps=4, extra=SPANNING, hosts=2, ranks=1, preloaded=True
+    ) as run:
+        run.wait_for_steps(1)
+        # A worker's title is where its environment was.
+        there = {network_of(p) for p in run.look() if host_of(p) == "1"}
+        (worker,) = (
+            p for p in run.look() if "VLLM" in " ".join(p.cmdline()) and network_of(p) in there
+        )
+        worker.kill()
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    records = [record["metrics"] for record in run.metrics()]
+    assert len(records) == 4
+    assert records[-1]["engine/restarts"] >= 1
+    for metrics in records:
+        assert metrics["rollout/probs_diff_mean"] < 1e-4
+    assert run.output().count("is started again (restart 1,") == 2, "one on each host"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> None:
@@ -101,6 +160,11 @@ def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> N
 def starts(run: Run) -> list[int]:
     """The steps after which the run has been continued."""
     return [int(step) for step in re.findall(r"continuing from \S+ after step (\d+)", run.output())]
+
+
+def network_of(process: psutil.Process) -> str:
+    """The network namespace of a process, which its host has for itself."""
+    return os.readlink(f"/proc/{process.pid}/ns/net")
 
 
 def host_of(process: psutil.Process) -> str | None:

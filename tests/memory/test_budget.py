@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.memory.activations import PassShape, in_flight
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
-from ctrl_megatron.memory.engine import GIB, engine_use
+from ctrl_megatron.memory.engine import GIB, EngineUse, engine_use
 from ctrl_megatron.memory.fit import problem, require_fit
-from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state
+from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, trained_state
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import ModelShape, value_shape
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.layout import Layout, worlds_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = {
@@ -187,6 +187,49 @@ def test_a_value_model_takes_what_an_actor_takes_without_its_vocabulary() -> Non
     assert sum(two.host.values()) > sum(one.host.values())
 
 
+def test_models_on_ranks_of_their_own_are_planned_there_and_not_beside_the_actor() -> None:
+    keys = ("algorithm.adv_estimator=gae", "trainer.nnodes=2")
+    where = ("placement.critic={hosts: [1]}", "critic.megatron.tensor_model_parallel_size=4")
+    where += (
+        "placement.reference=[6,7]",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+    )
+    together, shapes = example("ctrl_7b.yaml", *keys, value=True)
+    apart, _ = example("ctrl_7b.yaml", *keys, *where)
+    actor, critic, reference = worlds_of(16, apart)
+    assert [len(world.ranks) for world in (actor, critic, reference)] == [6, 8, 2]
+    one = memory_budget(together, shapes, gpu_memory=MEMORY)
+    several = memory_budget(apart, shapes, gpu_memory=MEMORY)
+    uses = {use.phase: use for use in several.phases}
+    kept = trained_state(
+        value_shape(shapes.actor), critic.layout, pp=0, dtype="bfloat16", distributed=True
+    )
+    update = uses["critic: update"]
+    assert update.rank == 8
+    for part, size in {
+        "parameters": kept.parameters,
+        "gradients": kept.gradients,
+        "master weights": kept.master,
+        "moments": kept.moments,
+    }.items():
+        assert update.items[f"value model's {part}"] == size
+    frozen = frozen_state(shapes.actor, reference.layout, pp=0, dtype="bfloat16").parameters
+    assert uses["reference: log-probs"].items["reference's parameters"] == frozen
+    assert uses["reference: log-probs"].rank == 6
+    assert "reference: update" not in uses and "critic: generate" not in uses
+    of_actor = [
+        use for use in several.phases if ":" not in use.phase or use.phase.startswith("start")
+    ]
+    items = {item for use in of_actor for item in use.items}
+    assert not any("value model" in item or "reference" in item for item in items)
+    # The actor itself is spread over fewer ranks.
+    assert uses["update"].items["actor's moments"] > totals_of(one, "actor's moments")
+
+
+def totals_of(budget: MemoryBudget, item: str) -> int:
+    return max(use.items.get(item, 0) for use in budget.phases)
+
+
 def test_4096_ranks_are_planned_and_each_holds_less() -> None:
     config, shapes = example("ctrl_70b.yaml")
     few = memory_budget(config, shapes, gpu_memory=MEMORY)
@@ -324,3 +367,27 @@ def test_buckets_on_gpus_are_those_of_the_plan() -> None:
     apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
     sent, _ = buckets(f"{R}weight_transport=nccl", *apart)
     assert sent == pytest.approx(3 * whole * config.trainer.nnodes / ranks, rel=0.1)
+
+
+def test_a_worker_with_a_gpu_of_its_own_has_room_for_what_it_receives() -> None:
+    config, shapes = example("ctrl_7b.yaml")
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    whole = 2 * sum(math.prod(size) for size in hf_shapes(shapes.actor).values())
+    apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
+
+    def engine(*keys: str) -> EngineUse:
+        changed, _ = example("ctrl_7b.yaml", *apart, *keys)
+        return engine_use(changed, shapes.actor, MEMORY)
+
+    quiet, nccl = engine(), f"{R}weight_transport=nccl"
+    assert quiet.received == 0
+    # Everything is in one bucket, or many buckets of a GiB take turns in two places.
+    once = engine(nccl, f"{R}update_bucket_megabytes=1000000")
+    assert once.received == pytest.approx(whole / tensor, rel=0.01)
+    often = engine(nccl, f"{R}update_bucket_megabytes=1024")
+    assert GIB < often.received <= 2 * GIB
+    assert often.awake == quiet.awake + often.received
+    full = [*apart, nccl, f"{R}gpu_memory_utilization=0.98", f"{R}update_bucket_megabytes=512"]
+    config, _ = example("ctrl_7b.yaml", *full)
+    with pytest.raises(ValueError, match=r"^start: engine needs .* arriving weights; it fits with"):
+        require_fit(config, shapes, gpu_memory=MEMORY)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline.greedy_baseline import group_heads, judge_greedy_revisions
 from ctrl_megatron.rewards import Scores
 
@@ -39,7 +40,7 @@ def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
         return Scores(parts={"critic": rewards}, totals=rewards, outcomes=[None] * 3)
 
     worker: Any = SimpleNamespace(
-        train=SimpleNamespace(row=lambda name: f"row {name}"),
+        train=SimpleNamespace(row=lambda name: Row(id=name)),
         score=score,
         reward_weights={"critic": 0.5},
     )

@@ -31,6 +31,7 @@ def row(number: int) -> Any:
     )
     return SimpleNamespace(
         solution="```python\npass\n```",
+        task="critique",
         attempt=lambda: Attempt(id="0", problem=problem, solution="pass", pass_rate=0.0),
     )
 

@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline.critique_report import critique_examples
 from ctrl_megatron.pipeline.performance import step_performance
@@ -70,8 +71,8 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
 
 def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     stage = worker(None, lambda: 0.0, 0)
-    rows = [SimpleNamespace(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
-    stage.train = PromptTable(rows=tuple(rows), prompts=(), dropped=0)  # type: ignore[arg-type]
+    rows = [Row(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
+    stage.train = PromptTable(rows=tuple(rows), prompts=(), dropped=0)
     named = {
         "problem_id": ["x", "x", "y", "z"],
         "uid": ["gx", "gx", "gy", "gz"],

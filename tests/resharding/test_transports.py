@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.resharding import transports as sending
-from ctrl_megatron.resharding.plan import place_in_buckets
+from ctrl_megatron.resharding.plan import EngineLayout, place_in_buckets
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rollout import transports as receiving
+from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.transports import read_chunk
+from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver
 from ctrl_megatron.rollout.weight_chunks import weight_chunk
 from ctrl_megatron.types import TensorSpec
 
@@ -35,8 +38,10 @@ class OneRank:
     def barrier(self) -> None:
         """There is no other rank to wait for."""
 
-    def from_first_here(self, value: Any) -> Any:
-        return value
+    here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
+
+    def from_all(self, value: Any) -> list[Any]:
+        return [value]
 
     def from_here(self, value: Any) -> dict[int, Any]:
         return {0: value}
@@ -46,6 +51,7 @@ class Numbers:
     """A ``WeightSource`` whose tensors have one value each."""
 
     places = place_in_buckets(SPECS, bucket_bytes=300)
+    layout = EngineLayout(dtype="float32", bucket_bytes=300)
     model = None
     kept = False
 
@@ -127,8 +133,71 @@ def test_kept_buckets_are_filled_once_and_read_again() -> None:
     assert own_names() == []
 
 
+class Runtime:
+    """The calls of CUDA's runtime for page-locked memory; ``locked`` is what is locked now."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+        assert place not in self.locked and flags == 1
+        self.locked[place] = size
+        return 0
+
+    def cudaHostUnregister(self, place: int) -> int:
+        del self.locked[place]
+        return 0
+
+
+def test_host_memory_is_page_locked_while_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    groups: Any = OneRank()
+    receiver = SharedMemoryReceiver()
+
+    def push(sender: Any, source: Any) -> None:
+        with sender.send(source, lambda bucket: None) as buckets:
+            for bucket in buckets:
+                list(receiver.tensors(bucket.chunk))
+
+    class Large(Numbers):
+        places = place_in_buckets(SPECS, bucket_bytes=10_000)
+
+    class Kept(Numbers):
+        kept = True
+
+    sender, sizes = sender_class("shared_memory")(groups), runtime.locked.values
+    push(sender, Numbers())
+    ends = [p.offset + 4 * p.spec.shape[0] * 5 for p in Numbers.places]
+    # Two segments, each in the sender's process and in the engine's.
+    assert list(sizes()) == [max(ends)] * 4
+    # Larger ones replace the sender's; the engine's receiver still has the old ones mapped.
+    push(sender, Large())
+    assert len(sizes()) == 2 + 2 + 1
+    # Of the proxy each bucket's own bytes, in the engine's process only: ranks fill it from files.
+    runtime.locked.clear()
+    receiver = SharedMemoryReceiver()
+    push(sender_class("shared_memory")(groups), Kept())
+    of_bucket = {p.bucket: end for p, end in zip(Numbers.places, ends, strict=True)}
+    assert list(sizes()) == list(of_bucket.values())[-5:]
+
+
+def test_a_lock_that_is_refused_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refuses(Runtime):
+        def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Refuses)
+    lock_pages(torch.zeros(8, dtype=torch.uint8))()
+    assert "8 bytes of host memory are not page-locked (CUDA error 2)" in capsys.readouterr().err
+
+
 def test_a_shard_for_an_engine_of_another_size_is_refused() -> None:
-    place = {"segments": ["one", "two"], "offsets": [0]}
+    place = {"segments": ["one", "two"], "offsets": [0], "locked": 0}
     chunk = weight_chunk(f"{SHARDS}:ShardsReceiver", SPECS[:1], place)
     with pytest.raises(ValueError, match=r"cut for an engine of 2 workers; this one has 1"):
         list(read_chunk(chunk))

@@ -256,9 +256,9 @@ def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
     assert "selected_uts" in reads["binary_code"] and reads["judgment"] == ("pass_rate",)
     runs = {name for name, planned in plan.functions.items() if planned.runs_programs}
     assert runs == {"critic", "binary_code"}
-    plan.check_columns([ROW])
+    plan.check_rows([ROW])
     with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judgm"):
-        plan.check_columns([function_row(pass_rate=None)])
+        plan.check_rows([function_row(pass_rate=None)])
 
 
 def test_the_critic_limits_copying_as_the_configuration_says() -> None:
@@ -318,3 +318,63 @@ def test_different_rows_with_one_id_are_refused_at_once() -> None:
     rows = [ROW, function_row(solution="another")]
     with pytest.raises(ValueError, match=r"rows\.parquet: row 0.*'add/0'.*solution, pass_rate"):
         build(rows=rows)
+
+
+TASKS = (
+    "reward.reward_funcs=[critic,code,judgment]",
+    "reward.reward_weights=[1,2,0.5]",
+    "reward.reward_tasks.critic=[critique]",
+    "reward.reward_tasks.code=[solving]",
+    "reward.reward_tasks.judgment=[judging]",
+)
+
+
+def task_rows() -> list[Row]:
+    return [
+        function_row(pass_rate=0.5),
+        function_row(id="solve", task="solving"),
+        function_row(id="judge", task="judging", pass_rate=0.5),
+    ]
+
+
+def test_every_row_is_rewarded_by_the_functions_of_its_task() -> None:
+    rows, judge = task_rows(), ScriptedSandbox(lambda request: ["good" in request.completion] * 3)
+    plan = plan_rewards(config(*TASKS))
+    plan.check_rows(rows)
+    tasks = {name: planned.tasks or () for name, planned in plan.functions.items()}
+    functions = {
+        "critic": RewardModelForCritic(rows[:1], None, sandbox=judge, show_progress=False),
+        "code": make_reward("code", provider=judge),
+        "judgment": make_reward("judgment"),
+    }
+    items = [
+        RewardItem(text=block("good"), row=rows[0], critique=INCORRECT),
+        RewardItem(text=block("good"), row=rows[1]),
+        RewardItem(text=block("bad"), row=rows[1]),
+        RewardItem(text="wrong", row=rows[2], judgment=False),
+        RewardItem(text="right", row=rows[2], judgment=True),
+    ]
+    scores = asyncio.run(RewardSum(functions, plan.weights, judge=judge, tasks=tasks).score(items))
+    assert scores.parts == {
+        "critic": [1.0, None, None, None, None],
+        "code": [None, 1.0, 0.0, None, None],
+        "judgment": [None, None, None, 1.0, 0.0],
+    }
+    assert scores.totals == [1.0, 2.0, 0.0, 0.5, 0.0]
+    assert [outcome is None for outcome in scores.outcomes] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.reward_tasks.code=[guessing]", "the task 'guessing', and the rows have critique"),
+        ("reward.reward_tasks.critic=[critique,solving]", "the task 'solving', and critic rewards"),
+        ("reward.reward_tasks.judgment=[solving]", "rewards the task 'judging'"),
+        ("reward.reward_weights=[1,0,1]", "rewards the task 'solving'"),
+    ],
+)
+def test_tasks_that_do_not_fit_the_rows_are_refused(override: str, message: str) -> None:
+    rows = [*task_rows(), function_row(id="solve2", task="solving", pass_rate=0.5)]
+    plan = plan_rewards(config(*TASKS, override))
+    with pytest.raises(UserError, match=message):
+        plan.check_rows([row for row in rows if row.id != "solve"])

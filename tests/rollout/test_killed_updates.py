@@ -10,10 +10,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from ctrl_megatron.rollout.engine import (
     available_engines,
 )
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 from ctrl_megatron.rollout.weight_update import read_manifest, tensor_checksum
 from ctrl_megatron.types import SamplingParams
 
@@ -139,3 +142,36 @@ def test_no_engine_serves_mixed_weights_after_a_kill(
                 process = None
     print(f"seed {seed}: {dict(ends)}")
     assert ends["dead"] >= kills // 3 and ends["refused"] > 0
+
+
+@pytest.mark.long
+def test_vllm_that_has_lost_a_worker_counts_as_lost(tmp_path: Path) -> None:
+    """Its core answers for a moment, but can neither begin an update nor end its completions."""
+    pytest.importorskip("vllm")
+    from ctrl_megatron.rollout.vllm_counters import VllmCounters
+    from ctrl_megatron.rollout.vllm_engine import VllmEngine
+
+    class Core:
+        async def pause_scheduler_async(self, **_: object) -> None:
+            raise Exception("Call to pause_scheduler method failed: the executor has shut down")
+
+    class Llm:
+        engine_core = Core()
+
+        async def is_paused(self) -> bool:
+            return False
+
+        async def pause_generation(self, **_: object) -> None:
+            await self.engine_core.pause_scheduler_async()
+
+    directory = save(tiny_llama(0), tmp_path)
+    spec = EngineSpec(name="vllm", model_path=str(directory), dtype="float32")
+    llm: Any = Llm()
+    engine = VllmEngine(spec, llm, VllmCounters())
+    tensors = read_manifest(directory, "float32")
+
+    async def chunks() -> AsyncIterator[WeightChunk]:
+        yield weight_chunk("", tensors, {})
+
+    with pytest.raises(EngineDied, match="the executor has shut down"):
+        asyncio.run(engine.update(tensors, chunks(), "version@2"))

@@ -23,6 +23,7 @@ from ctrl_megatron.parallel.hosts import SHARED_MEMORY, pid_namespace, shared_me
 from ctrl_megatron.resharding.buckets import fill_buckets, filled_buckets
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
@@ -38,7 +39,8 @@ class SharedSegment:
     """
 
     def __init__(self, name: str, size: int, *, create: bool, sparse: bool = False) -> None:
-        """``sparse`` memory is taken page by page, when a page is written."""
+        """``sparse`` memory is taken page by page, when a page is written; other memory is
+        page-locked where ranks have GPUs."""
         self.name = name
         if create:
             descriptor = os.memfd_create(name)
@@ -50,8 +52,14 @@ class SharedSegment:
             descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        # Sparse memory would be taken as a whole.
+        self._unlock = lock_pages(self.memory[: 0 if sparse else size])
         if create:
             self.publish()
+
+    def close(self) -> None:
+        """Undo the lock of the pages; the memory must not be used afterwards."""
+        self._unlock()
 
     def publish(self) -> None:
         """Let ``name`` lead to the memory; only in the process that created it."""
@@ -66,6 +74,12 @@ class HostSegments:
     def __init__(self, groups: ProcessGroups, count: int, *, sparse: bool = False) -> None:
         self._groups, self._count, self._sparse = groups, count, sparse
         self._segments: tuple[SharedSegment, ...] = ()
+        self._names: list[list[str]] = []
+        """Names by every rank, of which those by the first rank of a host are used."""
+
+    def names_on(self, host: int) -> list[str]:
+        """The names of a host's segments, once there are any."""
+        return self._names[self._groups.hosts.first_rank(host)]
 
     @contextmanager
     def named(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
@@ -88,14 +102,20 @@ class HostSegments:
         groups, first = self._groups, self._groups.is_first_here
         if first:
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-        names = groups.from_first_here(segment_names(self._count))
+        self._names = groups.from_all(segment_names(self._count))
+        names = self.names_on(groups.here)
+        for segment in self._segments:
+            segment.close()
         self._segments = ()
         for name in names if first else ():
             segment = SharedSegment(name, size, create=True, sparse=self._sparse)
             self._segments += (segment,)
         groups.barrier()
         if not first:
-            self._segments = tuple(SharedSegment(name, size, create=False) for name in names)
+            sparse = self._sparse
+            self._segments = tuple(
+                SharedSegment(name, size, create=False, sparse=sparse) for name in names
+            )
         # The names may be removed only after every rank has opened them.
         groups.barrier()
 
@@ -123,8 +143,10 @@ class SharedMemorySender:
     ) -> Iterator[Iterator[SentBucket]]:
         """The segments have names only within the context."""
         size = max(place.offset + spec_bytes(place.spec) for place in source.places)
-        with self._segments_for(source).named(size) as segments:
-            yield self._sent(source, segments, wait_until_read)
+        segments = self._segments_for(source)
+        with segments.named(size) as named:
+            names = [segments.names_on(host) for host in source.layout.hosts_of(self.groups.here)]
+            yield self._sent(source, named, names, wait_until_read)
 
     def _segments_for(self, source: WeightSource) -> HostSegments:
         if not source.kept:
@@ -139,8 +161,10 @@ class SharedMemorySender:
         self,
         source: WeightSource,
         segments: Sequence[SharedSegment],
+        names: Sequence[Sequence[str]],
         wait_until_read: Callable[[int], None],
     ) -> Iterator[SentBucket]:
+        """``names`` are those of ``segments`` on each host of an engine that this one serves."""
         memory = [segment.memory for segment in segments]
         kept = source.kept and self._complete
         buckets = (
@@ -149,9 +173,13 @@ class SharedMemorySender:
             else fill_buckets(source, memory, self.groups, wait_until_read)
         )
         for bucket in buckets:
+            turn, end = bucket.number % len(memory), bucket.places[-1]
+            # A kept segment has one bucket for ever, any other the largest sooner or later.
+            used = end.offset + spec_bytes(end.spec)
             place = {
-                "segment": segments[bucket.number % len(memory)].name,
+                "segments": [own[turn] for own in names],
                 "offsets": [place.offset for place in bucket.places],
+                "locked": used if source.kept else len(memory[turn]),
             }
             specs = (place.spec for place in bucket.places)
             chunk = weight_chunk(_RECEIVER, specs, place)

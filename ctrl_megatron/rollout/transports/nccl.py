@@ -17,11 +17,11 @@ from ctrl_megatron.rollout.communicator import (
     meeting_store,
 )
 from ctrl_megatron.rollout.packed import PackedPart, unpacked
-from ctrl_megatron.rollout.transports.shards import worker_number
+from ctrl_megatron.rollout.transports.shared_memory import worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
 _POLL_SECONDS = 1.0
-_SLOTS = 2
+SLOTS = 2
 """Buckets in memory: one is loaded while the next arrives."""
 
 
@@ -48,7 +48,7 @@ class NcclReceiver:
         self._library: Any = None
         self._session = ""
         self._links: list[Communicator] = []
-        self._memory: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * _SLOTS
+        self._memory: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * SLOTS
         self._arriving: dict[int, tuple[list[torch.Tensor], list[Running]]] = {}
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ class NcclReceiver:
     def _receive(
         self, bucket: int, messages: list[tuple[int, int, int]]
     ) -> tuple[list[torch.Tensor], list[Running]]:
-        slot, offset = bucket % _SLOTS, 0
+        slot, offset = bucket % SLOTS, 0
         needed = sum(aligned(size) for _, _, size in messages)
         if len(self._memory[slot]) < needed:
             device = "cuda" if self._library == "nccl" else "cpu"

@@ -6,11 +6,13 @@ import mmap
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from ctrl_megatron.parallel.hosts import SHARED_MEMORY
+from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of, tensor_at
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -19,20 +21,26 @@ _KEPT_MAPPINGS = 5
 
 
 class SharedMemoryReceiver:
-    """Reads chunks whose place is ``{"segment": name of a file in /dev/shm, "offsets": [bytes]}``.
+    """Reads chunks whose place is ``{"segments": [name of a file in /dev/shm on each host of the
+    engine], "offsets": [bytes], "locked": number of a segment's first bytes that are page-locked
+    for copies to a GPU}``.
 
     Segments stay mapped from one push to the next: mapping one costs more than reading it.
     """
 
-    def __init__(self) -> None:
-        # By device and inode; the most recently used mapping is last.
-        self._mappings: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
+    def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
+        """``number`` is ``worker_number`` by default."""
+        self._number = number or worker_number
+        # By device and inode, with what undoes the lock; the most recently used mapping is last.
+        self._mappings: OrderedDict[tuple[int, int], tuple[torch.Tensor, Callable[[], None]]]
+        self._mappings = OrderedDict()
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the segment. ValueError if the segment is missing or too small."""
         # By the file's name, because the resource tracker of multiprocessing.shared_memory would
         # remove the sender's segment when this process ends.
-        name = chunk["place"]["segment"]
+        place, (worker, size) = chunk["place"], self._number()
+        name = place["segments"][worker * len(place["segments"]) // size]
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a shared-memory segment")
         try:
@@ -40,21 +48,33 @@ class SharedMemoryReceiver:
         except FileNotFoundError:
             raise ValueError(f"shared-memory segment {name} does not exist") from None
         try:
-            memory = self._mapped(descriptor)
+            memory = self._mapped(descriptor, place["locked"])
         finally:
             os.close(descriptor)
-        for spec, offset in zip(specs_of(chunk), chunk["place"]["offsets"], strict=True):
+        for spec, offset in zip(specs_of(chunk), place["offsets"], strict=True):
             yield spec.name, tensor_at(memory, spec, offset)
 
-    def _mapped(self, descriptor: int) -> torch.Tensor:
+    def _mapped(self, descriptor: int, locked: int) -> torch.Tensor:
         """All bytes of an open segment, uint8."""
         status = os.fstat(descriptor)
         key = status.st_dev, status.st_ino
-        if key not in self._mappings or len(self._mappings[key]) != status.st_size:
+        if key in self._mappings and len(self._mappings[key][0]) != status.st_size:
+            self._drop(key)
+        if key not in self._mappings:
             # Writable only because torch requires it.
             mapped = mmap.mmap(descriptor, status.st_size)
-            self._mappings[key] = torch.frombuffer(mapped, dtype=torch.uint8)
+            memory = torch.frombuffer(mapped, dtype=torch.uint8)
+            self._mappings[key] = memory, lock_pages(memory[:locked])
         self._mappings.move_to_end(key)
         while len(self._mappings) > _KEPT_MAPPINGS:
-            self._mappings.popitem(last=False)
-        return self._mappings[key]
+            self._drop(next(iter(self._mappings)))
+        return self._mappings[key][0]
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        _, unlock = self._mappings.pop(key)
+        unlock()
+
+
+def worker_number() -> tuple[int, int]:
+    """(number of this process among the workers of its engine, their number)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,0 +1,46 @@
+"""Rows of further tasks, made from rows of critiques, for runs that train on a mixture of tasks.
+
+Source: Critique-Coder (arXiv 2509.22824), which mixes the judging of programs into the training of
+a model that solves problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ctrl_megatron.data.rows import Row, require_columns
+from ctrl_megatron.prompts import generation_messages, judging_messages
+
+SOLVING, JUDGING = "solving", "judging"
+
+
+def solving_rows(rows: Iterable[Row]) -> list[Row]:
+    """A row per problem whose prompt asks for a program: ``code`` rewards it. UserError for a row
+    without a problem.
+    """
+    problems = {row.problem_id: row for row in reversed(list(rows))}
+    return [
+        replace(
+            row,
+            id=f"{row.problem_id}/{SOLVING}",
+            prompt=tuple(generation_messages(row.attempt().problem)),
+            solution="",
+            pass_rate=None,
+            task=SOLVING,
+            extra={},
+        )
+        for row in reversed(problems.values())
+    ]
+
+
+def judging_rows(rows: Iterable[Row]) -> list[Row]:
+    """A row per program whose prompt asks whether it is correct: ``judgment`` rewards the answer.
+    UserError for a row without the share of tests that its program passes.
+    """
+    made = []
+    for row in rows:
+        require_columns([row], ("pass_rate",), "a row of judging")
+        prompt = tuple(judging_messages(row.attempt().problem, row.solution))
+        made.append(replace(row, id=f"{row.id}/{JUDGING}", prompt=prompt, task=JUDGING))
+    return made
