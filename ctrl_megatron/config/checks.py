@@ -345,7 +345,7 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if purpose == "sft":
         return
     if config.placement.reference:
-        yield f"{key} has the reference on the actor's ranks; leave placement.reference out"
+        yield f"{key} has all models on all ranks; leave placement.reference out, or {megatron}"
     if rollout.name != "hf":
         yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
     if rollout.weight_transport in _CUT:
