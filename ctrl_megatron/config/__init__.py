@@ -1,11 +1,17 @@
 """The configuration: typed keys, YAML and overrides, checks, and environment variables."""
 
-from ctrl_megatron.config.actor_rollout_ref import CTRL_PIPELINE, GRPO_PIPELINE, Actor
+from ctrl_megatron.config.actor_rollout_ref import (
+    COUPLED_GRPO_PIPELINE,
+    CTRL_PIPELINE,
+    GRPO_PIPELINE,
+    Actor,
+)
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
 from ctrl_megatron.config.load import load_config, parse_override, read_yaml, to_dict, to_yaml
 from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
+    "COUPLED_GRPO_PIPELINE",
     "CTRL_PIPELINE",
     "GRPO_PIPELINE",
     "KEYS",

@@ -20,7 +20,7 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
-    from ctrl_megatron.pipeline.grpo import grpo_pipeline
+    from ctrl_megatron.pipeline.grpo import coupled_grpo_pipeline, grpo_pipeline
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
@@ -35,6 +35,7 @@ __all__ = [
     "TaskGraph",
     "add_update_nodes",
     "balance",
+    "coupled_grpo_pipeline",
     "ctrl_pipeline",
     "draw_samples",
     "grpo_pipeline",
@@ -50,7 +51,7 @@ _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
     **dict.fromkeys(("make_batch", "texts"), "batch"),
     **dict.fromkeys(("balance", "draw_samples"), "sampling"),
-    "grpo_pipeline": "grpo",
+    **dict.fromkeys(("coupled_grpo_pipeline", "grpo_pipeline"), "grpo"),
     "step_performance": "performance",
 }
 

@@ -433,7 +433,7 @@ class Worlds:
     def _dealt(self, batch: TensorDict) -> _Deal:
         parts = self._groups.from_data_ranks(sizes_of(batch))
         sizes = [size for part in parts for size in part]
-        shared = self._config.actor_rollout_ref.model.shared_prefix
+        shared = self._config.shares_prefixes
         return _Deal(
             number=next(self._deals),
             counts=[len(part) for part in parts],
