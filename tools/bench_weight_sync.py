@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     sender = sender_class(options.transport)(groups)
 
     size = layout.bucket_bytes
-    names = segment_names("bench", 2)
+    names = segment_names(2)
     segments = [SharedSegment(name, size, create=True) for name in names]
     for name in names:
         remove_segment(name)

@@ -15,12 +15,12 @@ from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_of, write_peft
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import MegatronSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -43,9 +43,9 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     zero. Adapters begin anew. Raises ValueError if the directory's config.json or tensors do not
     fit the model.
     """
-    given = read_model_shape(directory)
+    given = read_shape(directory, model.shape.strategy)
     starts = model.shape.value_head and not given.value_head
-    filled = value_shape(given) if starts else given
+    filled = value_shape(given) if starts and isinstance(given, ModelShape) else given
     if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
         wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
@@ -70,6 +70,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
                 else:
                     part = initial_value(piece.hf, own[piece.hf], seed)[piece.hf_slices]
                 weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
+    model.strategy.begin()
 
 
 def save_hf(
@@ -87,7 +88,7 @@ def save_hf(
     transformers' token classification model with one label. A manifest, which names ``origin``,
     has the hashes of all files. The directory appears completely or not at all.
     """
-    dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
+    dtype = model.options.build.dtype
     groups = model.groups
     model.onload("weights")
     layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
@@ -111,7 +112,7 @@ def save_adapters(
     """Write the adapters as PEFT's files. Collective. The directory appears completely or not at
     all, with a manifest as in ``save_hf``."""
     assert model.shape.lora is not None
-    dtype = str(next(model.models[0].parameters()).dtype).removeprefix("torch.")
+    dtype = model.options.build.dtype
     groups, tensors = model.groups, dict[str, torch.Tensor]()
     model.onload("weights")
     layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, sends="trained")

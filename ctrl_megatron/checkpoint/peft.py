@@ -21,7 +21,7 @@ from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rules import ADAPTED
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.types import Lora
 
@@ -56,7 +56,7 @@ def read_adapters(folder: Path) -> SavedAdapters | None:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 
 
-def require_same(folder: Path, shape: ModelShape, base: Base | None) -> None:
+def require_same(folder: Path, shape: AnyShape, base: Base | None) -> None:
     """UserError unless the adapters in a checkpoint's ``folder`` are those of a model of ``shape``
     beside the weights ``base``."""
     saved = read_adapters(folder)

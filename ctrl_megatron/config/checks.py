@@ -36,6 +36,7 @@ _CUT = ("shards", "cuda_ipc", "nccl")
 _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
+_SPANNING = " or ".join(name for name, kind in ENGINES.items() if kind.spans_hosts)
 _BUILT_IN = (None, CTRL_PIPELINE, GRPO_PIPELINE, COUPLED_GRPO_PIPELINE)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
@@ -141,12 +142,13 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     batches = {"sft.train_batch_size": config.sft.train_batch_size}
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        shared = config.actor_rollout_ref.rollout.n_gpus_per_node is None
-        if shared and each % rollout_tensor:
+        rollout = config.actor_rollout_ref.rollout
+        whole = _uses_whole_hosts(config, rollout, each)
+        if rollout.n_gpus_per_node is None and each % rollout_tensor and not whole:
             raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
-                f"n_gpus_per_node={each}; choose a size that does, since an engine lives on one "
-                "host and every GPU belongs to one"
+                f"n_gpus_per_node={each}; choose a size that does, since every GPU belongs to one "
+                f"engine, or with {_R}name={_SPANNING} a multiple for as many whole hosts"
             )
         batches = {
             "data.train_batch_size": config.data.train_batch_size,
@@ -339,11 +341,18 @@ def _parallelism(config: Config) -> Iterator[str]:
             "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
             f"{_R}placement=dedicated"
         )
-    yield from _engine(_R, rollout)
-    yield from _engine(_PE, config.actor_rollout_ref.proxy.engine)
+    yield from _engine(config, _R, rollout)
+    yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
 
-def _engine(prefix: str, keys: EngineKeys) -> Iterator[str]:
+def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
+    """Whether engines of the configured size use all ``each`` devices of several hosts."""
+    spans, rest = divmod(keys.tensor_model_parallel_size, each)
+    able = spans > 1 and not rest and ENGINES[keys.name].spans_hosts
+    return able and config.trainer.nnodes % spans == 0
+
+
+def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:
     size, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
     able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
     if size != 1 and keys.name not in able:
@@ -351,10 +360,22 @@ def _engine(prefix: str, keys: EngineKeys) -> Iterator[str]:
             f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="
             f"{keys.name}; use {' or '.join(able)}, or set it to 1"
         )
-    if gpus is not None and gpus % size:
+    whole = _uses_whole_hosts(config, keys, gpus or config.trainer.n_gpus_per_node)
+    if gpus is not None and gpus % size and not whole:
         yield (
             f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"
-            f"tensor_model_parallel_size={size}, the devices of one engine; change one of them"
+            f"tensor_model_parallel_size={size}, the devices of one engine; change one of them, or "
+            f"use engines of whole hosts (with {prefix}name={_SPANNING})"
+        )
+    if whole and config.trainer.min_nnodes is not None:
+        yield (
+            f"{prefix}tensor_model_parallel_size={size} needs all hosts, and trainer.min_nnodes="
+            f"{config.trainer.min_nnodes} lets the run go on with fewer; choose one of them"
+        )
+    if whole and prefix == _R and config.actor_rollout_ref.rollout.adapter_push:
+        yield (
+            f"{_R}adapter_push=true writes adapters on the host that serves an engine, and "
+            f"{_R}tensor_model_parallel_size={size} needs several; leave it out"
         )
 
 

@@ -218,6 +218,10 @@ class Sft:
     """Sequences per optimizer step, over all ranks."""
     max_length: int = key(1024, AT_LEAST_1)
     """Longest sequence, prompt and critique together, in tokens."""
+    canvas: int | None = key(None, AT_LEAST_1)
+    """Masked-diffusion models only: response tokens of every row, filled up with end-of-text tokens
+    as the sampler's canvas (data.max_response_length of RL) is; longer responses are left out. None
+    adds one end-of-text token."""
     total_epochs: int = key(1, AT_LEAST_1, read=_IN_EPOCHS)
     """Passes over the training rows."""
     total_training_steps: int | None = key(None, AT_LEAST_1)

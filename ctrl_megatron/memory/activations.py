@@ -251,7 +251,7 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
     """Bytes of ``parallel.vocab`` on the last stage of a GPU at its peak: a chunk of logits, its
     exponentials, both in float32, and the product that they come from; backwards the output
-    weight's gradient in float32, and a chunk's share of it."""
+    weight's gradient in float32, and a chunk's share of it, which adapters do without."""
     if p.shape.value_head:
         return 0
     e, hidden = p.dtype_size, p.shape.hidden_size
@@ -260,7 +260,7 @@ def logits_workspace(p: PassShape, *, backward: bool) -> float:
     gathered = e * hidden * p.tokens
     if not backward:
         return (tile + 4) * logits + 2 * gathered
-    weight = p.vocabulary * hidden
+    weight = p.vocabulary * hidden if p.shape.lora is None else 0
     return gathered + max((tile + 4) * logits + 4 * weight, tile * logits + (4 + e) * weight)
 
 

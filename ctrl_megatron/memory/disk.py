@@ -47,11 +47,15 @@ class DiskUse:
 
 def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
     """The disk use of the run. A checkpoint has what is trained, its moments in float32 and, unless
-    that is its type, the same in float32; an export has the weights.
+    that is its type, the same in float32, and a reference that follows the actor; an export has
+    the weights.
     """
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
     models = [shape for shape in (shapes.actor, shapes.value) if shape is not None]
     elements = sum(_elements(shape, trained_names(shape)) for shape in models)
+    frozen = 0
+    if config.refreshes_reference and shapes.reference is not None:
+        frozen = _elements(shapes.reference, trained_names(shapes.reference))
     exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in models)
     master = 0 if dtype == "float32" else 4
     rl = purpose == "rl"
@@ -60,7 +64,7 @@ def disk_use(config: Config, shapes: ModelShapes, purpose: Purpose) -> DiskUse:
     keep = _OPEN - 1 if trainer.max_ckpt_to_keep < 0 else trainer.max_ckpt_to_keep
     exports = 1 if not rl else min(_times(steps, trainer.save_hf_freq, last=False), _OPEN)
     return DiskUse(
-        checkpoint=elements * (DTYPE_SIZE[dtype] + master + 8),
+        checkpoint=elements * (DTYPE_SIZE[dtype] + master + 8) + frozen * DTYPE_SIZE[dtype],
         checkpoints=min(saves, keep + 1),
         export=exported * DTYPE_SIZE[dtype],
         exports=exports,

@@ -351,24 +351,29 @@ def masked_attention(
     value: torch.Tensor,
     packed: PackedLayoutParams,
     scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """``Attend`` segment by segment, with a mask for a prefix; for any device and dtype."""
+    """``Attend`` segment by segment, with a mask for a prefix; for any device and dtype. With a
+    ``window`` a token sees only so many tokens of its row, itself included."""
     outputs, segments = [], packed.layout.segments
     queries = query.split([segment.queries for segment in segments])
     for segment, q in zip(segments, queries, strict=True):
         own, prefix = slice(segment.start, segment.end), segment.prefix
         shared = segment.prefix_end > segment.prefix_start
-        mask = None
-        if shared and packed.layout.causal:
+        mask, before = None, segment.keys - segment.queries
+        narrow = window is not None and window < segment.keys
+        if (shared or narrow) and packed.layout.causal:
             mask = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=query.device)
-            mask = mask.tril(segment.keys - segment.queries)
+            mask = mask.tril(before)
+            if window is not None:
+                mask = mask.triu(before - window + 1)
         k, v = (torch.cat([x[prefix], x[own]]) if shared else x[own] for x in (key, value))
         out = F.scaled_dot_product_attention(
             _batched(q),
             _batched(k),
             _batched(v),
             attn_mask=mask,
-            is_causal=packed.layout.causal and not shared,
+            is_causal=packed.layout.causal and mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from ctrl_megatron.models.rules import rules
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 
 
 def model_flops(
-    shape: ModelShape, *, tokens: int, pairs: int, projected_tokens: int, backward: bool
+    shape: AnyShape, *, tokens: int, pairs: int, projected_tokens: int, backward: bool
 ) -> int:
     """Floating-point operations of the matrix products over packed tokens.
 

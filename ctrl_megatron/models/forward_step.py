@@ -40,7 +40,7 @@ class Head(Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """Some (N,) float32 vectors over the micro-batch's N response tokens, differentiable.
 
-        ``module`` is the last stage's GPTModel, ``output`` the result of its forward pass.
+        ``module`` is the last stage, ``output`` the result of its forward pass.
         """
         ...
 
@@ -117,10 +117,10 @@ def report_loss(
 
 
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:
-    """(this stage's GPTModel, its output for the micro-batch)."""
+    """(this stage, its output for the micro-batch)."""
     module: Any = model.module if isinstance(model, DistributedDataParallel) else model
     padding = micro.padding
-    if module.config.sequence_parallel and not module.pre_process:
+    if not module.pre_process and module.config.sequence_parallel:
         # Megatron does this in the first stage only.
         group = module.pg_collection.tp
         padding = scatter_to_sequence_parallel_region(padding.T, group=group).T

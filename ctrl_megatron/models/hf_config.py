@@ -13,7 +13,7 @@ from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.fp8 import weight_block
 from ctrl_megatron.models.hf_keys import need, whole
 from ctrl_megatron.models.rope import parse_rope
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, StrategyName
 
 _log = logging.getLogger(__name__)
 _KNOWN = frozenset(
@@ -55,6 +55,17 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a Hugging Face model")
     return parse_model_shape(read_json(path), str(path))
+
+
+def read_shape(directory: str | Path, strategy: StrategyName) -> AnyShape:
+    """The shape of the model in ``directory`` for a strategy; UserError as
+    ``read_model_shape`` and ``transformers_model.read_transformers_shape``."""
+    if strategy == "megatron":
+        return read_model_shape(directory)
+    # Other strategies do not need transformers' models.
+    from ctrl_megatron.models.transformers_model import read_transformers_shape
+
+    return read_transformers_shape(directory)
 
 
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:

@@ -38,12 +38,12 @@ from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
 from ctrl_megatron.models.router import Router
 from ctrl_megatron.models.shape import (
+    AnyShape,
     Attention,
     Dense,
     Experts,
     FeedForward,
     GroupedQueryAttention,
-    ModelShape,
     MultiLatentAttention,
 )
 
@@ -125,7 +125,7 @@ def fuse_weight_gradients(models: Iterable[torch.nn.Module]) -> None:
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
-def fuses_norms(shape: ModelShape) -> bool:
+def fuses_norms(shape: AnyShape) -> bool:
     """True if norms are inside the linear layers behind them: with Transformer Engine, unless
     adapters need those layers' own input."""
     return has_transformer_engine() and shape.lora is None

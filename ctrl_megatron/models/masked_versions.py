@@ -1,5 +1,6 @@
 """Packed micro-batches of a masked-diffusion model: a row's three versions behind each other, so
-that one pass computes its coupled score (``algorithms.coupled``)."""
+that one pass computes its coupled score (``algorithms.coupled``), or a single version, from which
+fine-tuning learns (``algorithms.denoising``)."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ def split_into_masked_versions(
     """Micro-batches that cover every row of ``batch`` once, each with its three versions.
 
     batch, beside the fields of ``micro_batch.split_into_micro_batches``: ``masked`` (B, P+R) bool
-    and ``mask_share`` (B,) float32 of ``algorithms.coupled.CoupledMasks``. Attended tokens behind
-    the response's last one are the rest of the canvas on which it was generated: they are masked
-    like the response and predicted nowhere. Mask tokens fill shorter rows up to ``canvas`` tokens
+    and ``mask_share`` (B,) float32 of ``algorithms.coupled.CoupledMasks``; or, for a single
+    version, ``masked`` and ``mask_level`` (B,) float32 of ``algorithms.denoising``, with which a
+    token that is not masked counts 0. Attended tokens behind the response's last one are the rest
+    of the canvas on which it was generated: they are masked like the response and predicted
+    nowhere. Mask tokens fill shorter rows up to ``canvas`` tokens
     behind the prompt in all versions: this is what a sampler that ends a row at its stop token
     sees, and versions without them would know the response's length. Other arguments as there; a
     row's versions count together for the token budget. Raises ValueError for a row whose versions
@@ -64,16 +67,22 @@ def split_into_masked_versions(
     canvases = [_filled(seen, canvas, diffusion.mask_token) for seen in canvases]
     hidden = [_filled(which, canvas, True) for which in hidden]
     lengths = [len(p) + len(c) for p, c in zip(prompts, canvases, strict=True)]
-    micro_batches = pack([VERSIONS * length for length in lengths], token_budget)
+    coupled = "mask_level" not in batch
+    count_of_versions = VERSIONS if coupled else 1
+    micro_batches = pack([count_of_versions * length for length in lengths], token_budget)
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     versions = [
-        _Versions(*given, diffusion)
+        _Versions(*given, diffusion, coupled=coupled)
         for given in zip(
-            prompts, canvases, hidden_prompts, hidden, batch["mask_share"].cpu(), strict=True
+            *(prompts, canvases, hidden_prompts, hidden),
+            batch["mask_share" if coupled else "mask_level"].cpu(),
+            strict=True,
         )
     ]
     return [
-        _pack(rows, versions, answers, answered.shape[1], multiple, device, context)
+        _pack(
+            rows, versions, answers, answered.shape[1], multiple, device, context, count_of_versions
+        )
         for rows in micro_batches
     ]
 
@@ -84,7 +93,7 @@ def _filled(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 class _Versions:
-    """The three versions of a row."""
+    """The versions of a row: three, or one where the row is not ``coupled``."""
 
     def __init__(
         self,
@@ -94,21 +103,30 @@ class _Versions:
         hidden: torch.Tensor,
         share: torch.Tensor,
         diffusion: MaskedDiffusion,
+        *,
+        coupled: bool,
     ) -> None:
+        self._coupled = coupled
         self.length = len(prompt) + len(canvas)
         self._canvas, self._hidden, self._share = canvas, hidden, share
         self._first = len(prompt) - diffusion.shifted
         mask = diffusion.mask_token
         shown = prompt.masked_fill(hidden_prompt, mask)
         wholly = torch.full_like(canvas, mask)
-        partly = (canvas.masked_fill(which, mask) for which in (hidden, ~hidden))
-        self.tokens = torch.cat([shown, wholly, *(t for c in partly for t in (shown, c))])
-        """(3 * length,) int64."""
+        partly = [canvas.masked_fill(which, mask) for which in (hidden, ~hidden)]
+        canvases = [wholly, *partly] if coupled else partly[:1]
+        self.tokens = torch.cat([part for c in canvases for part in (shown, c)])
+        """(versions * length,) int64."""
 
     def predicted(self, count: int) -> tuple[torch.Tensor, ...]:
         """(predictors, counted from the row's first token; targets; columns; weights) of the first
-        ``count`` response tokens, each of which occurs twice."""
+        ``count`` response tokens: each occurs twice, or once if it is masked in the only
+        version."""
         columns = torch.arange(count)
+        if not self._coupled:
+            columns = columns[self._hidden[:count]]
+            weights = (1.0 / self._share).expand(len(columns))
+            return self._first + columns, self._canvas[columns], columns, weights
         weight, weights = coupled_weights(self._hidden[:count], self._share)
         # Numbers of the versions that mask the token: 1 or 2.
         partial = 2 - self._hidden[:count].long()
@@ -129,16 +147,17 @@ def _pack(
     multiple: int,
     device: torch.device,
     context: Any,
+    count: int,
 ) -> MicroBatch:
-    total = VERSIONS * sum(versions[row].length for row in rows)
+    total = count * sum(versions[row].length for row in rows)
     filler = -total % multiple if total else multiple
-    sequences = [(versions[row].length, [0]) for row in rows for _ in range(VERSIONS)]
+    sequences = [(versions[row].length, [0]) for row in rows for _ in range(count)]
     none, here = torch.zeros(0, dtype=torch.int64), 0
     parts: list[tuple[torch.Tensor, ...]] = [(none, none, none, torch.zeros(0), none)]
     for local, row in enumerate(rows):
         predictors, *others = versions[row].predicted(answers[row])
         parts.append((here + predictors, *others, torch.full_like(predictors, local)))
-        here += VERSIONS * versions[row].length
+        here += count * versions[row].length
     tokens = [*(versions[row].tokens for row in rows), torch.zeros(filler, dtype=torch.int64)]
     predictors, targets, columns, weights, row_of = map(torch.cat, zip(*parts, strict=True))
     return micro_batch(
@@ -154,5 +173,5 @@ def _pack(
         device=device,
         context=context,
         weights=weights,
-        occurrences=2,
+        occurrences=2 if count == VERSIONS else 1,
     )

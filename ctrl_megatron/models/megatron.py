@@ -43,6 +43,9 @@ class MegatronStrategy:
         self.chunks: list[Any] = list(self.models)
         """The models, in what sums their gradients if they learn."""
 
+    def begin(self) -> None:
+        """As in ``Strategy``: there is one way."""
+
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
         """As in ``Strategy``."""
         model = self.models[chunk]

@@ -73,6 +73,7 @@ def split_into_micro_batches(
     count: Callable[[int], int],
     device: torch.device,
     context: Any = None,
+    apart: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once.
 
@@ -81,7 +82,7 @@ def split_into_micro_batches(
     of it (``models.packed_layout``). ``multiple``: packed lengths are filled up to a multiple of it
     (``Layout.token_multiple``). ``count``: from the number of micro-batches with rows to the number
     of all; empty ones are appended. ``context``: the process group of the ranks that share the
-    rows, if there are several.
+    rows, if there are several. ``apart``: every row has a micro-batch of its own.
     Raises ValueError for a row above the token budget, without a prompt token, or whose response
     mask is neither empty nor exactly the attended response tokens.
     """
@@ -100,7 +101,10 @@ def split_into_micro_batches(
         # Rows without a prompt have nothing to share.
         names = [prompt.numpy().tobytes() or row for row, prompt in enumerate(prompts)]
     # Longest first: a micro-batch that needs too much memory fails at once, not after minutes.
-    micro_batches = pack_groups([*map(len, prompts)], [*map(len, responses)], names, token_budget)
+    sizes = [*map(len, prompts)], [*map(len, responses)]
+    micro_batches = pack_groups(*sizes, names, token_budget)
+    if apart:
+        micro_batches = [[[row]] for groups in micro_batches for own in groups for row in own]
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     return [
         _pack(groups, prompts, responses, answers, width, multiple, device, context)

@@ -42,17 +42,52 @@ class OptimizerOptions:
     lr_key: str = "lr"
     """The configuration key of ``lr``, for messages."""
 
+    @property
+    def min_lr(self) -> float:
+        """The end of the cosine schedule."""
+        return self.lr * self.min_lr_ratio
+
+    @property
+    def learning_rate(self) -> str:
+        """``KEY=VALUE`` of the configuration, for messages."""
+        return f"{self.lr_key}={self.lr:g}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedRange:
     """Optimizer state of consecutive elements of one parameter; (n,) float32 tensors that share the
     optimizer's memory, on the device where it is now."""
 
-    weight: torch.nn.Parameter
+    weight: torch.Tensor
+    """As ``ParallelModel.places`` has it."""
     start: int
     """Index of the first element in the flattened parameter."""
     tensors: dict[str, torch.Tensor]
     """``exp_avg``, ``exp_avg_sq`` and, unless the parameter itself is float32, ``main_param``."""
+
+
+def make_schedule(optimizer: Any, options: OptimizerOptions) -> tuple[OptimizerParamScheduler, int]:
+    """(the schedule of the optimizer's learning rate, steps that it is ahead of the updates)."""
+    # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
+    ahead = 1 if options.warmup_steps else 0
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.warmup_steps,
+        lr_decay_steps=max(options.total_steps + ahead, options.warmup_steps + 1),
+        lr_decay_style=options.schedule,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # A resumed run uses its own configuration; only the step comes from the checkpoint.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    schedule.step(increment=ahead)
+    return schedule, ahead
 
 
 class Optimization:
@@ -65,14 +100,14 @@ class Optimization:
         build: BuildOptions,
         groups: ProcessGroups,
     ) -> None:
-        dtype, min_lr = DTYPES[build.dtype], options.lr * options.min_lr_ratio
+        dtype = DTYPES[build.dtype]
         self._options = options
         self._weights = [w for chunk in chunks for w in chunk.parameters() if w.requires_grad]
         self.optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.lr,
-                min_lr=min_lr,
+                min_lr=options.min_lr,
                 weight_decay=options.weight_decay,
                 adam_beta1=options.betas[0],
                 adam_beta2=options.betas[1],
@@ -92,25 +127,7 @@ class Optimization:
                     # One pass over gradient, moments and weight instead of eight.
                     group["fused"] = True
         self._make_moments()
-        # Megatron's schedule starts its warm-up at lr 0; the first step would change nothing.
-        self._ahead = 1 if options.warmup_steps else 0
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=options.lr,
-            min_lr=min_lr,
-            lr_warmup_steps=options.warmup_steps,
-            lr_decay_steps=max(options.total_steps + self._ahead, options.warmup_steps + 1),
-            lr_decay_style=options.schedule,
-            start_wd=options.weight_decay,
-            end_wd=options.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-            # A resumed run uses its own configuration; only the step comes from the checkpoint.
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-        )
-        self.scheduler.step(increment=self._ahead)
+        self.scheduler, self._ahead = make_schedule(self.optimizer, options)
 
     def forget_gradients(self) -> None:
         """Free the gradients that belong to no buffer of the model."""
@@ -150,7 +167,7 @@ class Optimization:
     @property
     def learning_rate(self) -> str:
         """``KEY=VALUE`` of the configuration, for messages."""
-        return f"{self._options.lr_key}={self._options.lr:g}"
+        return self._options.learning_rate
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Master weights and moments, without the step counts."""

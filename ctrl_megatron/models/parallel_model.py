@@ -34,7 +34,7 @@ from ctrl_megatron.models.megatron import MegatronStrategy
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.router import Routers
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, TransformersShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -67,16 +67,17 @@ class ParallelModel:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: AnyShape,
         groups: ProcessGroups,
         options: ModelOptions,
         take_device: Callable[[], None] = lambda: None,
     ) -> None:
         """``take_device`` is called before anything of the model is used or comes back to the
         device; it makes whatever shares the device leave."""
-        self.shape, self.groups, self.options = shape, groups, options
+        self.shape: AnyShape = shape
+        self.groups, self.options = groups, options
         self._take_device = take_device
-        self.strategy: Strategy = MegatronStrategy(shape, groups, options)
+        self.strategy = _strategy(shape, groups, options)
         self._routers = Routers(self.models, shape)
         self.strategy.prepare(self.places())
         self.base: Base | None = None
@@ -305,7 +306,11 @@ class ParallelModel:
         """The micro-batches of a pass. Collective."""
         layout, diffusion = self.groups.layout, self.shape.diffusion
         if diffusion is None:
-            split = partial(split_into_micro_batches, shared_prefix=self.options.shared_prefix)
+            split = partial(
+                split_into_micro_batches,
+                shared_prefix=self.options.shared_prefix,
+                apart=not self.strategy.packs,
+            )
         else:
             split = partial(
                 split_into_masked_versions, diffusion=diffusion, canvas=self.options.canvas
@@ -344,6 +349,15 @@ class ParallelModel:
         source = copy.index(layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp))
         dist.broadcast_object_list(box, group_src=source, group=self.groups.host_model)
         return box[0] or {}
+
+
+def _strategy(shape: AnyShape, groups: ProcessGroups, options: ModelOptions) -> Strategy:
+    if isinstance(shape, TransformersShape):
+        # Most runs do not need transformers' models.
+        from ctrl_megatron.models.fsdp import FsdpStrategy
+
+        return FsdpStrategy(shape, groups, options)
+    return MegatronStrategy(shape, groups, options)
 
 
 def _loss_of(share: LossShare) -> list[torch.Tensor]:

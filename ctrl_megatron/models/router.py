@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
-from ctrl_megatron.models.shape import Experts, ModelShape
+from ctrl_megatron.models.shape import AnyShape, Experts, ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 
@@ -102,8 +102,8 @@ class Router(TopKRouter):
 class Routers:
     """The routers of one rank's part of a model."""
 
-    def __init__(self, models: Sequence[torch.nn.Module], shape: ModelShape) -> None:
-        kinds = enumerate(shape.feed_forward)
+    def __init__(self, models: Sequence[torch.nn.Module], shape: AnyShape) -> None:
+        kinds = enumerate(shape.feed_forward if isinstance(shape, ModelShape) else ())
         self._experts = {layer: kind.count for layer, kind in kinds if isinstance(kind, Experts)}
         self._own = [m for model in models for m in model.modules() if isinstance(m, Router)]
         self._options, self._tokens = RouterOptions(), 1

@@ -16,30 +16,26 @@ from types import MappingProxyType
 from typing import Literal
 
 from ctrl_megatron.models.shape import (
+    AnyShape,
     Attention,
     Dense,
     ExpertNames,
     Experts,
     FeedForward,
     GroupedQueryAttention,
+    HfTensor,
     ModelShape,
     MultiLatentAttention,
+    TransformersShape,
 )
 from ctrl_megatron.parallel.layout import MeshName
 from ctrl_megatron.types import Lora
 
-Kind = Literal["replicated", "row", "vocab", "qkv", "column"]
+Kind = Literal["replicated", "row", "vocab", "qkv", "column", "data"]
 """How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
-rows of every tensor, one after the other (``column``) or by query group (``qkv``)."""
+rows of every tensor, one after the other (``column``) or by query group (``qkv``). The data ranks
+share the rows of a ``data`` parameter, of which the last may have fewer or none."""
 Part = Literal["embedding", "layer", "final_norm", "output"]
-
-
-@dataclass(frozen=True, slots=True)
-class HfTensor:
-    """A tensor of a Hugging Face model."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +84,10 @@ _ADAPTER = ".adapter."
 
 
 @lru_cache(maxsize=64)
-def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
+def rules(shape: AnyShape) -> tuple[ParamRule, ...]:
     """Every parameter of the model, in the order of its forward pass."""
+    if isinstance(shape, TransformersShape):
+        return tuple(_as_they_are(shape))
     hidden, vocabulary = shape.hidden_size, (shape.vocab_size, shape.hidden_size)
     embedding = HfTensor("model.embed_tokens.weight", vocabulary)
     norm = HfTensor("model.norm.weight", (hidden,))
@@ -114,6 +112,17 @@ def rules(shape: ModelShape) -> tuple[ParamRule, ...]:
     )
     base = tuple(replace(rule, hf=_in_files(rule.hf, shape.file_names)) for rule in base)
     return base if shape.lora is None else tuple(_with_adapters(base, shape.lora))
+
+
+def _as_they_are(shape: TransformersShape) -> Iterator[ParamRule]:
+    """The parameters of a module tree: each is one tensor, and the data ranks share its rows."""
+    before: Part = "embedding"
+    for layer, tensor in shape.tensors:
+        if layer is not None:
+            before = "final_norm"
+            yield ParamRule("layer", tensor.name, (tensor,), "data", layers=(layer,))
+        else:
+            yield ParamRule(before, tensor.name, (tensor,), "data")
 
 
 def _in_files(
@@ -301,7 +310,7 @@ def _gated(
 
 
 @lru_cache(maxsize=64)
-def hf_buffers(shape: ModelShape) -> Mapping[str, str]:
+def hf_buffers(shape: AnyShape) -> Mapping[str, str]:
     """Name -> type of every HF tensor that keeps its own type, whatever the model's is."""
     return MappingProxyType(
         {
@@ -315,7 +324,7 @@ def hf_buffers(shape: ModelShape) -> Mapping[str, str]:
 
 
 @lru_cache(maxsize=64)
-def trained_names(shape: ModelShape) -> frozenset[str]:
+def trained_names(shape: AnyShape) -> frozenset[str]:
     """The HF tensors that training changes."""
     return frozenset(
         tensor.name
@@ -327,7 +336,7 @@ def trained_names(shape: ModelShape) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
+def hf_shapes(shape: AnyShape) -> Mapping[str, tuple[int, ...]]:
     """Name -> full shape of every HF tensor of model and adapters, in checkpoint order."""
     ordered: dict[str, tuple[int, ...]] = {}
     for part, group in groupby(rules(shape), key=lambda rule: rule.part):

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.models.fp8 import SCALES, dequantised, weight_block
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class SafetensorsDirectory:
             path = self.directory / self._file_of[name]
             raise UserError(f"lacks {name}, which the index says it holds", file=path) from error
 
-    def check(self, shape: ModelShape) -> None:
+    def check(self, shape: AnyShape) -> None:
         """ValueError that names tensors that are missing, unexpected or of another shape; also for
         an output head that differs from the embedding to which config.json ties it. Without such a
         head only headers are read.
@@ -134,7 +134,7 @@ class SafetensorsDirectory:
                 remedy="set tie_word_embeddings to false, or remove the tensor",
             )
 
-    def _further_layers(self, shape: ModelShape) -> tuple[str, ...]:
+    def _further_layers(self, shape: AnyShape) -> tuple[str, ...]:
         """How the names of layers that are left out begin; logs one warning if there are any."""
         layers = range(shape.num_layers, shape.num_layers + shape.layers_left_out)
         begins = tuple(f"model.layers.{layer}." for layer in layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.types import Lora
@@ -183,6 +183,16 @@ class MaskedDiffusion:
     2502.09992)."""
 
 
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """A tensor of a Hugging Face model."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+StrategyName = Literal["megatron", "fsdp"]
+"""What splits and computes a model: ``models.megatron`` or ``models.fsdp``."""
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -191,6 +201,8 @@ FeedForward = Dense | Experts
 class ModelShape:
     """A decoder whose layers have equal attention and each their own kind of feed-forward layer."""
 
+    strategy: ClassVar[StrategyName] = "megatron"
+    """The key ``actor_rollout_ref.actor.strategy`` of the models of this shape."""
     family: str
     """The name in ``models.families.FAMILIES``."""
     hidden_size: int
@@ -242,6 +254,44 @@ class ModelShape:
     def expert_kinds(self) -> list[Experts]:
         """The kinds of layers with experts; none in a dense model."""
         return [kind for kind in self.layers_by_kind if isinstance(kind, Experts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersShape:
+    """A language model of any family, as transformers builds it (``models.transformers_model``).
+
+    What its layers compute is not known here; the constants at the end say so to those who read
+    shapes of both kinds.
+    """
+
+    family: str
+    """Its ``model_type``."""
+    config: str
+    """The keys of config.json that may change a forward pass, as JSON."""
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    attention: GroupedQueryAttention
+    """The sizes of an attention layer, for counting operations."""
+    tied_embeddings: bool
+    num_layers: int
+    tensors: tuple[tuple[int | None, HfTensor], ...]
+    """Every parameter with the layer that has it, in the order of the modules; None outside
+    layers."""
+    strategy: ClassVar[StrategyName] = "fsdp"
+    value_head: ClassVar[bool] = False
+    lora: ClassVar[None] = None
+    diffusion: ClassVar[None] = None
+    layers_left_out: ClassVar[int] = 0
+
+    @property
+    def base(self) -> TransformersShape:
+        """The model without adapters: itself."""
+        return self
+
+
+AnyShape = ModelShape | TransformersShape
+"""A model of either strategy."""
 
 
 def value_shape(shape: ModelShape) -> ModelShape:

@@ -13,8 +13,8 @@ from itertools import product
 from math import prod
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import HfTensor, Kind, ParamRule, rules
-from ctrl_megatron.models.shape import Experts, ModelShape
+from ctrl_megatron.models.rules import Kind, ParamRule, rules
+from ctrl_megatron.models.shape import AnyShape, Experts, HfTensor, ModelShape
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Indices, Layout, MeshName
 from ctrl_megatron.parallel.vocab import vocab_range
 
@@ -105,6 +105,8 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
 
 def _axes(rule: ParamRule) -> tuple[Axis, ...]:
     """The axes of the rule's mesh that cut its parameter."""
+    if rule.kind == "data":
+        return ("dp",)
     split: Axis = "tp" if rule.mesh == "dense" else "etp"
     own: tuple[Axis, ...] = () if rule.kind == "replicated" else (split,)
     return own if rule.mesh == "dense" else (*own, "ep")
@@ -124,6 +126,11 @@ def _pieces(
     if kind == "vocab":
         begin, real, share = vocab_range(full[0], index, parts)
         return (share, *tail), [_rows(first, begin, 0, real, tail)] if real else []
+    if kind == "data":
+        most = -(-full[0] // parts)
+        begin = min(index * most, full[0])
+        count = min(most, full[0] - begin)
+        return (count, *tail), [_rows(first, begin, 0, count, tail)] if count else []
     # Megatron interleaves: queries, keys and values of query group 0, of group 1, ...; gate and up
     # projection of tensor rank 0, of rank 1, ... A replicated parameter has one rank's part.
     blocks = groups if kind == "qkv" else parts
@@ -142,7 +149,7 @@ def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -
 
 
 def shard_params(
-    shape: ModelShape, layout: Layout, place: Coordinates, *, chunk: int, te_names: bool = False
+    shape: AnyShape, layout: Layout, place: Coordinates, *, chunk: int, te_names: bool = False
 ) -> Iterator[ShardParam]:
     """Every parameter of virtual stage ``chunk`` of the rank at ``place``.
 
@@ -153,7 +160,7 @@ def shard_params(
 
 
 def distinct_shards(
-    shape: ModelShape, layout: Layout, *, pp: int, chunk: int, te_names: bool = False
+    shape: AnyShape, layout: Layout, *, pp: int, chunk: int, te_names: bool = False
 ) -> Iterator[ShardParam]:
     """``shard_params`` of all ranks of a pipeline stage, each shard once however many have it."""
     return _stage(
@@ -162,7 +169,7 @@ def distinct_shards(
 
 
 def _stage(
-    shape: ModelShape,
+    shape: AnyShape,
     layout: Layout,
     pp: int,
     chunk: int,

@@ -103,6 +103,11 @@ class Strategy(Protocol):
         """Whether a micro-batch may have several rows."""
         ...
 
+    def begin(self) -> None:
+        """Compare ways of computing the model, where there are several, when it has its first
+        weights. Collective. UserError if they differ."""
+        ...
+
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
         """This rank's part of a parameter or buffer of virtual stage ``chunk``; the same object in
         every call."""

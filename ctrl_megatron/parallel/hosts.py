@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ctrl_megatron.errors import UserError
@@ -112,3 +113,14 @@ def way_to(host: str) -> Way:
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(place)
         return Way(own=way.getsockname()[0], peer=way.getpeername()[0])
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    """Different ports of this host's ``address`` at which nothing listens now."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with ExitStack() as stack:
+        taken = [
+            stack.enter_context(socket.create_server((address, 0), family=family))
+            for _ in range(count)
+        ]
+        return [own.getsockname()[1] for own in taken]

@@ -26,9 +26,29 @@ class EnginePlace:
     number: int
     """The engine's number in the run, counted host by host."""
     host: int
+    """The host that serves it, the first of those that it spans."""
+    spans: int = 1
+    """Number of neighbouring hosts with its workers, equally many on each."""
     role: EngineRole = "rollout"
     devices: tuple[int, ...]
-    """Numbers among the devices that the host's processes see; on a CPU they mean nothing."""
+    """One for each worker: numbers among the devices that the processes of the worker's host see;
+    on a CPU they mean nothing."""
+
+    @property
+    def hosts(self) -> range:
+        """The hosts that it spans."""
+        return range(self.host, self.host + self.spans)
+
+    @property
+    def host_of_worker(self) -> tuple[int, ...]:
+        """Each worker's host."""
+        each = len(self.devices) // self.spans
+        return tuple(self.host + worker // each for worker in range(len(self.devices)))
+
+    def devices_on(self, host: int) -> tuple[int, ...]:
+        """The devices of the workers on a host."""
+        pairs = zip(self.devices, self.host_of_worker, strict=True)
+        return tuple(device for device, of in pairs if of == host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +59,19 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """The hosts that have engines, ascending."""
-        return tuple(sorted({engine.host for engine in self.engines}))
+        """The hosts that have workers of engines, ascending."""
+        return tuple(sorted({host for engine in self.engines for host in engine.hosts}))
 
     def of(self, role: EngineRole) -> Placement:
         """The engines of a role."""
         return Placement(engines=tuple(e for e in self.engines if e.role == role))
 
     def on(self, host: int) -> tuple[EnginePlace, ...]:
-        """The engines of a host."""
+        """The engines with workers on a host."""
+        return tuple(engine for engine in self.engines if host in engine.hosts)
+
+    def served_on(self, host: int) -> tuple[EnginePlace, ...]:
+        """The engines that a host serves."""
         return tuple(engine for engine in self.engines if engine.host == host)
 
 
@@ -96,23 +120,39 @@ def place_engines(
     devices: Sequence[range], *, tensor: int, role: EngineRole = "rollout", first: int = 0
 ) -> Placement:
     """Engines of ``tensor`` neighbouring devices each, numbered from ``first``; ``devices`` are
-    those of every host.
+    those of every host. An engine with more devices than a host has spans neighbouring hosts.
 
-    ValueError if ``tensor`` does not divide a host's devices: an engine uses one host.
+    ValueError if engines would use a part of a host beside another host.
     """
     engines: list[EnginePlace] = []
-    for host, there in enumerate(devices):
-        if len(there) % tensor:
+    host = 0
+    while host < len(devices):
+        spans = _hosts_of_an_engine(devices[host:], tensor)
+        if not spans:
             raise UserError(
                 f"{_KEYS[role]}tensor_model_parallel_size={tensor} does not divide "
-                f"the {len(there)} devices of host {host} that belong to engines; choose a size "
-                "that does, since an engine lives on one host"
+                f"the {len(devices[host])} devices of host {host} that belong to engines, nor do "
+                "engines of so many devices use it and the hosts behind it as a whole; choose a "
+                "size that divides them, or a multiple of them and hosts for whole engines"
             )
+        there = [device for own in devices[host : host + spans] for device in own]
         for start in range(0, len(there), tensor):
-            own = tuple(there[start : start + tensor])
-            number = first + len(engines)
-            engines.append(EnginePlace(number=number, host=host, role=role, devices=own))
+            own, number = tuple(there[start : start + tensor]), first + len(engines)
+            engines.append(
+                EnginePlace(number=number, host=host, spans=spans, role=role, devices=own)
+            )
+        host += spans
     return Placement(engines=tuple(engines))
+
+
+def _hosts_of_an_engine(devices: Sequence[range], tensor: int) -> int:
+    """The number of hosts that an engine at the first of these hosts spans; 0 if it cannot be."""
+    each = len(devices[0])
+    if each % tensor == 0:
+        return 1
+    spans, rest = divmod(tensor, each)
+    whole = [len(own) for own in devices[:spans]] == [each] * spans
+    return spans if whole and not rest else 0
 
 
 def sandbox_workers(cores: int, ranks: int) -> int:

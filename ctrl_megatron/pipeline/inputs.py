@@ -113,7 +113,8 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
         try:
             with users_input(key):
                 shapes[path] = shape = read_model_shape(path)
-                _check_kind(config, purpose, key, path, shape)
+                if purpose == "rl":
+                    _check_kind(config, key, path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -174,26 +175,24 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield "critic.model.path", config.critic.model.path or actor
 
 
-def _check_kind(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
-    """UserError for a masked-diffusion model in a run of another kind, and the reverse."""
+def _check_kind(config: Config, key: str, path: str, shape: ModelShape) -> None:
+    """UserError for a masked-diffusion model in RL of another kind, and the reverse."""
     pipeline, denoises = config.dag.custom_pipeline_fn, shape.diffusion is not None
-    coupled = purpose == "rl" and pipeline == COUPLED_GRPO_PIPELINE
-    if denoises and not coupled:
-        built_in = purpose != "rl" or pipeline in (None, CTRL_PIPELINE, GRPO_PIPELINE)
-        if built_in or key == "critic.model.path" or config.needs_values:
-            raise UserError(
-                f"{path} is a masked-diffusion model, which only RL with coupled scores trains",
-                remedy=f"set dag.custom_pipeline_fn={COUPLED_GRPO_PIPELINE}, or name an "
-                "autoregressive model",
-            )
-    if coupled and not denoises:
+    others = pipeline in (None, CTRL_PIPELINE, GRPO_PIPELINE) or config.needs_values
+    if denoises and others:
+        raise UserError(
+            f"{path} is a masked-diffusion model, which RL trains on coupled scores alone",
+            remedy=f"set dag.custom_pipeline_fn={COUPLED_GRPO_PIPELINE}, or name an "
+            "autoregressive model",
+        )
+    if pipeline == COUPLED_GRPO_PIPELINE and not denoises:
         raise UserError(
             f"{path}, of type {shape.family!r}, is no masked-diffusion model, and {pipeline} "
             "trains no others",
             remedy=f"set dag.custom_pipeline_fn={GRPO_PIPELINE}, or make a start for one with "
             "tools/make_diffusion_start.py",
         )
-    if denoises and ENGINES[config.actor_rollout_ref.rollout.name].denoises:
+    if key == _MODEL and ENGINES[config.actor_rollout_ref.rollout.name].denoises:
         with users_input("actor_rollout_ref.rollout.engine_kwargs"):
             DenoisingOptions.read(config.actor_rollout_ref.rollout.engine_kwargs)
 

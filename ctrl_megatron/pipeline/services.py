@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.hosts import free_ports
 from ctrl_megatron.parallel.placement import (
     EnginePlace,
     EnginePlacement,
@@ -51,6 +53,7 @@ from ctrl_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
     EngineMemory,
+    EnginePart,
     EngineSpec,
 )
 from ctrl_megatron.rollout.launch import EngineProcess
@@ -94,6 +97,7 @@ class Services:
         self._probes = BackgroundLoop("probes")
         self.placement = placement_of(config, groups, beside)
         self._engines: dict[int, EngineProcess] = {}
+        """This rank's engines, and its parts of engines that other hosts serve."""
         self._sandbox: SandboxService | None = None
         self._token_file: IO[str] | None = None
         """Exists until the sandbox has read it."""
@@ -115,6 +119,7 @@ class Services:
         )
         if own_sandbox and len(groups.hosts.names) > 1:
             self.sandbox_token = groups.from_first(secrets.token_hex(32))
+        meetings = meetings_of(self.placement, groups)
         if not groups.is_first_here:
             return
         run_dir = Path(config.trainer.run_dir)
@@ -122,7 +127,10 @@ class Services:
         for place in self.placement.on(groups.here):
             longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
             assert longest is not None
-            spec = engine_spec(config, groups, self.placement, place, longest)
+            part = meetings.get(place.number)
+            if part is not None:
+                part = replace(part, number=groups.here - place.host)
+            spec = engine_spec(config, groups, self.placement, place, longest, part)
             self._engines[place.number] = engine = EngineProcess(spec)
             sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
             self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)
@@ -185,7 +193,7 @@ class Services:
         waiting = Waiting(groups=groups, stop=self._stop, limit=limit)
         waiting.together(starting, "the engines and sandboxes to start")
         self._watch_services()
-        addresses = {number: engine.address for number, engine in self._engines.items()}
+        addresses = {number: engine.address for number, engine in self._serving().items()}
         everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
@@ -221,6 +229,11 @@ class Services:
         restored = (self._restored(keeper, n, asleep) for n, keeper in self._kept_engines())
         return sum(await asyncio.gather(*restored))
 
+    def _serving(self) -> dict[int, EngineProcess]:
+        """The engines that this rank's processes serve, without parts that others serve."""
+        served = (place.number for place in self.placement.served_on(self._groups.here))
+        return {number: self._engines[number] for number in served if number in self._engines}
+
     def _kept_engines(self) -> list[tuple[int, Keeper]]:
         actors = {place.number for place in self.placement.of("rollout").engines}
         return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
@@ -242,7 +255,8 @@ class Services:
                         raise EngineError(keeper.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
             restarted, keeper.fresh = keeper.fresh, False
-            if restarted and asleep:
+            # Parts without a server sleep and wake with the one that has it.
+            if restarted and asleep and number in self._serving():
                 # Adapters are useless without the weights that were read at the start.
                 keeps = self._config.actor_rollout_ref.rollout.adapter_push
                 await engine.sleep(1 if keeps else 2)
@@ -265,14 +279,15 @@ class Services:
         return self._client(self.placement.of(role).engines)
 
     def connect_here(self) -> Engine | None:
-        """A client of this host's engines of the actor on its first rank; None elsewhere."""
-        here = self.placement.of("rollout").on(self._groups.here)
+        """A client of the engines of the actor that this host serves, on its first rank; None
+        elsewhere."""
+        here = self.placement.of("rollout").served_on(self._groups.here)
         return self._client(here) if here and self._engines else None
 
     def _client(self, places: Sequence[EnginePlace]) -> CountedEngine:
         clients: dict[str, CountedEngine] = {}
         for number in (place.number for place in places):
-            own, address = self._engines.get(number), self._addresses[number]
+            own, address = self._serving().get(number), self._addresses[number]
             if number not in self._clients:
                 self._clients[number] = RemoteEngine(address) if own is None else own.connect()
             clients[address.name] = self._clients[number]
@@ -402,34 +417,61 @@ def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = 
     return Placement(engines=actors.engines + own.engines)
 
 
+def meetings_of(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
+    """The first part of every engine that spans hosts, by the engine's number: where its parts
+    meet. Collective."""
+    spanning = [place for place in placement.engines if place.spans > 1]
+    if not spanning:
+        return {}
+    address = groups.hosts.addresses[groups.here]
+    own: dict[int, EnginePart] = {}
+    for place in spanning if groups.is_first_here else ():
+        if place.host == groups.here:
+            group, watch = free_ports(address, 2)
+            own[place.number] = EnginePart(
+                number=0,
+                of=place.spans,
+                first=address,
+                group_port=group,
+                watch_port=watch,
+                token=secrets.token_urlsafe(32),
+            )
+    return {number: part for found in groups.from_all(own) for number, part in found.items()}
+
+
 def engine_spec(
     config: Config,
     groups: ProcessGroups,
     placement: Placement,
     place: EnginePlace,
     max_model_len: int,
+    part: EnginePart | None = None,
 ) -> EngineSpec:
-    """The configured engine at one of its places: with the proxy's weights, or waiting for the
-    actor's."""
+    """The configured engine at one of its places, or its ``part`` there: with the proxy's weights,
+    or waiting for the actor's."""
     family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
-    hosts, together = groups.hosts, len(placement.on(place.host))
+    hosts, host = groups.hosts, place.host + (part.number if part else 0)
+    together = len(placement.on(host))
     same = placement.of(place.role).engines
     number = place.number - same[0].number
     on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
     name, file = (keys.name, "engine") if is_actor else (f"proxy ({keys.name})", "proxy")
-    log = f"{file}.{number}.log" if number else f"{file}.log"
+    log = f"{file}.{number}" if number else file
+    if part and part.number:
+        log += f".part{part.number}"
     # Otherwise each engine of a host would compute with all its cores.
     share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
         name=keys.name,
         python=keys.python,
-        title=name if len(same) == 1 else f"{name} {number} on {hosts.names[place.host]}",
-        host=hosts.addresses[place.host],
-        devices=place.devices if on_gpus else (),
+        title=name if len(same) == place.spans == 1 else f"{name} {number} on {hosts.names[host]}",
+        host=hosts.addresses[host],
+        devices=place.devices_on(host) if on_gpus else (),
         model_path=family.model.path if is_actor else proxy_path(config),
         dtype=family.dtype_in(keys),
         max_model_len=max_model_len,
         tensor_parallel_size=keys.tensor_model_parallel_size,
+        part=part,
         gpu_memory_utilization=keys.gpu_memory_utilization,
         kv_cache_gib=keys.kv_cache_gib,
         max_num_seqs=keys.max_num_seqs,
@@ -444,7 +486,7 @@ def engine_spec(
         seed=family.rollout.seed + number,
         threads=keys.threads or share,
         startup_timeout=config.trainer.distributed_timeout,
-        log_path=str(Path(config.trainer.run_dir) / log),
+        log_path=str(Path(config.trainer.run_dir) / f"{log}.log"),
         extra=dict(keys.engine_kwargs),
     )
 

@@ -248,7 +248,8 @@ class DeviceOwner:
         # An engine takes its memory when it starts.
         torch.cuda.empty_cache()
         self._groups.barrier()
-        restored = self._loop.submit(self._restarts.restore(self._asleep)) if self._engine else None
+        # Also where this host has only workers of an engine that another one serves.
+        restored = self._loop.submit(self._restarts.restore(self._asleep))
         count = self._waiting.together(restored, "the engines to start again")
         if any(self._groups.on_any(bool(count))):
             self._losses = 0

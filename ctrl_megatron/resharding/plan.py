@@ -12,7 +12,7 @@ from typing import Literal
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_buffers, hf_shapes, trained_names
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import EnginePlace, Placement
@@ -49,6 +49,11 @@ class EngineLayout:
         """The hosts with engines: their buckets must contain every tensor."""
         return self.placement.hosts
 
+    def hosts_of(self, host: int) -> Sequence[int]:
+        """The hosts of each engine that a host serves: all have the same, and only one engine
+        spans several."""
+        return next((engine.hosts for engine in self.placement.served_on(host)), (host,))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -79,7 +84,7 @@ class TensorPlace:
 
 
 def hf_specs(
-    shape: ModelShape, dtype: str, sends: Sent = "merged", *, quantised: bool = False
+    shape: AnyShape, dtype: str, sends: Sent = "merged", *, quantised: bool = False
 ) -> list[TensorSpec]:
     """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers and for what
     is ``quantised``."""
@@ -119,7 +124,7 @@ class _Held:
 
 @lru_cache(maxsize=8)
 def plan(
-    shape: ModelShape,
+    shape: AnyShape,
     train: Layout,
     engine: EngineLayout,
     te_names: bool = False,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.rules import hf_shapes
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import Placement
@@ -55,6 +56,7 @@ class ShardBuckets:
         takers, hosts = workers_as_takers(placement, of_rank)
         if not directly:
             takers, hosts = takers_of_engines(placement, of_rank), of_rank
+        assert isinstance(shape, ModelShape)  # the configuration refuses others with these media
         self._source = source
         self.plan = plan = ShardPlan(
             shape,
@@ -193,6 +195,9 @@ class HostExchange:
     def __init__(self, buckets: ShardBuckets, groups: ProcessGroups, memory: BucketMemory) -> None:
         self._buckets, self._groups, self._memory = buckets, groups, memory
         of_rank = groups.hosts.of_rank
+        takers = buckets.plan.takers
+        self._scattered = any(len({of_rank[taker] for taker in own}) > 1 for own in takers)
+        """Whether no host has all parts of an engine on several hosts."""
         self._here: list[list[Transfer]] = []
         self._out: list[dict[int, list[Transfer]]] = []
         self._into: list[dict[int, list[Transfer]]] = []
@@ -244,7 +249,10 @@ class HostExchange:
         self._memory.synchronize()
 
     def sent(self, number: int) -> SentBucket:
-        """The bucket; whole tensors are put together from the parts of one engine's workers."""
+        """The bucket; whole tensors are put together from the parts of one engine's workers, where
+        all of them are on this host."""
+        if self._scattered:
+            return SentBucket(chunk=self._memory.chunk(number), unseen=True)
         read = partial(self._memory.at, number, self._memory.engine)
         tensors = self._buckets.wholes(number, read)
         return SentBucket(chunk=self._memory.chunk(number), tensors=tensors)

@@ -18,8 +18,8 @@ from typing import assert_never
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import HfTensor, ParamRule, hf_buffers, rules
-from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.rules import ParamRule, hf_buffers, rules
+from ctrl_megatron.models.shape import GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
 from ctrl_megatron.parallel.placement import Placement
@@ -258,9 +258,11 @@ def takers_of_engines(
     for rank, host in enumerate(host_of_rank):
         ranks.setdefault(host, []).append(rank)
     return tuple(
-        tuple(there[device % len(there)] for device in engine.devices)
+        tuple(
+            ranks[host][device % len(ranks[host])]
+            for device, host in zip(engine.devices, engine.host_of_worker, strict=True)
+        )
         for engine in placement.engines
-        for there in (ranks[engine.host],)
     )
 
 
@@ -272,7 +274,7 @@ def workers_as_takers(
     hosts, takers = list(host_of_rank), []
     for engine in placement.engines:
         first = len(hosts)
-        hosts += [engine.host] * len(engine.devices)
+        hosts += engine.host_of_worker
         takers.append(tuple(range(first, len(hosts))))
     return tuple(takers), tuple(hosts)
 
@@ -280,7 +282,8 @@ def workers_as_takers(
 def one_engine_of_each_host(placement: Placement) -> Placement:
     """The first engine of every host: the engines of a host that read the same memory count as
     one."""
-    return Placement(engines=tuple(placement.on(host)[0] for host in placement.hosts))
+    first = dict.fromkeys(placement.on(host)[0] for host in placement.hosts)
+    return Placement(engines=tuple(first))
 
 
 def _parts(
@@ -402,6 +405,8 @@ def _box(
             return _part_of(tensor, 0, worker // _divided(cut.tensor, groups, "workers"), groups)
         case "vocab":
             return _part_of(tensor, 0, worker, cut.tensor, _VOCABULARY_MULTIPLE)
+        case "data":
+            raise ValueError("engines' parts of a model are known only for strategy 'megatron'")
         case other:
             assert_never(other)
 

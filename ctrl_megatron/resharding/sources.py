@@ -33,6 +33,11 @@ class WeightSource(Protocol):
     """Fills buckets with whole HF tensors; all ranks do it together."""
 
     @property
+    def layout(self) -> EngineLayout:
+        """The engines that read them."""
+        ...
+
+    @property
     def places(self) -> Sequence[TensorPlace]:
         """Every tensor's place, in the order of buckets; equal on all ranks of a host, and on all
         hosts but for ``sources``."""
@@ -125,7 +130,7 @@ class NoAdapters:
     kept = False
 
     def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
-        self.model = None
+        self.model, self.layout = None, layout
         specs = hf_specs(shape, layout.dtype, layout.sends)
         self.places = place_in_buckets(specs, layout.bucket_bytes)
         self._fills = groups.is_first_here
@@ -147,7 +152,7 @@ class DirectorySource:
         *,
         kept: bool = False,
     ) -> None:
-        self.model, self.kept = None, kept
+        self.model, self.kept, self.layout = None, kept, layout
         shape = read_model_shape(directory)
         specs = hf_specs(shape, layout.dtype, quantised=layout.quantised)
         self.places = place_in_buckets(specs, layout.bucket_bytes)

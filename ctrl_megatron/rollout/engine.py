@@ -55,6 +55,23 @@ class EngineEmpty(EngineError, ServiceLost):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePart:
+    """One part of an engine whose workers are on several hosts, equally many on each."""
+
+    number: int
+    """The part's number among ``of``. Part 0 serves; the others have workers only."""
+    of: int
+    first: str
+    """Address of the host of part 0."""
+    group_port: int
+    """Port there at which the workers meet."""
+    watch_port: int
+    """Port there at which the parts notice each other's end."""
+    token: str = field(repr=False)
+    """By it the parts recognise each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Everything needed to start one engine."""
 
@@ -79,6 +96,8 @@ class EngineSpec:
     max_num_seqs: int = 64
     """Most sequences decoded together."""
     tensor_parallel_size: int = 1
+    part: EnginePart | None = None
+    """The part that is started, of an engine on several hosts; None for a whole engine."""
     gpu_memory_utilization: float = 0.9
     """Share of each GPU for weights and KV cache."""
     kv_cache_gib: float | None = None
@@ -106,6 +125,11 @@ class EngineSpec:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's own constructor (vLLM: ``AsyncEngineArgs``; SGLang:
     ``ServerArgs``)."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether the process generates and takes updates, for itself and for other parts."""
+        return self.part is None or self.part.number == 0
 
     def require_sleep(self) -> None:
         """ValueError without ``may_sleep``."""
@@ -214,6 +238,14 @@ class StreamingEngine(Engine, Protocol):
         finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         """As ``Engine.generate``; ``listener`` has been called with all tokens when it returns."""
+        ...
+
+
+class WorkingPart(Protocol):
+    """An engine in the process that serves it, or its workers on another host."""
+
+    async def health(self) -> None:
+        """Return if it works; raise what is wrong otherwise."""
         ...
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
+
 from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
@@ -27,6 +29,7 @@ from ctrl_megatron.rollout.weight_update import read_manifest
 
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXACT = "pinned_max_round_threshold_mb"
 """The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
@@ -50,11 +53,24 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     path = import_path(spec.python, kept.get("PYTHONPATH"))
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     chosen |= ENGINES[spec.name].environment
+    if spec.part is not None:
+        # Not the loopback of engines on one host.
+        chosen[_INTERFACE] = kept.get(_INTERFACE) or _interface_of(spec.host)
     if spec.threads:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & kept.keys():
         chosen["GOMP_SPINCOUNT"] = _SPINS
     return {**kept, **chosen, **_exact_memory(kept)}
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has an address of this host."""
+    for name, own in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in own):
+            return name
+    raise UserError(
+        f"no network interface of this host has the address {address}", remedy=f"set {_INTERFACE}"
+    )
 
 
 def _exact_memory(kept: Mapping[str, str]) -> dict[str, str]:

@@ -33,9 +33,12 @@ from ctrl_megatron.rollout.engine import (
     Engine,
     EngineBroken,
     EngineDied,
+    EnginePart,
     EngineSpec,
+    WorkingPart,
 )
 from ctrl_megatron.rollout.imports import without_collections
+from ctrl_megatron.rollout.parts import end_together
 from ctrl_megatron.types import Completion, Lora, SamplingParams
 
 if TYPE_CHECKING:
@@ -49,14 +52,25 @@ _BUGS = (AttributeError, TypeError, LookupError, NameError)
 or arguments."""
 _LONGEST_CAUSE = 400
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, log_probs=False)
+Calls = dict[str, Callable[[wire.Json], Awaitable[Any]]]
+"""Path -> what answers a request's body."""
+
+
+def adapter_of(spec: EngineSpec) -> Any:
+    """The class of the embedded engine that ``spec`` names."""
+    module, _, name = ENGINES[spec.name].adapter.partition(":")
+    with without_collections():
+        return getattr(import_module(module), name)
 
 
 async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
-    """The embedded engine that ``spec`` names."""
-    module, _, name = ENGINES[spec.name].adapter.partition(":")
-    with without_collections():
-        adapter = getattr(import_module(module), name)
-    return await adapter.build(spec)
+    """The embedded engine that ``spec`` names, which has drawn a token."""
+    engine: EmbeddedEngine = await adapter_of(spec).build(spec)
+    # Some engines refuse a model only in their first computation.
+    await engine.generate([[0]], _PROBE)
+    if spec.awaits_weights:
+        engine.await_weights()
+    return engine
 
 
 def die(reason: str) -> None:
@@ -66,17 +80,9 @@ def die(reason: str) -> None:
 
 
 def application(engine: EmbeddedEngine, token: str) -> web.Application:
-    """The HTTP application; every request needs ``Authorization: Bearer TOKEN``."""
-    expected, meter = f"Bearer {token}".encode(), WorkMeter()
-
-    @web.middleware
-    async def authorise(request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
-            raise web.HTTPUnauthorized()
-        return await handler(request)
-
-    calls: dict[str, Callable[[wire.Json], Awaitable[Any]]] = {
+    """The HTTP application of an engine."""
+    meter = WorkMeter()
+    calls: Calls = {
         "/generate": partial(generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
@@ -86,11 +92,26 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
         "/health": lambda body: engine.health(),
         "/counters": lambda body: counters(engine, meter),
     }
+    app = answering(calls, token)
+    app.router.add_post("/stream", partial(stream, engine, meter))
+    app.router.add_get("/update", partial(update, engine))
+    return app
+
+
+def answering(calls: Calls, token: str) -> web.Application:
+    """An application for ``calls``; every request needs ``Authorization: Bearer TOKEN``."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def authorise(request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, expected):
+            raise web.HTTPUnauthorized()
+        return await handler(request)
+
     app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
     for path, call in calls.items():
         app.router.add_post(path, partial(answer, call))
-    app.router.add_post("/stream", partial(stream, engine, meter))
-    app.router.add_get("/update", partial(update, engine))
     return app
 
 
@@ -203,7 +224,7 @@ async def _receive(socket: web.WebSocketResponse) -> wire.Json:
     return json.loads(message.data)
 
 
-async def end_with_engine(engine: Engine) -> None:
+async def end_with_engine(engine: WorkingPart) -> None:
     """End the process when its engine has died, also without requests."""
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
@@ -217,19 +238,23 @@ async def end_with_engine(engine: Engine) -> None:
 
 
 async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
-    """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed.
+    """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed. A part that
+    another one serves only answers whether it works.
 
     If it cannot be built or draw a token, ``{"error": ..., "is_bug": ...}`` is written instead,
     and the launcher ends the process: if it exited, the launcher's watch would report its death
     before the cause. There is no gentle end: the guard of ``parent_watch`` ends the engine's own
     processes with this one.
     """
+    if spec.part is not None:
+        end_together(spec.part, die)
     try:
-        engine = await build_engine(spec)
-        # Some engines refuse a model only in their first computation.
-        await engine.generate([[0]], _PROBE)
-        if spec.awaits_weights:
-            engine.await_weights()
+        if spec.serves:
+            engine = await build_engine(spec)
+            app = application(engine, token)
+        else:
+            engine: WorkingPart = await adapter_of(spec).build_part(spec)
+            app = answering({"/health": lambda body: engine.health()}, token)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -244,7 +269,7 @@ async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
         await asyncio.Event().wait()
         raise
     # A client that disconnects cancels its request, so that the engine stops drawing.
-    runner = web.AppRunner(application(engine, token), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, spec.host, spec.port).start()
     os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
@@ -262,8 +287,10 @@ def main() -> None:
     end_with_parent()
     os.set_inheritable(arguments.ready_fd, False)
     try:
-        lora = started["spec"].pop("lora")
-        spec = EngineSpec(**started["spec"], lora=lora and Lora.read(lora))
+        lora, part = (started["spec"].pop(name) for name in ("lora", "part"))
+        spec = EngineSpec(
+            **started["spec"], lora=lora and Lora.read(lora), part=part and EnginePart(**part)
+        )
         asyncio.run(serve(spec, started["token"], arguments.ready_fd))
     except Exception:
         traceback.print_exc()

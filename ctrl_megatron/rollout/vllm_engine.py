@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ctrl_megatron.background import gathered
 from ctrl_megatron.models.fp8 import written_config
@@ -90,6 +92,11 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             )
     if _in_core(spec):
         chosen["distributed_executor_backend"] = "uni"
+    if (part := spec.part) is not None:
+        chosen |= {
+            **{"nnodes": part.of, "node_rank": part.number, "master_addr": part.first},
+            **{"master_port": part.group_port, "distributed_executor_backend": "mp"},
+        }
     return AsyncEngineArgs(**{**chosen, **spec.extra})
 
 
@@ -121,6 +128,41 @@ def _died(error: Exception) -> EngineDied:
     return EngineDied(f"engine vllm (pid {os.getpid()}) died with its core: {error}")
 
 
+def _engine_config(spec: EngineSpec) -> VllmConfig:
+    """vLLM's configuration for ``spec``, in the process that starts its workers."""
+    if _in_core(spec):
+        # Otherwise vLLM starts a separate process for a CPU worker, and core and worker poll shared
+        # memory, which costs the model one of two cores.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if spec.part is not None:
+        os.environ["VLLM_HOST_IP"] = spec.host
+    if current_platform.is_cpu():
+        # Otherwise the sampler compiles small kernels on first use, with a C++ compiler.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        # Weights and activations use large pages that stay with the process.
+        host_memory.keep()
+    usage, serves = UsageContext.ENGINE_CONTEXT, spec.serves
+    config = engine_args(spec).create_engine_config(usage, headless=not serves)
+    if current_platform.is_cpu():
+        # The platform has just selected spawned processes, each of which would import vLLM again,
+        # for ten seconds of a core. This process has computed nothing yet, so forking is safe, as
+        # vLLM does elsewhere.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
+
+
+class VllmWorkers:
+    """``WorkingPart`` of an engine that another host serves, as vLLM's own headless nodes are."""
+
+    def __init__(self, executor: MultiprocExecutor) -> None:
+        self._executor = executor
+
+    async def health(self) -> None:
+        """EngineDied if a worker has ended."""
+        if self._executor.is_failed:
+            raise EngineDied(f"a worker of engine vllm (pid {os.getpid()}) on this host has ended")
+
+
 class VllmEngine:
     """``Engine`` on ``AsyncLLM``; build it inside a running event loop."""
 
@@ -134,21 +176,7 @@ class VllmEngine:
     @classmethod
     async def build(cls, spec: EngineSpec) -> VllmEngine:
         """Start vLLM's processes and load the model; returns when it can generate."""
-        if _in_core(spec):
-            # Otherwise vLLM starts a separate process for a CPU worker, and core and worker poll
-            # shared memory, which costs the model one of two cores.
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if current_platform.is_cpu():
-            # Otherwise the sampler compiles small kernels on first use, with a C++ compiler.
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
-            # Weights and activations use large pages that stay with the process.
-            host_memory.keep()
-        config = engine_args(spec).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        if current_platform.is_cpu():
-            # The platform has just selected spawned processes, each of which would import vLLM
-            # again, for ten seconds of a core. This process has computed nothing yet, so forking is
-            # safe, as vLLM does elsewhere.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        config = _engine_config(spec)
         counted = VllmCounters()
         llm = AsyncLLM.from_vllm_config(
             config, stat_loggers=[counted.factory], disable_log_stats=True
@@ -157,6 +185,12 @@ class VllmEngine:
         await engine._llm.collective_rpc("ctrl_prepare")
         await engine._llm.update_weight_version(engine._state.version)
         return engine
+
+    @staticmethod
+    async def build_part(spec: EngineSpec) -> VllmWorkers:
+        """Start the workers of a part that does not serve; returns when they have met the others
+        and loaded the model."""
+        return VllmWorkers(MultiprocExecutor(_engine_config(spec)))
 
     async def generate(
         self,

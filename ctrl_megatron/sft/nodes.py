@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.algorithms.coupled import MaskRule
+from ctrl_megatron.algorithms.denoising import draw_denoising_masks
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
@@ -44,6 +47,8 @@ class SftWorker:
     """(prompt, response with its end-of-text token) of every training example."""
     held_out: list[tuple[Tokens, Tokens]]
     """(prompt, response with its end-of-text token) of every validation example."""
+    seed: int
+    """Of a masked-diffusion model's masks, with the step and the row."""
     peak_flops: float
     """Peak rate of one device in FLOP/s."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -76,7 +81,21 @@ def collate(worker: SftWorker, batch: TensorDict) -> NodeOutput:
     prompts, responses = zip(*(worker.examples[row] for row in rows), strict=True)
     padded = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
     padded["row"] = torch.tensor(rows)
-    return NodeOutput(batch=padded)
+    return NodeOutput(batch=_masked(worker, padded, [str(row) for row in rows], step=worker.step))
+
+
+def _masked(worker: SftWorker, batch: TensorDict, names: Sequence[str], *, step: int) -> TensorDict:
+    """The batch with the masks of its rows, which ``names`` tell apart, for a masked-diffusion
+    model.
+    """
+    if worker.policy.shape.diffusion is None:
+        return batch
+    seeds = [MaskRule().seed(worker.seed, step, name, 0) for name in names]
+    width = batch["responses"].shape[1]
+    batch["masked"], batch["mask_level"] = draw_denoising_masks(
+        batch["attention_mask"], width, seeds
+    )
+    return batch
 
 
 def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
@@ -91,11 +110,14 @@ def cross_entropy(
     rows: dict[str, torch.Tensor],
     counts: GlobalCounts,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A ``models.policy.LossFn``: mean negative log-likelihood of the response tokens."""
+    """A ``models.policy.LossFn``: mean negative log-likelihood of the response tokens; of a
+    masked-diffusion model the mean of its estimated bound (``algorithms.denoising``).
+    """
     mask = rows["response_mask"]
-    return -log_probs[mask].sum() / counts.tokens, {
-        "sft/entropy": entropy.detach()[mask].sum() / counts.tokens
-    }
+    loss = -log_probs[mask].sum() / counts.tokens
+    if "mask_level" in rows:
+        return loss, {}  # the entropies are those of the masked tokens alone
+    return loss, {"sft/entropy": entropy.detach()[mask].sum() / counts.tokens}
 
 
 def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
@@ -113,13 +135,16 @@ def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
 
 
 def held_out_loss(worker: SftWorker) -> dict[str, float]:
-    """``nll``: mean negative log-likelihood per response token of the first validation rows.
-    Collective.
+    """``nll``: mean negative log-likelihood per response token of the first validation rows; of a
+    masked-diffusion model its bound, with the same masks at every validation. Collective.
     """
     dp, size = worker.groups.place.dp, worker.groups.layout.data
-    chosen = worker.held_out[: _VALIDATION_ROWS // size * size] or worker.held_out
-    prompts, responses = zip(*(chosen[dp::size] or chosen[:1]), strict=True)
+    kept = worker.held_out[: _VALIDATION_ROWS // size * size] or worker.held_out
+    chosen = list(enumerate(kept))
+    mine = chosen[dp::size] or chosen[:1]
+    prompts, responses = zip(*(example for _, example in mine), strict=True)
     batch = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
+    batch = _masked(worker, batch, [f"held out {number}" for number, _ in mine], step=0)
     log_probs, _ = worker.policy.log_probs(tensors_of(batch))
     mask = batch["response_mask"]
     pairs = worker.groups.from_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))

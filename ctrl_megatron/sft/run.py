@@ -12,6 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
@@ -78,6 +79,7 @@ def train_sft(config: Config) -> bool:
             codec=codec,
             examples=examples,
             held_out=held_out,
+            seed=config.trainer.seed,
             peak_flops=peak_flops_per_device(config, groups),
             timeline=recorder.timeline(memory),
         )
@@ -108,7 +110,7 @@ def train_sft(config: Config) -> bool:
             groups.layout,
             steps=f"{steps} steps of {config.sft.train_batch_size} examples",
             rows=len(examples),
-            dropped=(dropped, "longer than sft.max_length"),
+            dropped=(dropped, "longer than sft.max_length or sft.canvas"),
             validation=len(held_out),
         ):
             recorder.say(line)
@@ -127,6 +129,7 @@ def check_sft(config: Config) -> None:
     """Raise UserError, one line per problem, for wrong input of a run other than its rows."""
     check_together(
         lambda: check_models(config, "sft"),
+        lambda: _check_canvas(config),
         lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),
         lambda: check_profile(config),
@@ -135,6 +138,16 @@ def check_sft(config: Config) -> None:
     )
     check_gpu(config, "sft")
     check_disk(config, "sft")
+
+
+def _check_canvas(config: Config) -> None:
+    path = config.actor_rollout_ref.model.path
+    if config.sft.canvas is not None and read_model_shape(path).diffusion is None:
+        raise UserError(
+            f"{path} is no masked-diffusion model, whose responses fill a canvas",
+            key="sft.canvas",
+            remedy="leave it out",
+        )
 
 
 def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
@@ -156,7 +169,12 @@ def tokenise(
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
-        response = (*codec.encode(example.response), codec.eos_token_ids[0])
+        end, canvas = codec.eos_token_ids[0], config.sft.canvas
+        response = (*codec.encode(example.response), end)
+        if len(response) > (canvas or len(response)):
+            dropped += 1
+            continue
+        response += (end,) * ((canvas or 0) - len(response))
         if len(prompt) + len(response) > config.sft.max_length:
             dropped += 1
         else:
@@ -164,6 +182,7 @@ def tokenise(
     if examples and not rows:
         raise UserError(
             f"no example of sft.train_files fits in sft.max_length={config.sft.max_length} tokens"
+            + (f" and its response in sft.canvas={config.sft.canvas}" if config.sft.canvas else "")
         )
     return rows, dropped
 

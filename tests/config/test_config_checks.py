@@ -401,6 +401,27 @@ def test_engines_take_whole_hosts() -> None:
     check_world_size(load_config(None, [*own, "trainer.n_gpus_per_node=3"]), 3)
 
 
+def test_an_engine_may_have_all_devices_of_several_hosts() -> None:
+    rollout = "actor_rollout_ref.rollout."
+    keys = ("name=vllm", "tensor_model_parallel_size=4", "placement=dedicated", "n_gpus_per_node=2")
+    spanning, two = tuple(rollout + key for key in keys), "trainer.nnodes=2"
+    assert messages(two, *spanning) == []
+    (line,) = messages("trainer.nnodes=3", *spanning)
+    assert "n_gpus_per_node=2 is no multiple of" in line and "whole hosts" in line
+    (line,) = messages(two, *spanning, rollout + "name=sglang")
+    assert "with actor_rollout_ref.rollout.name=vllm" in line
+    (line,) = messages(two, *spanning, "trainer.min_nnodes=1")
+    assert "needs all hosts" in line and "trainer.min_nnodes=1" in line
+    adapters = ("actor_rollout_ref.model.lora_rank=4", rollout + "adapter_push=true")
+    (line,) = messages(two, *spanning, *adapters)
+    assert "adapter_push=true writes adapters on the host that serves" in line
+    sizes = (two, "trainer.n_gpus_per_node=2", *spanning[:2])
+    check_world_size(load_config(None, [*PATHS, *sizes]), 4)
+    with pytest.raises(ValueError, match=r"size=4 does not divide trainer\.n_gpus_per_node=2"):
+        alone = ("trainer.nnodes=1", *sizes[1:])
+        check_world_size(load_config(None, [*PATHS, *alone]), 2)
+
+
 def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
     sizes = ("tensor_model_parallel_size=2", "sequence_parallel=true")
     keys = [*PATHS, *(MEGATRON + size for size in sizes), "trainer.n_gpus_per_node=4"]

@@ -122,7 +122,8 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
     from ctrl_megatron.models import megatron, rules, shards
-    from ctrl_megatron.models.rules import HfTensor, ParamRule
+    from ctrl_megatron.models.rules import ParamRule
+    from ctrl_megatron.models.shape import HfTensor
 
     def with_buffers(*given: Any) -> list[torch.nn.Module]:
         chunks = build(*given)

@@ -24,11 +24,17 @@ LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "cp2"]
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp1", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+    ("layout", "single"),
+    [
+        ("tp1", False),
+        *(pytest.param(name, False, marks=pytest.mark.long) for name in LONG),
+        *(pytest.param(name, True, marks=pytest.mark.long) for name in ("tp1", *LONG)),
+    ],
 )
 def test_scores_and_gradients_are_transformers_and_files_survive(
-    tmp_path: Path, layout: str
+    tmp_path: Path, layout: str, single: bool
 ) -> None:
+    """Three coupled versions of a row, and the single one of fine-tuning."""
     # Float32 rounds once more in every layer.
     layers = 4 if "virtual_pipeline" in LAYOUTS[layout] else 2
     limit = 0.5e-5 * layers
@@ -39,6 +45,8 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
         for name in names
     }
     batch = with_masks(random_batch(seed=3), seed=4)
+    if single:
+        batch["mask_level"] = batch.pop("mask_share")
     # A canvas that goes on behind the response, and a row that was not judged.
     batch["response_mask"] = batch["response_mask"].clone()
     batch["response_mask"][0, 1:] = batch["response_mask"][1] = False

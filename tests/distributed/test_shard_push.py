@@ -68,6 +68,38 @@ def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
                 assert all(torch.equal(held[name], asked[name]) for name in asked)
 
 
+@pytest.mark.parametrize("transport", ["shards", "cuda_ipc", "nccl"])
+def test_workers_on_several_hosts_have_their_parts(transport: str, tmp_path: Path) -> None:
+    """Of one engine, whose workers share groups of keys; the trainer's stages are on both hosts."""
+    directory = save_tiny("qwen2_tied", tmp_path, vocab_size=96)
+    sent = load_file(directory / "model.safetensors")
+    sent.pop("lm_head.weight", None)
+    shape, of_rank, cut = read_model_shape(directory), (0, 0, 1, 1), EngineCut(tensor=4)
+    found = run_world(
+        "push_shards",
+        len(of_rank),
+        layout=STAGES,
+        directory=str(directory),
+        of_rank=of_rank,
+        readers=(0, 1),
+        workers=4,
+        transport=transport,
+        spanning=True,
+    )
+    for host in (0, 1):
+        for factor, got in zip((1, 2), found[of_rank.index(host)], strict=True):
+            want = {name: tensor * factor for name, tensor in sent.items()}
+            *workers, checked = got
+            # Only the host that serves the engine has whole tensors.
+            assert checked.keys() == (want.keys() if host == 0 else set())
+            assert all(torch.equal(tensor, want[name]) for name, tensor in checked.items())
+            assert len(workers) == 2
+            for worker, own in enumerate(workers, start=2 * host):
+                held, asked = fused(shape, cut, worker, own), fused(shape, cut, worker, want)
+                assert held.keys() == asked.keys()
+                assert all(torch.equal(held[name], asked[name]) for name in asked)
+
+
 def test_groups_are_made_anew_for_a_new_worker_and_refused_to_another_library(
     tmp_path: Path,
 ) -> None:

@@ -177,14 +177,16 @@ def full_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def reference_scores(
     directory: Path, batch: dict, *, shifted: bool, temperature: float = 1.0
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(model, coupled scores with gradients, mean entropies) in float64, by transformers."""
+    """(model, coupled scores with gradients, mean entropies) in float64, by transformers; of a
+    batch with ``mask_level`` those of its single version."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     rows, width = batch["response_mask"].shape
     scores, entropies = (torch.zeros(rows, width, dtype=torch.float64) for _ in range(2))
     for row in range(rows):
         seen = batch["attention_mask"][row].bool()
         tokens, hidden = batch["input_ids"][row][seen], batch["masked"][row][seen]
-        first, share = int(seen[:-width].sum()), batch["mask_share"][row].double()
+        first, single = int(seen[:-width].sum()), "mask_level" in batch
+        share = batch["mask_level" if single else "mask_share"][row].double()
         answers = int(batch["response_mask"][row].sum())
         in_response = torch.arange(len(tokens)) >= first
         versions = [
@@ -192,6 +194,9 @@ def reference_scores(
             (hidden, 1 / share),
             (hidden ^ in_response, 1 / (1 - share)),
         ]
+        # Every log-prob of a single version counts whole, every one of the three half.
+        part = 1.0 if single else 0.5
+        versions = versions[1:2] if single else versions
         for which, weight in versions:
             logits = full_logits(model, torch.where(which, MASK, tokens)) / temperature
             log_p = logits.log_softmax(-1)
@@ -201,9 +206,9 @@ def reference_scores(
                     at = log_p[place - shifted]
                     factor = 1.0 if weight is None else weight
                     one = torch.zeros_like(scores)
-                    one[row, column] = 0.5 * factor
+                    one[row, column] = part * factor
                     scores = scores + one * at[tokens[place]]
-                    entropies[row, column] -= 0.5 * (at.exp() * at).sum().detach()
+                    entropies[row, column] -= part * (at.exp() * at).sum().detach()
     return model, scores, entropies
 
 

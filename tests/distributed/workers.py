@@ -114,10 +114,12 @@ def push_shards(
     readers: tuple[int, ...],
     workers: int,
     transport: str,
+    spanning: bool = False,
 ) -> list[list[dict[str, torch.Tensor]]]:
     """Two pushes from shard to shard, of the weights and of their doubles, into two engines on each
-    of the ``readers``. Returns what each worker of each engine has after each push, with the
-    tensors for checksums last; empty on ranks that are not the first of a host."""
+    of the ``readers``, or into one that spans them. Returns what each worker on this host has after
+    each push, engine by engine, with the tensors for checksums last; empty on ranks that are not
+    the first of a host."""
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import read_whole
@@ -130,7 +132,8 @@ def push_shards(
 
     groups = on_hosts(start(layout), of_rank)
     policy = make_policy(groups, directory)
-    there = [range(2 * workers if host in readers else 0) for host in range(1 + max(of_rank))]
+    each = workers // len(readers) if spanning else 2 * workers
+    there = [range(each if host in readers else 0) for host in range(1 + max(of_rank))]
     taken = EngineLayout(
         dtype="float32",
         bucket_bytes=3000,
@@ -143,12 +146,14 @@ def push_shards(
         "cuda_ipc": CudaIpcReceiver,
         "nccl": NcclReceiver,
     }
-    here = range(workers if groups.is_first_here and groups.here in readers else 0)
+    placed = taken.placement.on(groups.here) if groups.is_first_here else ()
     receivers = [
         (reader, kinds[transport](lambda own=worker: (own, workers)))
-        for reader in range(2)
-        for worker in here
+        for reader, engine in enumerate(placed)
+        for worker, host in enumerate(engine.host_of_worker)
+        if host == groups.here
     ]
+    here = placed and taken.placement.served_on(groups.here)
     threads = ThreadPoolExecutor(max(1, len(receivers)))
 
     class Engines:
@@ -156,18 +161,22 @@ def push_shards(
 
         def __init__(self) -> None:
             self.offered: list[Any] = []
+            self.chunks: list[Any] = []
             self.waited: list[int] = []
             self.began: dict[int, list[Any]] = {}
             self.got: list[dict[str, torch.Tensor]] = [{} for _ in range(len(receivers) + 1)]
 
         def offer(self, bucket: Any) -> None:
             self.offered.append(bucket)
+            # All workers of an engine get the chunk from the host that serves it.
+            first = groups.hosts.first_rank(readers[0] if spanning else groups.here)
+            self.chunks.append(groups.from_all(bucket.chunk)[first])
             if not bucket.chunk["tensors"]:
                 # With it the workers meet the trainer, which waits for them.
                 self.begin(len(self.offered) - 1)
 
         def begin(self, number: int) -> None:
-            chunk = json.loads(json.dumps(self.offered[number].chunk))
+            chunk = json.loads(json.dumps(self.chunks[number]))
             self.began[number] = [
                 threads.submit(self.take, place, receiver, {**chunk, "reader": reader})
                 for place, (reader, receiver) in enumerate(receivers)
@@ -398,13 +407,18 @@ def push_until_killed(
 
 
 def make_policy(
-    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+    groups: Any,
+    directory: str,
+    *,
+    strategy: Any = "megatron",
+    optimizer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """A policy with the weights of the HF ``directory``."""
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.policy import Policy
 
-    model = Policy(read_model_shape(directory), groups, _model_options(optimizer, options))
+    model = Policy(read_shape(directory, strategy), groups, _model_options(optimizer, options))
     return _filled(model, directory)
 
 

@@ -12,6 +12,8 @@ import pytest
 from launched_run import Job, Run
 from test_resume import assert_same_steps
 
+from ctrl_megatron.rollout.engine import available_engines
+
 SLOW = 700.0
 """Seconds for a new start on two hosts, while other work keeps the machine busy."""
 SCRIPT = Path(__file__).with_name("several_hosts.sh")
@@ -69,6 +71,58 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         assert metrics["perf/engine_balance"] > 0.0
         assert "sandbox/isolation" in metrics
     assert {path.name for path in run.folder.glob("engine*.log")} == engines
+
+
+# One engine of two workers, one on each host.
+SPANNING = (
+    *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
+    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.placement=dedicated"),
+    *("actor_rollout_ref.rollout.n_gpus_per_node=1", "actor_rollout_ref.rollout.kv_cache_gib=0.2"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.update_bucket_megabytes=1",
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", ["shared_memory", "shards", "nccl"])
+def test_an_engine_has_workers_on_two_hosts(job: Job, transport: str) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    # Every push compares the checksums of what both workers hold with those of the trainer.
+    given = (*SPANNING, f"actor_rollout_ref.rollout.weight_transport={transport}")
+    with job.launch(
+        f"spanning_{transport}", steps=3, extra=given, hosts=2, ranks=1, preloaded=True
+    ) as run:
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    records = [record["metrics"] for record in run.metrics()]
+    assert len(records) == 3
+    for metrics in records:
+        assert metrics["rollout/probs_diff_mean"] < 1e-4
+    assert {path.name for path in run.folder.glob("engine*.log")} == {
+        "engine.log",
+        "engine.part1.log",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_both_parts_of_an_engine_start_again_when_a_worker_has_died(job: Job) -> None:
+    if "vllm" not in available_engines():
+        pytest.skip("vllm is not installed; `make env` brings it")
+    with job.launch(
+        "worker_lost", steps=4, extra=SPANNING, hosts=2, ranks=1, preloaded=True
+    ) as run:
+        run.wait_for_steps(1)
+        (worker,) = (p for p in run.look() if host_of(p) == "1" and "VLLM" in p.name())
+        worker.kill()
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    records = [record["metrics"] for record in run.metrics()]
+    assert len(records) == 4
+    assert records[-1]["engine/restarts"] >= 1
+    for metrics in records:
+        assert metrics["rollout/probs_diff_mean"] < 1e-4
+    assert run.output().count("is started again (restart 1,") == 2, "one on each host"
 
 
 @pytest.mark.long

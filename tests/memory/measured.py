@@ -22,6 +22,7 @@ from forked_ranks import fork_context
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.lora import adapted
@@ -284,20 +285,27 @@ def small_ranks(cases: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
 
 
 def passes(cases: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
-    """Bytes saved for the backward pass, the peak of an update's passes and of a pass without
-    gradients, beside what the model holds, on rank 0."""
+    """Of rank 0, where about as many tokens go to each expert: bytes saved for the backward pass,
+    the peak of an update's passes and of a pass without gradients, beside what the model holds; the
+    operations of an update's passes as torch counts them, and those of the whole model copy as the
+    model counts them."""
     return [_pass(**case) for case in cases]
 
 
 def _pass(
     layout: dict[str, Any], shape: dict[str, Any], options: dict[str, Any], kind: str = "policy"
 ) -> dict[str, int]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
     whole, described = Layout(**layout), small(**shape)
     if kind == "value":
         described = value_shape(described)
     with fake_rank(whole, 0, "cpu") as groups:
         shared = kind == "shared"
         model = build("policy" if shared else kind, described, groups, **options)
+        for module in (m for chunk in model.models for m in chunk.modules()):
+            if isinstance(module, TopKRouter):
+                module.config.moe_router_force_load_balancing = True
         saved: dict[int, Any] = {}
         own = resident(model)
 
@@ -311,11 +319,19 @@ def _pass(
         kept = sum(piece.nbytes() for piece in saved.values())
         saved.clear()
         del loss
+        model.take_flops()
         with LiveBytes(own) as update:
             _forward(model, shared).backward()
+        _, counted = model.take_flops()
         with LiveBytes(own) as inference, torch.no_grad():
             _forward(model, shared)
-    return {"kept": kept, "update": update.peak, "inference": inference.peak}
+    return {
+        "kept": kept,
+        "update": update.peak,
+        "inference": inference.peak,
+        "flops": update.flops,
+        "counted_flops": counted,
+    }
 
 
 def _forward(model: Any, shared: bool) -> torch.Tensor:
@@ -370,15 +386,18 @@ def resident(model: Any) -> set[int]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations make and that still exist, and their peak."""
+    """Counts the bytes of storages that operations make and that still exist, their peak, and the
+    floating-point operations of matrix products, by torch's formulas."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self._known, self._sizes = known, dict[int, int]()
-        self._now = self.peak = 0
+        self._now = self.peak = self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func._overloadpacket):
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if not isinstance(tensor, torch.Tensor):
                 continue

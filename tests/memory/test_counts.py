@@ -131,6 +131,8 @@ STATES = {
     "adapters": case({"tensor": 2, "data": 2}, {"lora": 8, "tie_word_embeddings": True}),
     "adapters over stages": case({**SEQUENCE, "pipeline": 2}, {"lora": 8}),
     "experts": case({"data": 2}, EXPERTS),
+    "experts over context ranks": case({"context": 2, "data": 2, "expert": 4}, EXPERTS),
+    "adapters over context ranks": case({"tensor": 2, "context": 2}, {"lora": 8}),
     "expert ranks": case({"data": 4, "expert": 2}, EXPERTS),
     "expert ranks of stages": case({"pipeline": 2, "data": 2, "expert": 2}, EXPERTS),
     "expert and tensor ranks": case({**SEQUENCE, "data": 4, "expert": 2}, EXPERTS),
@@ -171,6 +173,7 @@ def test_models_in_host_memory_hold_what_is_planned(
 
 
 FFN_BOUND = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 2048}
+MANY_EXPERTS = {**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}
 LOGITS_BOUND = {"vocab_size": 16000}
 MLP = {"recompute_granularity": "selective", "overrides": {"recompute_modules": ["mlp"]}}
 PASSES = {
@@ -193,10 +196,8 @@ PASSES = {
     "experts, layers again": case(shape=EXPERTS, recompute_granularity="full"),
     "experts over ranks": case({"data": 2, "expert": 2}, EXPERTS),
     "experts over tensor ranks": case(SEQUENCE, EXPERTS),
-    "experts that bound": case(shape={**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}),
-    "experts over ranks that bound": case(
-        {"data": 2, "expert": 2}, {**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}
-    ),
+    "experts that bound": case(shape=MANY_EXPERTS),
+    "experts over ranks that bound": case({"data": 2, "expert": 2}, MANY_EXPERTS),
     "whole experts over tensor ranks": case(
         {**SEQUENCE, "data": 2, "expert": 4, "expert_tensor": 1}, EXPERTS
     ),
@@ -209,6 +210,9 @@ PASSES = {
     "context ranks": case({"context": 2}),
     "context and tensor ranks": case({**SEQUENCE, "context": 2}, {"num_key_value_heads": 2}),
     "context ranks with all keys": case({"context": 3}),
+    "experts over context ranks": case({"context": 2, "expert": 2}, EXPERTS),
+    "adapters over context ranks": case({"context": 2}, {"lora": 8}),
+    "value model over context ranks": case({"context": 2}) | {"kind": "value"},
     "context ranks, latent attention": case({"context": 2}, LATENT),
 }
 
@@ -248,6 +252,25 @@ def test_passes_take_what_is_planned(found_in_passes: dict[str, dict[str, int]],
         assert kept == pytest.approx(found["kept"], rel=0.15)
     assert kept + workspace == pytest.approx(found["update"], rel=0.15)
     assert inference_workspace(p, pp=0) == pytest.approx(found["inference"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, given in PASSES.items()
+        # Without what is computed again: layers, and the logits of a large vocabulary.
+        if not given["options"]
+        and "vocab_size" not in given["shape"]
+        and "pipeline" not in given["layout"]
+    ],
+)
+def test_passes_compute_what_is_counted(
+    found_in_passes: dict[str, dict[str, int]], name: str
+) -> None:
+    found, layout = found_in_passes[name], Layout(**PASSES[name]["layout"])
+    counted = found["counted_flops"] / (layout.tensor * layout.context)
+    assert counted == pytest.approx(found["flops"], rel=0.15)
 
 
 def test_a_whole_step_over_gloo_takes_what_is_planned(tmp_path: Path) -> None:

@@ -71,6 +71,27 @@ def test_hosts_may_differ(first: int, second: int, tensor: int) -> None:
     assert (len(plan.on(0)), len(plan.on(1))) == (first, second)
 
 
+@given(nodes=st.integers(1, 6), spans=st.integers(2, 4), each=st.integers(1, 8))
+def test_an_engine_with_more_devices_than_a_host_has_whole_hosts(
+    nodes: int, spans: int, each: int
+) -> None:
+    plan = placed(nodes * spans, each, spans * each)
+    assert len(plan.engines) == nodes and plan.hosts == tuple(range(nodes * spans))
+    for number, engine in enumerate(plan.engines):
+        assert list(engine.hosts) == list(range(number * spans, (number + 1) * spans))
+        assert plan.served_on(number * spans) == (engine,)
+        assert all(plan.on(host) == (engine,) for host in engine.hosts)
+        assert all(engine.devices_on(host) == tuple(range(each)) for host in engine.hosts)
+    there = [
+        (host, device)
+        for engine in plan.engines
+        for host, device in zip(engine.host_of_worker, engine.devices, strict=True)
+    ]
+    assert there == [(host, device) for host in range(nodes * spans) for device in range(each)]
+    beside = place_engines([range(2 * each), range(each), range(each)], tensor=2 * each)
+    assert [engine.spans for engine in beside.engines] == [1, 2]
+
+
 def test_a_host_on_a_cpu_has_one_engine_by_default() -> None:
     assert len(placed(2, 4, 1, visible=None).engines) == 2
     assert len(placed(2, 4, 3, visible=None).engines) == 2
@@ -80,8 +101,10 @@ def test_a_host_on_a_cpu_has_one_engine_by_default() -> None:
 def test_what_leaves_a_gpu_without_an_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="size=3 does not divide the 8 devices of host 0"):
         placed(2, 8, 3)
-    with pytest.raises(ValueError, match="size=16 does not divide the 8 devices"):
-        placed(2, 8, 16)
+    with pytest.raises(ValueError, match="size=16 does not divide the 8 devices of host 2"):
+        placed(3, 8, 16)
+    with pytest.raises(ValueError, match="size=8 does not divide the 4 devices of host 0"):
+        place_engines([range(4), range(2), range(2)], tensor=8)
     with pytest.raises(ValueError, match=r"n_gpus_per_node=4 is not possible .* leave it out"):
         placed(1, 8, 2, gpus=4)
     with pytest.raises(ValueError, match=r"dedicated needs actor_rollout_ref\.rollout\.n_gpus"):

@@ -12,6 +12,7 @@ import torch
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
+from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding import device as device_file
@@ -30,6 +31,7 @@ class OneRank:
     """``ProcessGroups`` of a single process, without torch.distributed; counts its meetings."""
 
     is_first_here = True
+    here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
     def __init__(self) -> None:
         self.meetings = 0
@@ -75,6 +77,8 @@ class NotedModel:
 
 class OneTensor:
     """A ``WeightSource`` of one tensor."""
+
+    layout = EngineLayout(dtype="float32", bucket_bytes=64)
 
     places = (
         TensorPlace(spec=TensorSpec(name="w", dtype="float32", shape=(4,)), bucket=0, offset=0),

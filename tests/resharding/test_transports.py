@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.resharding import transports as sending
-from ctrl_megatron.resharding.plan import place_in_buckets
+from ctrl_megatron.resharding.plan import EngineLayout, place_in_buckets
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rollout import transports as receiving
 from ctrl_megatron.rollout.device_memory import lock_pages
@@ -37,11 +38,10 @@ class OneRank:
     def barrier(self) -> None:
         """There is no other rank to wait for."""
 
-    def from_first(self, value: Any) -> Any:
-        return value
+    here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
-    def from_first_here(self, value: Any) -> Any:
-        return value
+    def from_all(self, value: Any) -> list[Any]:
+        return [value]
 
     def from_here(self, value: Any) -> dict[int, Any]:
         return {0: value}
@@ -51,6 +51,7 @@ class Numbers:
     """A ``WeightSource`` whose tensors have one value each."""
 
     places = place_in_buckets(SPECS, bucket_bytes=300)
+    layout = EngineLayout(dtype="float32", bucket_bytes=300)
     model = None
     kept = False
 

@@ -9,6 +9,7 @@ import pytest
 from ctrl_megatron.config.environment import keep_kernel_order
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.rollout.engine import (
+    EnginePart,
     EngineSpec,
     available_engines,
     require_engine,
@@ -28,6 +29,19 @@ def test_an_engine_does_not_take_itself_for_a_trainer_rank(monkeypatch: pytest.M
     other = engine_environment(EngineSpec(name="hf", model_path="m"))
     assert "OMP_NUM_THREADS" not in other
     assert not any(name.startswith("VLLM_USE") for name in other)
+
+
+def test_the_parts_of_an_engine_talk_over_the_interface_of_their_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    part = EnginePart(number=1, of=2, first="10.7.7.7", group_port=1, watch_port=2, token="t")
+    spec = EngineSpec(name="vllm", model_path="m", host="127.0.0.1", part=part)
+    assert engine_environment(spec)["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ValueError, match=r"no network interface .* 203\.0\.113\.9; set GLOO"):
+        engine_environment(replace(spec, host="203.0.113.9"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert engine_environment(spec)["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 @pytest.mark.parametrize(

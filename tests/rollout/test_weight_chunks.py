@@ -93,7 +93,7 @@ def test_a_missing_segment_is_named() -> None:
 def test_what_the_ranks_write_an_engine_reads() -> None:
     first, second = torch.randn(3, 2), torch.randn(5).bfloat16()
     specs = [spec("a", (3, 2)), spec("b", (5,), "bfloat16")]
-    (name,) = segment_names("common", 1)
+    (name,) = segment_names(1)
     writer = SharedSegment(name, 64, create=True)
     try:
         # Another rank of the host.
@@ -110,7 +110,7 @@ def test_what_the_ranks_write_an_engine_reads() -> None:
 def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(hosts, "pid_namespace", lambda: 1)
-        (name,) = segment_names("common", 1)
+        (name,) = segment_names(1)
     path = Path("/dev/shm") / name
     path.symlink_to("/proc/1/fd/0")
     try:
@@ -130,7 +130,7 @@ def test_directories_that_a_killed_engine_has_left_are_removed() -> None:
 
 def test_memory_outlives_its_name_and_is_found_again_under_it() -> None:
     want = spec("a", (4,))
-    (name,) = segment_names("common", 1)
+    (name,) = segment_names(1)
     writer = SharedSegment(name, 16, create=True)
     chunk = shared_chunk(name, [(want, 0)])
     try:

@@ -34,8 +34,8 @@ class SentBucket:
     """(HF name, whole tensor) of what was sent, for checksums; read once, before the next
     bucket."""
     unseen: bool = False
-    """Whether the bytes are in no memory of this host, on all ranks alike; so there are no
-    ``tensors``."""
+    """Whether the memory of this host does not have all of the bytes, on all ranks alike; so there
+    are no ``tensors``."""
     kept: bool = False
     """Whether the bytes have been there since an earlier push."""
 

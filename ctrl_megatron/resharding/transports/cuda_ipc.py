@@ -41,8 +41,8 @@ class _MappedBuckets:
 
     def __init__(self, buckets: ShardBuckets, groups: ProcessGroups) -> None:
         takers, of_rank = buckets.plan.takers, groups.hosts.of_rank
-        self._engines = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.here]
-        self.engine = self._engines[0] if self._engines else 0
+        self._served = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.here]
+        self.engine = self._served[0] if self._served else 0
         self._places, workers = buckets.places, range(buckets.plan.cut.tensor)
         self._parts: list[list[list[PackedPart]]] = []
         self._find: list[dict[tuple[int, str], list[tuple[Piece, TensorSpec, int]]]] = []
@@ -54,15 +54,17 @@ class _MappedBuckets:
         mine = {
             (slot, engine, worker): driver.allocate(self._sizes[worker])
             for slot in range(IN_FLIGHT)
-            for engine in self._engines
+            for engine in range(len(takers))
             for worker in workers
             if takers[engine][worker] == groups.rank
         }
-        given = groups.from_here({key: driver.get_handle(memory) for key, memory in mine.items()})
-        self._handles = {key: handle for own in given.values() for key, handle in own.items()}
+        given = groups.from_all({key: driver.get_handle(memory) for key, memory in mine.items()})
+        self._handles = {key: handle for own in given for key, handle in own.items()}
         self._memory = {
             key: mine[key] if key in mine else driver.open_handle(handle, self._sizes[key[2]])
-            for key, handle in self._handles.items()
+            for rank, own in enumerate(given)
+            if of_rank[rank] == groups.here
+            for key, handle in own.items()
         }
 
     def _pack(self, number: int, buckets: ShardBuckets, index: dict[str, int]) -> None:
@@ -106,7 +108,7 @@ class _MappedBuckets:
             "driver": self._name,
             "handles": [
                 [self._handles[slot, engine, worker].hex() for worker in workers]
-                for engine in self._engines
+                for engine in self._served
             ],
             "sizes": self._sizes,
             "parts": self._parts[number],

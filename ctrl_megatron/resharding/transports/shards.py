@@ -78,10 +78,14 @@ class ShardsSender:
         ends = (place.offset + spec_bytes(place.spec) for own in buckets.places for place in own)
         size = max(ends)
 
+        here = self.groups.here
+        served = next((e.host_of_worker for e in engines.served_on(here)), (here,) * workers)
+
         @contextmanager
         def lend() -> Iterator[BucketMemory]:
             with segments.named(size) as named:
-                yield _Segments(buckets, named)
+                names = [segments.names_on(host) for host in served]
+                yield _Segments(buckets, named, names)
 
         return buckets, lend
 
@@ -96,8 +100,16 @@ class _Segments:
     engine = 0
     """All engines of a host read the same memory."""
 
-    def __init__(self, buckets: ShardBuckets, segments: Sequence[SharedSegment]) -> None:
+    def __init__(
+        self,
+        buckets: ShardBuckets,
+        segments: Sequence[SharedSegment],
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        """``names`` are, for each worker of an engine that this host serves, those of the segments
+        on the worker's host."""
         self._workers, self._segments = buckets.plan.cut.tensor, segments
+        self._names = names
         self._places = buckets.places
         self._place = {place.spec.name: place for own in buckets.places for place in own}
 
@@ -109,9 +121,9 @@ class _Segments:
         """Copies into host memory have ended when they return."""
 
     def chunk(self, number: int) -> WeightChunk:
-        places = self._places[number]
+        places, first = self._places[number], self._first(number)
         place = {
-            "segments": [segment.shared_name for segment in self._of(number)],
+            "segments": [own[first + worker] for worker, own in enumerate(self._names)],
             "offsets": [place.offset for place in places],
             # To lock sparse memory would take all of it.
             "locked": 0 if self._workers > 1 else len(self._segments[0].memory),
@@ -120,5 +132,9 @@ class _Segments:
 
     def _of(self, number: int) -> Sequence[SharedSegment]:
         """The segments of all workers for a bucket."""
-        first = number % IN_FLIGHT * self._workers
+        first = self._first(number)
         return self._segments[first : first + self._workers]
+
+    def _first(self, number: int) -> int:
+        """The number of the first worker's segment for a bucket."""
+        return number % IN_FLIGHT * self._workers

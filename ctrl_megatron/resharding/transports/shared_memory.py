@@ -57,12 +57,6 @@ class SharedSegment:
         if create:
             self.publish()
 
-    @property
-    def shared_name(self) -> str:
-        """The end of the name, which is the same on all hosts where ranks make segments together:
-        without the process by which others recognise what it has left behind."""
-        return self.name.split("-", 3)[3]
-
     def close(self) -> None:
         """Undo the lock of the pages; the memory must not be used afterwards."""
         self._unlock()
@@ -80,6 +74,12 @@ class HostSegments:
     def __init__(self, groups: ProcessGroups, count: int, *, sparse: bool = False) -> None:
         self._groups, self._count, self._sparse = groups, count, sparse
         self._segments: tuple[SharedSegment, ...] = ()
+        self._names: list[list[str]] = []
+        """Names by every rank, of which those by the first rank of a host are used."""
+
+    def names_on(self, host: int) -> list[str]:
+        """The names of a host's segments, once there are any."""
+        return self._names[self._groups.hosts.first_rank(host)]
 
     @contextmanager
     def named(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
@@ -102,8 +102,8 @@ class HostSegments:
         groups, first = self._groups, self._groups.is_first_here
         if first:
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-        common = groups.from_first(uuid.uuid4().hex[:12])
-        names = groups.from_first_here(segment_names(common, self._count))
+        self._names = groups.from_all(segment_names(self._count))
+        names = self.names_on(groups.here)
         for segment in self._segments:
             segment.close()
         self._segments = ()
@@ -143,8 +143,10 @@ class SharedMemorySender:
     ) -> Iterator[Iterator[SentBucket]]:
         """The segments have names only within the context."""
         size = max(place.offset + spec_bytes(place.spec) for place in source.places)
-        with self._segments_for(source).named(size) as segments:
-            yield self._sent(source, segments, wait_until_read)
+        segments = self._segments_for(source)
+        with segments.named(size) as named:
+            names = [segments.names_on(host) for host in source.layout.hosts_of(self.groups.here)]
+            yield self._sent(source, named, names, wait_until_read)
 
     def _segments_for(self, source: WeightSource) -> HostSegments:
         if not source.kept:
@@ -159,8 +161,10 @@ class SharedMemorySender:
         self,
         source: WeightSource,
         segments: Sequence[SharedSegment],
+        names: Sequence[Sequence[str]],
         wait_until_read: Callable[[int], None],
     ) -> Iterator[SentBucket]:
+        """``names`` are those of ``segments`` on each host of an engine that this one serves."""
         memory = [segment.memory for segment in segments]
         kept = source.kept and self._complete
         buckets = (
@@ -169,13 +173,13 @@ class SharedMemorySender:
             else fill_buckets(source, memory, self.groups, wait_until_read)
         )
         for bucket in buckets:
-            segment, end = segments[bucket.number % len(memory)], bucket.places[-1]
+            turn, end = bucket.number % len(memory), bucket.places[-1]
             # A kept segment has one bucket for ever, any other the largest sooner or later.
             used = end.offset + spec_bytes(end.spec)
             place = {
-                "segment": segment.shared_name,
+                "segments": [own[turn] for own in names],
                 "offsets": [place.offset for place in bucket.places],
-                "locked": used if source.kept else len(segment.memory),
+                "locked": used if source.kept else len(memory[turn]),
             }
             specs = (place.spec for place in bucket.places)
             chunk = weight_chunk(_RECEIVER, specs, place)
@@ -187,10 +191,10 @@ class SharedMemorySender:
         remove_segments(self._pids.__contains__)
 
 
-def segment_names(common: str, count: int) -> list[str]:
-    """New names for segments of this process, by which ``remove_segments`` recognises them; they
-    end in ``common``, which nothing else has, and a number."""
-    return [f"{shared_memory_prefix()}{common}-{number}" for number in range(count)]
+def segment_names(count: int) -> list[str]:
+    """New names for segments of this process, by which ``remove_segments`` recognises them."""
+    base = f"{shared_memory_prefix()}{uuid.uuid4().hex[:12]}"
+    return [f"{base}-{number}" for number in range(count)]
 
 
 def remove_segment(name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ctrl_megatron.rollout.device_memory import MemoryDriver, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart, unpacked
-from ctrl_megatron.rollout.transports.shards import worker_number
+from ctrl_megatron.rollout.transports.shared_memory import worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
 _KEPT = 6

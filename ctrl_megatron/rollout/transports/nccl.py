@@ -17,7 +17,7 @@ from ctrl_megatron.rollout.communicator import (
     meeting_store,
 )
 from ctrl_megatron.rollout.packed import PackedPart, unpacked
-from ctrl_megatron.rollout.transports.shards import worker_number
+from ctrl_megatron.rollout.transports.shared_memory import worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
 _POLL_SECONDS = 1.0

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 
-from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver
+from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver, worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 
 
 class ShardsReceiver:
-    """Reads chunks whose place is that of ``SharedMemoryReceiver``, but with ``"segments"``, one
-    for each worker, instead of ``"segment"``.
+    """Reads chunks whose place is that of ``SharedMemoryReceiver``, but with a segment for each
+    worker, on the worker's host.
 
     The tensors have their whole shapes, but of each only the part that this worker's loaders take
     has a value; the rest is memory that was never written.
@@ -21,7 +20,7 @@ class ShardsReceiver:
 
     def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
         """``number`` is ``worker_number`` by default."""
-        self._number, self._memory = number or worker_number, SharedMemoryReceiver()
+        self._number, self._memory = number or worker_number, SharedMemoryReceiver(number)
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield views of the worker's segment. ValueError if the chunk is cut for an engine of
@@ -31,10 +30,5 @@ class ShardsReceiver:
             raise ValueError(
                 f"the chunk is cut for an engine of {len(segments)} workers; this one has {size}"
             )
-        place = {**chunk["place"], "segment": segments[worker]}
+        place = {**chunk["place"], "segments": [segments[worker]]}
         return self._memory.tensors({**chunk, "place": place})
-
-
-def worker_number() -> tuple[int, int]:
-    """(number of this process among the workers of its engine, their number)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

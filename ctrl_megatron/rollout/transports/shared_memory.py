@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from ctrl_megatron.parallel.hosts import SHARED_MEMORY
 from ctrl_megatron.rollout.device_memory import lock_pages
@@ -20,14 +21,16 @@ _KEPT_MAPPINGS = 5
 
 
 class SharedMemoryReceiver:
-    """Reads chunks whose place is ``{"segment": end of the name of a file in /dev/shm, "offsets":
-    [bytes], "locked": number of its first bytes that are page-locked for copies to a GPU}``.
+    """Reads chunks whose place is ``{"segments": [name of a file in /dev/shm on each host of the
+    engine], "offsets": [bytes], "locked": number of a segment's first bytes that are page-locked
+    for copies to a GPU}``.
 
-    The names on all hosts of an engine end alike, so that a chunk is right on each of them.
     Segments stay mapped from one push to the next: mapping one costs more than reading it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
+        """``number`` is ``worker_number`` by default."""
+        self._number = number or worker_number
         # By device and inode, with what undoes the lock; the most recently used mapping is last.
         self._mappings: OrderedDict[tuple[int, int], tuple[torch.Tensor, Callable[[], None]]]
         self._mappings = OrderedDict()
@@ -36,14 +39,14 @@ class SharedMemoryReceiver:
         """Yield views of the segment. ValueError if the segment is missing or too small."""
         # By the file's name, because the resource tracker of multiprocessing.shared_memory would
         # remove the sender's segment when this process ends.
-        place, name = chunk["place"], chunk["place"]["segment"]
+        place, (worker, size) = chunk["place"], self._number()
+        name = place["segments"][worker * len(place["segments"]) // size]
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a shared-memory segment")
-        found = [file for file in os.listdir(SHARED_MEMORY) if file.endswith(name)]
-        if len(found) != 1:
-            count = f"{len(found)} names end so"
-            raise ValueError(f"shared-memory segment {name} does not exist ({count})")
-        descriptor = os.open(os.path.join(SHARED_MEMORY, found[0]), os.O_RDWR)
+        try:
+            descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
+        except FileNotFoundError:
+            raise ValueError(f"shared-memory segment {name} does not exist") from None
         try:
             memory = self._mapped(descriptor, place["locked"])
         finally:
@@ -70,3 +73,8 @@ class SharedMemoryReceiver:
     def _drop(self, key: tuple[int, int]) -> None:
         _, unlock = self._mappings.pop(key)
         unlock()
+
+
+def worker_number() -> tuple[int, int]:
+    """(number of this process among the workers of its engine, their number)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,0 +1,301 @@
+"""The strategy ``fsdp``: transformers' own modules, whose rows torch's FSDP2 shares among the data
+ranks.
+
+The whole model computes on every rank: before a layer its weights are gathered, after it they are
+freed. A rank keeps its rows of every weight in float32; they are cast to the model's type where
+they are gathered, and gradients are summed in float32. Rows of a batch are packed as with Megatron,
+through transformers' attention interface, where that computes the same; ``begin`` finds out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.attention import attend, masked_attention
+from ctrl_megatron.models.build import DTYPES, check_options
+from ctrl_megatron.models.micro_batch import MicroBatch, split_into_micro_batches
+from ctrl_megatron.models.packed_layout import PackedLayoutParams
+from ctrl_megatron.models.shape import TransformersShape
+from ctrl_megatron.models.sharded_adam import ShardedAdam
+from ctrl_megatron.models.shards import ShardParam
+from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
+from ctrl_megatron.models.transformers_model import empty_model
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.vocab import linear_log_probs
+
+_log = logging.getLogger(__name__)
+_PACKED = "ctrl_packed"
+"""The name of our attention in transformers' registry."""
+_KINDS = ("full_attention", "sliding_attention")
+"""The kinds of ``layer_types`` that packed attention computes."""
+_GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Largest difference of log-probs between packed and plain rows; in bfloat16 rounding decides."""
+
+
+@dataclass
+class _Seen:
+    """What packed attention has seen during a pass."""
+
+    layers: int = 0
+    obstacles: dict[str, None] = field(default_factory=dict)
+
+
+_seen = _Seen()
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: PackedLayoutParams | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: (1, A, T, Dk), (1, G, T, Dk), (1, G, T, Dv) ->
+    (1, T, A, Dv)."""
+    _seen.layers += 1
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if softcap is not None:
+        _seen.obstacles["its attention has soft caps"] = None
+    if packed is None:
+        _seen.obstacles["its layers pass no arguments on to their attention"] = None
+        return torch.zeros_like(q).unsqueeze(0), None
+    longest = max(segment.keys for segment in packed.layout.segments)
+    if sliding_window is not None and sliding_window < longest:
+        return masked_attention(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
+    return attend(q, k, v, packed, scaling).unsqueeze(0), None
+
+
+AttentionInterface.register(_PACKED, _attention)
+# The layout of a packed pass says what tokens see.
+AttentionMaskInterface.register(_PACKED, lambda *_, **__: None)
+
+
+class FsdpStrategy:
+    """A ``models.strategy.Strategy``."""
+
+    def __init__(
+        self, shape: TransformersShape, groups: ProcessGroups, options: ModelOptions
+    ) -> None:
+        check_options(options.build)
+        self._shape, self._groups, self._options = shape, groups, options
+        self._dtype = DTYPES[options.build.dtype]
+        self.packs = True
+        self._module, self._blocks = empty_model(shape.config, torch.float32)
+        self._project()
+        if options.build.recompute_granularity == "full" and options.optimizer is not None:
+            self._module.gradient_checkpointing_enable({"use_reentrant": False})
+            for block in self._blocks:
+                # transformers recomputes a layer that trains; what is in it has no dropout so.
+                block.training = True
+        mesh = DeviceMesh.from_group(
+            groups.megatron.dp, groups.device.type, mesh_dim_names=("data",)
+        )
+        policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        modules: Any = (*self._blocks, self._module)
+        for module in modules:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+            # A loss is a sum over all ranks already (models.loss_scale).
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        self._module._apply(
+            lambda t: (
+                torch.empty_like(t, device=groups.device) if t.is_meta else t.to(groups.device)
+            )
+        )
+        self.models = [self._module]
+
+    def _project(self) -> None:
+        """Let the output layer pass on its input in packed passes: vocabulary and softmax are
+        computed together (``parallel.vocab``), from the hidden states as the family scales them."""
+        head = self._module.get_output_embeddings()
+        project = head.forward
+        head.forward = lambda hidden: hidden if self.packs else project(hidden)
+
+    @cached_property
+    def _shards(self) -> dict[str, torch.Tensor]:
+        """This rank's rows of every parameter, in the parameter's memory."""
+        return {name: p.detach().to_local() for name, p in self._module.named_parameters()}
+
+    def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
+        """As in ``Strategy``."""
+        return self._shards[param.name]
+
+    def sent(self, chunk: int, param: str) -> torch.Tensor:
+        """As in ``Strategy``."""
+        return self._shards[param]
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """As in ``Strategy``."""
+        yield from self._shards.values()
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """As in ``Strategy``: they belong to the parameters and are freed after every step."""
+        return iter(())
+
+    def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
+        """As in ``Strategy``."""
+        for param, shard in places:
+            if tuple(shard.shape) != param.shape:
+                raise RuntimeError(
+                    f"{param.name}: FSDP has {tuple(shard.shape)}, not {param.shape}"
+                )
+        self._module.requires_grad_(self._options.optimizer is not None)
+
+    def start_optimizer(self) -> ShardedAdam:
+        """As in ``Strategy``."""
+        assert self._options.optimizer is not None
+        named = dict(self._module.named_parameters())
+        shards = {id(named[name]): shard for name, shard in self._shards.items()}
+        return ShardedAdam([*named.values()], shards, self._options.optimizer, self._groups)
+
+    def micro_batches_together(self, own: int) -> int:
+        """As in ``Strategy``: every pass gathers the layers from all ranks."""
+        return self._groups.most_over_data(own)
+
+    def begin_step(self) -> None:
+        """As in ``Strategy``: the gradients of the last step are freed."""
+
+    def run(
+        self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
+    ) -> list[Any]:
+        """As in ``Strategy``."""
+        reports = []
+        for micro in micro_batches:
+            loss, report = step(iter([micro]), _Pass(self, micro))
+            if backward:
+                loss.backward()
+            reports.append(report(loss)[-1])
+        # FSDP keeps what is outside layers for a backward pass.
+        self._module.reshard()
+        return reports
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """(1, T, H) hidden states before the output layer of a packed pass, else (1, N, V) logits
+        for the response tokens of one row."""
+        arguments: dict[str, Any] = {"packed": micro.packed}
+        if not self.packs:
+            arguments = {"logits_to_keep": micro.predictors}
+        self._module.config._attn_implementation = self._attention_name
+        return self._module(
+            input_ids=micro.tokens, position_ids=micro.positions, use_cache=False, **arguments
+        ).logits
+
+    @property
+    def _attention_name(self) -> str:
+        if self.packs:
+            return _PACKED
+        # torch's own attention leaves soft caps out.
+        capped = getattr(self._module.config, "attn_logit_softcapping", None) is not None
+        return "eager" if capped else "sdpa"
+
+    def log_probs(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in ``Strategy``."""
+        if not self.packs:
+            logs = (output.squeeze(0).float() / temperature).log_softmax(-1)
+            chosen = logs.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1)
+            return chosen, -(logs.exp() * logs).sum(-1)
+        return linear_log_probs(
+            output.squeeze(0)[micro.predictors],
+            self._module.get_output_embeddings().weight,
+            micro.targets,
+            vocab_size=self._shape.vocab_size,
+            temperature=temperature,
+            chunk=self._options.logprob_chunk,
+        )
+
+    def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
+        """NotImplementedError: value models are built by Megatron."""
+        raise NotImplementedError("strategy 'fsdp' has no value models")
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """As in ``Strategy``: compare three rows with one prompt, packed and each for itself. A
+        family that packed attention cannot compute runs with rows apart, which is said."""
+        _seen.layers, _seen.obstacles = 0, self._obstacles()
+        packed = self._sample()
+        obstacles = [*_seen.obstacles]
+        if not obstacles and _seen.layers != len(self._blocks):
+            obstacles = [f"{_seen.layers} of {len(self._blocks)} layers have attention"]
+        self.packs = False
+        if obstacles:
+            if self._groups.is_first:
+                _log.warning(
+                    "%s: rows are not packed, because %s", self._shape.family, "; ".join(obstacles)
+                )
+            return
+        plain = self._sample()
+        self.packs = True
+        gap = float((packed - plain).abs().max())
+        if not gap <= _GAPS[self._dtype]:
+            raise UserError(
+                f"log-probs of packed rows of a {self._shape.family!r} model differ by {gap:.2g} "
+                "from those of the same rows apart: strategy 'fsdp' does not compute this model",
+                key="actor_rollout_ref.actor.strategy",
+                remedy="set it to megatron if that knows the family, or name another model",
+            )
+
+    def _obstacles(self) -> dict[str, None]:
+        """What config.json and the modules say against packed passes."""
+        config, head = self._module.config, self._module.get_output_embeddings()
+        found = {}
+        kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
+        if kinds:
+            found[f"layer_types has {', '.join(sorted(kinds))}"] = None
+        if getattr(config, "final_logit_softcapping", None) is not None:
+            found["its logits have soft caps"] = None
+        if getattr(head, "bias", None) is not None:
+            found["its output layer has a bias"] = None
+        return found
+
+    def _sample(self) -> torch.Tensor:
+        """Log-probs of three short rows with one prompt. Collective."""
+        generator = torch.Generator().manual_seed(0)
+        prompt, width, rows = 7, 6, 3
+        tokens = torch.randint(self._shape.vocab_size, (rows, prompt + width), generator=generator)
+        tokens[:, :prompt] = tokens[0, :prompt]
+        answered = torch.arange(width) < torch.tensor([[6], [3], [5]])
+        attended = torch.cat([torch.ones(rows, prompt, dtype=torch.bool), answered], dim=1)
+        found = torch.zeros(rows, width, device=self._groups.device)
+        for micro in split_into_micro_batches(
+            {"input_ids": tokens, "attention_mask": attended, "response_mask": answered},
+            token_budget=tokens.numel(),
+            shared_prefix=True,
+            multiple=1,
+            count=lambda own: own,
+            device=self._groups.device,
+            apart=not self.packs,
+        ):
+            output = self.forward(micro)
+            found[micro.rows] = micro.to_rows(self.log_probs(None, micro, output, 1.0)[0])
+        self._module.reshard()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The model as ``models.forward_step`` calls it, for one micro-batch: one stage."""
+
+    strategy: FsdpStrategy
+    micro: MicroBatch
+    pre_process = post_process = True
+
+    def __call__(self, **_: Any) -> torch.Tensor:
+        return self.strategy.forward(self.micro)

@@ -1,0 +1,109 @@
+"""What the ranks of the contract of strategies do: the same for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from workers import make_policy, policy_loss, start, weighted_loss
+
+STEPS = 3
+
+
+@contextmanager
+def gradients_become_weights(policy: Any) -> Iterator[None]:
+    """A step in the block puts its gradients in the place of the weights."""
+
+    def step(norm: float) -> dict[str, float]:
+        if policy.shape.strategy == "megatron":
+            for model in policy.models:
+                for weight in model.parameters():
+                    weight.copy_(weight.main_grad)
+        else:
+            for _, shard in policy.optimization._pairs:
+                shard.copy_(shard.grad)
+        return {"grad_norm": norm}
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy.optimization, "step", torch.no_grad()(step))
+        with torch.enable_grad():
+            yield
+
+
+def keep(
+    rank: int,
+    layout: dict[str, Any],
+    cases: dict[str, dict[str, Any]],
+    batch: dict[str, torch.Tensor],
+    out: str,
+) -> dict[str, Any]:
+    """By case the log-probs of a batch, the metrics of three steps and whether rows were packed;
+    below ``out`` the weights before, the gradients, the weights after three steps, and the weights
+    of a model that continues the third step from a checkpoint of the second."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
+
+    groups, found = start(layout), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    usual = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
+    for name, case in cases.items():
+        directory = case.pop("directory")
+
+        def model(**optimizer: Any) -> Any:
+            chosen = {"token_budget": 64, **case, "optimizer": usual | optimizer}  # noqa: B023
+            return make_policy(groups, directory, **chosen)  # noqa: B023
+
+        def save(policy: Any, what: str) -> None:
+            save_hf(policy, f"{out}/{what}/{name}", side_files=directory)  # noqa: B023
+
+        policy = model(clip_grad=1e9)
+        before = policy.log_probs(batch, 0.7)
+        save(policy, "before")
+        with gradients_become_weights(policy):
+            policy.step(mine, weighted_loss)
+        save(policy, "gradients")
+        policy, metrics = model(), []
+        saved = Path(f"{out}/checkpoint/{name}")
+        for number in range(STEPS):
+            if number == STEPS - 1:
+                policy.offload("weights", "gradients", "optimizer")
+                if groups.is_first:
+                    saved.mkdir(parents=True)
+                groups.barrier()
+                save_sharded(policy, saved)
+                assert policy.away
+            metrics.append(policy.step(mine, policy_loss))
+        save(policy, "after")
+        resumed = model()
+        load_sharded(resumed, saved)
+        assert resumed.updates == STEPS - 1
+        metrics.append(resumed.step(mine, policy_loss))
+        save(resumed, "resumed")
+        found[name] = {
+            "log_probs": before,
+            "metrics": metrics,
+            "packs": policy.strategy.packs,
+            "flops": policy.take_flops(),
+        }
+    return found
+
+
+def resume(
+    rank: int, layout: dict[str, Any], directory: str, saved: str, batch: dict, out: str
+) -> dict[str, float]:
+    """The third step from a checkpoint that another number of ranks saved."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.checkpoint.sharded import load_sharded
+
+    groups = start(layout)
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    usual = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
+    policy = make_policy(groups, directory, strategy="fsdp", optimizer=usual, token_budget=64)
+    load_sharded(policy, Path(saved))
+    metrics = policy.step(mine, policy_loss)
+    save_hf(policy, out, side_files=directory)
+    return metrics

@@ -1,0 +1,126 @@
+"""What every strategy promises, against transformers and against each other, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_models import (
+    FAMILIES,
+    random_batch,
+    reference_gradients,
+    reference_log_probs,
+    save_tiny,
+    widest_gap,
+)
+from world import run_world
+
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+ANY = {
+    "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
+    "phi3": (
+        transformers.Phi3Config,
+        {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 8},
+    ),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            **{"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+            **{"attention_multiplier": 0.2, "tie_word_embeddings": True},
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"pad_token_id": 0}),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 12, **WINDOW}),
+    "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 12, **WINDOW}),
+}
+"""Families that Megatron's table does not know, beside those of ``tiny_models``."""
+
+
+def a_model(family: str, directory: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, {**ANY, **FAMILIES}[family])
+        return save_tiny(family, directory)
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def assert_same(left: Path, right: Path, most: float) -> None:
+    there, here = tensors(left), tensors(right)
+    assert there.keys() == here.keys()
+    for name, want in there.items():
+        gap = float((want - here[name]).norm() / want.norm())
+        assert gap <= most, (name, gap)
+
+
+def check(family: str, source: Path, batch: dict, results: list[Any], out: Path, name: str) -> None:
+    """Log-probs and gradients are transformers', and a checkpoint continues exactly."""
+    expected, entropy = reference_log_probs(source, batch, 0.7)
+    for result in results:
+        log_probs, entropies = result[name]["log_probs"]
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropies, entropy, atol=1e-5, rtol=0)
+        *_, third, again = result[name]["metrics"]
+        assert third == again and third["loss"] != result[name]["metrics"][0]["loss"]
+    assert_same(source, out / "before" / name, 0.0)
+    assert_same(out / "after" / name, out / "resumed" / name, 0.0)
+    theirs = reference_gradients(source, batch, out / "theirs" / name)
+    gap, weight = widest_gap(tensors(out / "gradients" / name), tensors(theirs))
+    assert gap <= 1e-5, (family, weight, gap)
+
+
+def same_steps(results: list[Any], left: str, right: str, out: Path) -> None:
+    for result in results:
+        for one, other in zip(result[left]["metrics"], result[right]["metrics"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
+    assert_same(out / "after" / left, out / "after" / right, 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 4))])
+def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: int) -> None:
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    batch = random_batch(seed=3, rows=8, group=4)
+    common = {"directory": str(source)}
+    results = run_world(
+        "promised:keep",
+        ranks,
+        layout={"data": ranks},
+        cases={
+            "megatron": {"strategy": "megatron", **common},
+            "fsdp": {"strategy": "fsdp", **common},
+            "again": {
+                **{"strategy": "fsdp", "build": {"recompute_granularity": "full"}},
+                **{"token_budget": 21, "logprob_chunk": 3, "shared_prefix": False, **common},
+            },
+        },
+        batch=batch,
+        out=str(tmp_path / "out"),
+    )
+    for name in ("megatron", "fsdp", "again"):
+        check("llama", source, batch, results, tmp_path / "out", name)
+    same_steps(results, "megatron", "fsdp", tmp_path / "out")
+    same_steps(results, "fsdp", "again", tmp_path / "out")
+    assert all(result["fsdp"]["packs"] for result in results)
+    assert [r["fsdp"]["flops"] for r in results] == [r["megatron"]["flops"] for r in results]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", *ANY])
+def test_any_family_keeps_it(tmp_path: Path, family: str) -> None:
+    source = a_model(family, tmp_path / family)
+    batch = random_batch(seed=3, rows=8, group=4)
+    results = run_world(
+        "promised:keep",
+        2,
+        layout={"data": 2},
+        cases={"fsdp": {"strategy": "fsdp", "directory": str(source)}},
+        batch=batch,
+        out=str(tmp_path / "out"),
+    )
+    check(family, source, batch, results, tmp_path / "out", "fsdp")
+    assert {result["fsdp"]["packs"] for result in results} == {family != "gemma2"}
