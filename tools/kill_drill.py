@@ -3,8 +3,8 @@ tools/kill_drill.py --kills 60``.
 
 Every drill starts a run of two ranks with the launcher of ``ctrl-train-rl``, waits until a random
 moment of it, and kills one process with SIGKILL: an engine (with ``vllm`` and ``sglang`` one of its
-processes), the sandbox, a rank or the launcher. One moment in eight lies in the start of the run,
-the others in its steps. Three outcomes are possible:
+processes), the sandbox, a rank or the launcher. One moment in eight (``--starting``) lies in the
+start of the run, the others in its steps. Three outcomes are possible:
 
 - ``recovered``: the run ended by itself, with exit code 0 and all steps;
 - ``ended``: it ended with another exit code and left no process and no shared memory behind, and
@@ -104,7 +104,12 @@ class Whole:
 
 
 def drill_of(
-    number: int, seed: int, engines: Sequence[str], victims: Sequence[str], saves: Sequence[str]
+    number: int,
+    seed: int,
+    engines: Sequence[str],
+    victims: Sequence[str],
+    saves: Sequence[str],
+    starting: float,
 ) -> Drill:
     """The drill with this number; its parts go round, so that all come up equally often."""
     draw = random.Random(f"{seed}/{number}")
@@ -113,7 +118,7 @@ def drill_of(
         engine=engines[number % len(engines)],
         victim=victims[number // len(engines) % len(victims)],
         asynchronous=draw.choice(saves) == "async",
-        starting=draw.random() < 1 / 8,
+        starting=draw.random() < starting,
         moment=draw.random(),
     )
 
@@ -348,6 +353,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=["hf"], choices=["hf", "vllm", "sglang"])
     parser.add_argument("--victims", nargs="+", default=list(VICTIMS), choices=VICTIMS)
     parser.add_argument("--saves", nargs="+", default=["sync", "async"], choices=["sync", "async"])
+    parser.add_argument("--starting", type=float, default=1 / 8, help="share of kills in the start")
     parser.add_argument("--steps", type=int, default=8, help="of every run")
     parser.add_argument("--hosts", type=int, default=1, help="in network namespaces")
     parser.add_argument("--launcher", default="", help="further flags of ctrl-train-rl")
@@ -361,7 +367,8 @@ def main() -> int:
     done = read_json_lines(file) if file.is_file() else []
     place = Range(out, options.steps, options.launcher.split(), hosts=options.hosts)
     for number in range(len(done), options.kills):
-        drill = drill_of(number, options.seed, options.engines, options.victims, options.saves)
+        given = options.engines, options.victims, options.saves, options.starting
+        drill = drill_of(number, options.seed, *given)
         record = asdict(drill) | asdict(place.run(drill))
         with file.open("a") as lines:
             lines.write(json.dumps(record) + "\n")

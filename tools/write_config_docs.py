@@ -97,8 +97,7 @@ def type_words(hint: Any) -> str:
     """The name of a type for a reader who writes YAML."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        (inner,) = (a for a in arguments if a is not type(None))
-        return f"{type_words(inner)} or null"
+        return " or ".join("null" if a is type(None) else type_words(a) for a in arguments)
     if origin is Literal:
         return ", ".join(f"`{a}`" for a in arguments)
     if origin is tuple and arguments[-1] is Ellipsis:

@@ -2,7 +2,8 @@
 
 ``ctrl-plan --config FILE --gpu-memory 80 key=value`` needs no GPU and no weights: it reads the
 shape of the models from config.json in actor_rollout_ref.model.path, or from --model-config.
-With --push it prints instead how long a push from shard to shard takes, and over which links.
+With --push it prints instead how long a push from shard to shard takes, and over which links; with
+--placement which ranks to give to the value model and the reference, and how long they would wait.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ctrl_megatron.config.flags import count, given_file, number
 from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
+    from ctrl_megatron.memory.shapes import ModelShapes
     from ctrl_megatron.models.shape import ModelShape
 
 
@@ -64,6 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(
             flag, type=number(above=0, most=1e6), default=speed, help=f"{words}, GB/s, with --push"
         )
+    parser.add_argument(
+        "--placement", action="store_true", help="a proposal for placement, not the memory"
+    )
+    parser.add_argument(
+        "--generation",
+        type=number(0.0, below=1.0),
+        default=0.5,
+        metavar="SHARE",
+        help="share of a step of one world that generates, with --placement; read it off a run",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.nnodes=4")
     options = parser.parse_args(arguments)
     overrides = list(options.overrides)
@@ -98,6 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_push(config, shapes.actor, options))
         return 0
     memory = int(options.gpu_memory * GIB)
+    if options.placement:
+        print(_placement(config, shapes, memory, options.generation))
+        return 0
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(table(config, budget, unknown=shapes.proxy_is_unknown))
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
@@ -113,6 +128,14 @@ def _ranks_of(gpus: int, config: Config, purpose: Purpose) -> int:
             remedy="lower n_gpus_per_node of the actor's or the proxy's engines",
         )
     return gpus - own
+
+
+def _placement(config: Config, shapes: ModelShapes, memory: int, generation: float) -> str:
+    """The placements of roles that are possible, and the best one."""
+    from ctrl_megatron.memory.proposal import candidates, proposal_table, propose
+
+    found = candidates(config, shapes, gpu_memory=memory, generation=generation)
+    return proposal_table(found, propose(found), generation=generation)
 
 
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:

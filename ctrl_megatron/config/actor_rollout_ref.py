@@ -231,6 +231,20 @@ class CriticModel(ModelFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleLayout:
+    """The layout of a model on ranks of its own (`placement`); what is not named here is as for the
+    actor."""
+
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share one layer."""
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
+    """Ranks that share the stack of layers."""
+
+
+_APART = Condition(("placement.reference",), bool, "{0}=RANKS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
     """The reference of the KL, which no update changes."""
 
@@ -240,6 +254,7 @@ class Frozen:
     never. Checkpoints then have the reference too."""
     sync_mix: float = key(1.0, SOME_SHARE, read=_SYNCED)
     """Share of the actor's weights in the reference's new ones; the rest are its own."""
+    megatron: RoleLayout = group(RoleLayout, read=_APART)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ctrl_megatron.config.actor_rollout_ref import REVISIONS, CriticModel, KlName
+from ctrl_megatron.config.actor_rollout_ref import (
+    REFERENCE,
+    REVISIONS,
+    CriticModel,
+    KlName,
+    RoleLayout,
+)
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -120,28 +126,24 @@ class ValueOptim:
     """Peak learning rate."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLayout:
-    """The layout of a value model on ranks of its own (``placement.critic``); what is not named
-    here is as for the actor."""
-
-    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Ranks that share one layer."""
-    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
-    """Ranks that share the stack of layers."""
+Where = tuple[int, ...] | dict[str, Any]
+"""A list of ranks, ``{hosts: [1]}`` or ``{share: 0.25}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlacement:
-    """The ranks of roles. Those that are not named here share the other ranks, among them rank
-    0, with the engines and the sandbox."""
+    """The ranks of roles: a list of ranks, `{hosts: [1]}` for all ranks of hosts, or `{share:
+    0.25}` for the last ranks of the run. Roles that are not named here share the other ranks, among
+    them rank 0, with the engines and the sandbox. Two roles may name the same ranks. On every host
+    the ranks of these roles follow the others."""
 
-    critic: tuple[int, ...] = key((), Range("ranks above 0", lambda rank: rank > 0))
-    """Ranks that have the value model and nothing else; empty: with the actor. On every host they
-    follow the other ranks."""
+    critic: Where = key((), read=VALUE_MODEL)
+    """Ranks that have the value model; empty: with the actor."""
+    reference: Where = key((), read=REFERENCE)
+    """Ranks that have the frozen reference; empty: with the actor."""
 
 
-_APART = Condition(("placement.critic",), bool, "{0}=[RANKS]")
+_APART = Condition(("placement.critic",), bool, "{0}=RANKS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class Critic:
     """Train a value model; None trains one if the estimator reads values (gae)."""
     model: CriticModel = group(CriticModel)
     optim: ValueOptim = group(ValueOptim)
-    megatron: ValueLayout = group(ValueLayout, read=_APART)
+    megatron: RoleLayout = group(RoleLayout, read=_APART)
     ppo_epochs: int | None = key(None, AT_LEAST_1)
     """Passes over the batch of one training step; None for the actor's number."""
     cliprange_value: float = key(0.5, AT_LEAST_0)

@@ -17,6 +17,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
+from ctrl_megatron.config.placement import roles_apart
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -118,8 +119,15 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"ranks, but {world_size} were started; start {nodes * each} (torchrun {machines}"
             f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
         )
-    if purpose != "sft" and config.needs_values:
-        world_size -= _ranks_apart(config, world_size)
+    if purpose != "sft":
+        apart = roles_apart(config, world_size)
+        if apart and config.trainer.min_nnodes is not None:
+            raise UserError(
+                "its ranks would be others after a host is lost",
+                key=apart[0].key,
+                remedy=f"leave out trainer.min_nnodes or {apart[0].key}",
+            )
+        world_size -= sum(len(one.ranks) for one in apart)
     megatron = config.actor_rollout_ref.actor.megatron
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context = megatron.context_parallel_size
@@ -162,44 +170,6 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
                 f"({world_size} ranks{''.join(f' / {n} {name}' for name, n in sizes.items())}); "
                 f"use a multiple of {data}"
             )
-
-
-def _ranks_apart(config: Config, world_size: int) -> int:
-    """Number of ranks of ``placement.critic``. UserError for ranks that cannot be."""
-    critic, own = config.placement.critic, config.critic.megatron
-    each = config.trainer.n_gpus_per_node
-    key = f"placement.critic={list(critic)}"
-    if not critic:
-        return 0
-    if len({*critic}) < len(critic) or max(critic) >= world_size:
-        raise UserError(f"{key} must name ranks from 1 to {world_size - 1}, each once")
-    for rank in range(world_size):
-        if rank not in critic and rank - 1 in critic and rank % each:
-            raise UserError(
-                f"{key} puts rank {rank} of the actor behind rank {rank - 1} of the value model on "
-                "one host, and engines take a host's first GPUs; name the last ranks of a host"
-            )
-    data, rest = divmod(
-        len(critic), own.tensor_model_parallel_size * own.pipeline_model_parallel_size
-    )
-    if rest:
-        raise UserError(
-            f"{key} has {len(critic)} ranks, which critic.megatron.tensor_model_parallel_size="
-            f"{own.tensor_model_parallel_size} x pipeline_model_parallel_size="
-            f"{own.pipeline_model_parallel_size} does not divide; change the sizes"
-        )
-    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if mini % data:
-        raise UserError(
-            f"{_A}ppo_mini_batch_size={mini} does not divide over the {data} data-parallel ranks "
-            f"of {key}; use a multiple of {data}"
-        )
-    if config.trainer.min_nnodes is not None:
-        raise UserError(
-            f"{key} names ranks, which are others after a host is lost; leave out "
-            "trainer.min_nnodes or placement.critic"
-        )
-    return len(critic)
 
 
 def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
@@ -526,6 +496,8 @@ def _coupled(config: Config) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "remax":
         yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
+    if config.placement.reference:
+        yield f"{why}, whose masks stay on the actor's ranks; leave placement.reference out"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name) != "none":
             yield (
@@ -537,6 +509,11 @@ def _coupled(config: Config) -> Iterator[str]:
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
     key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
+    if config.refreshes_reference and config.placement.reference:
+        yield (
+            f"{key} copies weights from the actor's ranks, and placement.reference puts the "
+            "reference on others; leave one of them out"
+        )
     if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
         yield (
             f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="

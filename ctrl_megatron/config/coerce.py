@@ -87,8 +87,13 @@ def coerce(hint: Any, value: Any) -> Any:
     """``value`` as the type ``hint``; UserError, whose message continues the key, if it is not."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        (inner,) = (a for a in arguments if a is not type(None))
-        return None if value is None else coerce(inner, value)
+        if value is None and type(None) in arguments:
+            return None
+        inner = [a for a in arguments if a is not type(None)]
+        if len(inner) > 1:  # a list or a mapping
+            kind = dict if isinstance(value, Mapping) else tuple
+            inner = [a for a in inner if typing.get_origin(a) is kind]
+        return coerce(inner[0], value)
     if origin is Literal:
         return one_of(arguments, value)
     if origin is tuple:

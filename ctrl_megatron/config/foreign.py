@@ -138,9 +138,17 @@ ABSENT: Mapping[str, str] = {
     _ACTOR + "strategy": _ALWAYS_MEGATRON,
     _ACTOR + "fsdp_config": _ALWAYS_MEGATRON,
     "actor_rollout_ref.ref.fsdp_config": _ALWAYS_MEGATRON,
-    "actor_rollout_ref.ref.megatron": (
-        "the reference has the actor's layout, and rests in host memory with "
-        f"{_MEGATRON}param_offload=true"
+    **dict.fromkeys(
+        map(
+            "actor_rollout_ref.ref.megatron.{}".format,
+            (
+                *("param_offload", "virtual_pipeline_model_parallel_size", "sequence_parallel"),
+                *("context_parallel_size", "expert_model_parallel_size"),
+                "expert_tensor_parallel_size",
+            ),
+        ),
+        "other settings of the reference are the actor's, and it rests in host memory with "
+        f"{_MEGATRON}param_offload=true",
     ),
     _MEGATRON + "use_dist_checkpointing": _FROM_HF,
     _MEGATRON + "dist_checkpointing_path": _FROM_HF,

@@ -244,7 +244,7 @@ class Config:
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
     critic: Critic = group(Critic, read=VALUE_MODEL)
-    placement: RolePlacement = group(RolePlacement, read=VALUE_MODEL)
+    placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
     sandbox: Sandbox = group(Sandbox)
@@ -320,9 +320,9 @@ class Config:
     @property
     def reference_is_base(self) -> bool:
         """True if the reference is the actor with its adapters off."""
-        family = self.actor_rollout_ref
+        family, apart = self.actor_rollout_ref, self.placement.reference
         same = family.ref.model.path in (None, family.model.path)
-        return self.needs_reference and same and family.model.lora_rank > 0
+        return self.needs_reference and same and family.model.lora_rank > 0 and not apart
 
     @property
     def refreshes_reference(self) -> bool:

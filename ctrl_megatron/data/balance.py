@@ -8,6 +8,7 @@ result.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 
 _Partial = tuple[tuple[float, tuple[int, ...]], ...]
@@ -36,18 +37,66 @@ def partition(costs: Sequence[float], k: int) -> list[list[int]]:
     return sorted(sorted(items) for _, items in _difference(partials))
 
 
-def partition_groups(costs: Sequence[float], groups: Sequence[Hashable], k: int) -> list[list[int]]:
+def partition_groups(
+    costs: Sequence[float], groups: Sequence[Hashable], k: int, *, swaps: bool = False
+) -> list[list[int]]:
     """Like :func:`partition`, but all items of a group are in the same part.
 
-    ``groups`` has one name per item, in any order; every part gets the same number of groups.
-    Raises ``ValueError`` for unequal lengths and as :func:`partition` does, for groups.
+    ``groups`` has one name per item, in any order; every part gets the same number of groups. With
+    ``swaps`` groups change places afterwards (:func:`exchanged`), which many parts with a few very
+    large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition` does, for
+    groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
         members.setdefault(group, []).append(index)
     blocks = list(members.values())
-    shared = partition([sum(costs[i] for i in block) for block in blocks], k)
+    sums = [sum(costs[i] for i in block) for block in blocks]
+    shared = partition(sums, k)
+    if swaps:
+        shared = exchanged(sums, shared)
     return [sorted(i for block in part for i in blocks[block]) for part in shared]
+
+
+def exchanged(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """``parts`` after items of the part with the largest sum have changed places with items of
+    smaller parts, until that sum is within a thousandth of the mean or no change lowers it.
+    """
+    inside = [sorted((costs[i], i) for i in part) for part in parts]
+    sums = [sum(cost for cost, _ in part) for part in inside]
+    goal = 1.001 * sum(sums) / len(sums)
+    while (most := max(sums)) > goal:
+        high = sums.index(most)
+        for low in sorted(range(len(sums)), key=sums.__getitem__):
+            gap = most - sums[low]
+            found = _best_exchange(inside[high], inside[low], gap) if gap > 0 else None
+            if found is not None:
+                break
+        else:
+            break
+        give, take = inside[high][found[0]], inside[low][found[1]]
+        inside[high] = sorted([*inside[high][: found[0]], *inside[high][found[0] + 1 :], take])
+        inside[low] = sorted([*inside[low][: found[1]], *inside[low][found[1] + 1 :], give])
+        sums[high] += take[0] - give[0]
+        sums[low] += give[0] - take[0]
+    return [sorted(i for _, i in part) for part in inside]
+
+
+def _best_exchange(
+    high: Sequence[tuple[float, int]], low: Sequence[tuple[float, int]], gap: float
+) -> tuple[int, int] | None:
+    """Places of the items whose exchange brings two sums, ``gap`` apart, nearest to each other;
+    None if none does."""
+    best, found = gap / 2, None
+    for place, (cost, _) in enumerate(high):
+        at = bisect_left(low, (cost - gap / 2,))
+        for other in (at - 1, at):
+            if 0 <= other < len(low):
+                off = abs(cost - low[other][0] - gap / 2)
+                # A thousandth less, so that rounding cannot repeat an exchange for ever.
+                if off < best * 0.999:
+                    best, found = off, (place, other)
+    return found
 
 
 def _difference(partials: Sequence[_Partial]) -> _Partial:

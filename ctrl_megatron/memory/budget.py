@@ -7,8 +7,8 @@ in every step the engine wakes and the trainer frees memory as configured, or th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.memory.activations import (
@@ -34,8 +34,9 @@ from ctrl_megatron.memory.model_state import (
 )
 from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import Layout, World, layout_for, worlds_of
+from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_with, worlds_of
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 
@@ -56,10 +57,11 @@ class PhaseUse:
     """Memory of one phase on the fullest GPU."""
 
     phase: str
+    """With the world's name before it where that is not the actor's."""
     stage: int
     """The pipeline stage of that GPU."""
     rank: int
-    """The first such rank."""
+    """The run's number of the first such rank."""
     items: Items
 
     @property
@@ -80,7 +82,7 @@ class MemoryBudget:
     gpu_memory: int
     """Bytes of one GPU."""
     phases: tuple[PhaseUse, ...]
-    """The fullest GPU of each phase, in the order of a run."""
+    """The fullest GPU of each phase of each world, in the order of a run."""
     engine: EngineUse | None
     proxy: EngineUse | None
     """The proxy's own engine, on GPUs of its own; None without one, and where its model has no
@@ -115,23 +117,19 @@ def memory_budget(
     purpose: Purpose = "rl",
     kernels: Kernels = "te",
 ) -> MemoryBudget:
-    """The budget of a checked configuration; ``gpu_memory`` in bytes.
-
-    A value model with ranks of its own (``placement.critic``) is not in it: it is about the ranks
-    that share their GPUs with engines. Raises ValueError if the model does not divide over the
-    layout.
+    """The budget of a checked configuration; ``gpu_memory`` in bytes. Raises ValueError if a model
+    does not divide over the layout of its ranks.
     """
     trainer = config.trainer
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    world = World(
-        ranks=tuple(range(ranks)), layout=layout_for(ranks, config.actor_rollout_ref.actor.megatron)
+    worlds = (
+        World(
+            ranks=tuple(range(ranks)),
+            layout=layout_for(ranks, config.actor_rollout_ref.actor.megatron),
+        ),
     )
     if purpose == "rl":
-        world, *others = worlds_of(ranks, config)
-        shapes = replace(shapes, value=None) if others else shapes
-    layout = world.layout
-    layout.check_layers(shapes.actor.num_layers)
-    check_split(shapes.actor, layout)
+        worlds = worlds_of(ranks, config)
     engine = proxy = None
     if purpose == "rl":
         engine = engine_use(config, shapes.actor, gpu_memory)
@@ -139,28 +137,69 @@ def memory_budget(
         proxy = proxy_engine_use(config, shapes.proxy, gpu_memory)
     # A dedicated engine has its GPUs to itself.
     beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
-    stages = [
-        _Stage(config, shapes, layout, pp, beside, purpose, kernels)
-        for pp in range(layout.pipeline)
-    ]
-    per_stage = [stage.phases() for stage in stages]
-    phases = []
-    for name in per_stage[0]:
-        pp = max(range(layout.pipeline), key=lambda pp: sum(per_stage[pp][name].values()))
-        rank = layout.rank(tp=0, pp=pp, dp=0)
-        phases.append(PhaseUse(phase=name, stage=pp, rank=rank, items=per_stage[pp][name]))
+    stages = {
+        world: [
+            _Stage(
+                config,
+                _models_of(world, worlds, shapes),
+                world.layout,
+                pp,
+                beside if world is worlds[0] else None,
+                purpose,
+                kernels,
+            )
+            for pp in range(world.layout.pipeline)
+        ]
+        for world in worlds
+    }
     shared = _shared_by_ranks(config, shapes) if engine is not None else {}
-    hosts = [shared | _host(config, stages, world, host, engine) for host in range(trainer.nnodes)]
+    hosts = [shared | _host(config, stages, host, engine) for host in range(trainer.nnodes)]
     number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
     return MemoryBudget(
         gpu_memory=gpu_memory,
-        phases=tuple(phases),
+        phases=tuple(use for world in worlds for use in _fullest(world, stages[world])),
         engine=engine,
         proxy=proxy,
         host=hosts[number],
         host_number=number,
-        checkpoint_per_rank=max(stage.checkpoint for stage in stages),
+        checkpoint_per_rank=max(stage.checkpoint for of in stages.values() for stage in of),
     )
+
+
+def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseUse]:
+    per_stage = [stage.phases() for stage in stages]
+    for name in per_stage[0]:
+        pp = max(range(len(stages)), key=lambda pp: sum(per_stage[pp][name].values()))
+        yield PhaseUse(
+            phase=name if stages[0].has_actor else f"{world.name}: {name}",
+            stage=pp,
+            rank=world.ranks[world.layout.rank(pp=pp)],
+            items=per_stage[pp][name],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Models:
+    """The models of a world."""
+
+    trained: Mapping[str, ModelShape]
+    reference: ModelShape | None
+
+
+def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
+    """ValueError if one of them does not divide over the world's layout."""
+    given = {"actor": shapes.actor, "critic": shapes.value, "reference": shapes.reference}
+    here = {
+        role: shape
+        for role, shape in given.items()
+        if shape is not None and world_with(worlds, role) is world
+    }
+    for shape in here.values():
+        world.layout.check_layers(shape.num_layers)
+        check_split(shape, world.layout)
+    reference = here.pop("reference", None)
+    names = {"actor": "actor", "critic": "value model"}
+    return _Models(trained={names[role]: s for role, s in here.items()}, reference=reference)
 
 
 class _Stage:
@@ -169,7 +208,7 @@ class _Stage:
     def __init__(
         self,
         config: Config,
-        shapes: ModelShapes,
+        models: _Models,
         layout: Layout,
         pp: int,
         engine: EngineUse | None,
@@ -182,9 +221,11 @@ class _Stage:
         self.family = config.actor_rollout_ref
         self.megatron = self.family.actor.megatron
         dtype = self.family.model.dtype
-        self.shapes = {"actor": shapes.actor}
-        if shapes.value is not None:
-            self.shapes["value model"] = shapes.value
+        self.has_actor = "actor" in models.trained
+        self.shapes = {**models.trained}
+        """The models that make passes; the actor's are like those of a reference beside it."""
+        if models.reference is not None and not self.has_actor:
+            self.shapes["reference"] = models.reference
         self.trained = {
             name: trained_state(
                 shape,
@@ -193,16 +234,16 @@ class _Stage:
                 dtype=dtype,
                 distributed=self.megatron.use_distributed_optimizer,
             )
-            for name, shape in self.shapes.items()
+            for name, shape in models.trained.items()
         }
         self.reference: ModelState | None = None
-        if shapes.reference is not None:
-            self.reference = frozen_state(shapes.reference, layout, pp=pp, dtype=dtype)
+        if models.reference is not None:
+            self.reference = frozen_state(models.reference, layout, pp=pp, dtype=dtype)
         self.dtype_size = DTYPE_SIZE[dtype]
         self.buckets = 0
         """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
-        if purpose == "rl":
-            self.buckets = bucket_memory(config, shapes.actor, layout.rank(tp=0, pp=pp, dp=0))
+        if purpose == "rl" and self.has_actor:
+            self.buckets = bucket_memory(config, self.shapes["actor"], layout.rank(pp=pp))
 
     @property
     def checkpoint(self) -> int:
@@ -215,24 +256,27 @@ class _Stage:
     def phases(self) -> dict[str, dict[str, int]]:
         """Phase -> item -> bytes, in the order of a run."""
         rl = self.purpose == "rl"
+        pushes = rl and self.has_actor
         phases: dict[str, dict[str, int]] = {}
         if self.engine is not None:
             phases["start: engine"] = self._process() | self._engine_awake()
         phases["start: models"] = self._building()
-        if rl:
+        if pushes:
             phases["generate"] = self._generating()
             if self.config.shares_engines:
                 phases["sync proxy"] = self._pushing_proxy()
-            phases["log-probs"] = self._log_probs()
-        phases["update"] = self._updating()
         if rl:
+            phases["log-probs"] = self._log_probs()
+        if self.trained:
+            phases["update"] = self._updating()
+        if pushes:
             phases["sync"] = self._pushing()
-        phases["save"] = self._saving(gradients=not (rl and self.megatron.grad_offload))
-        # During a generation: offloaded parts are saved from host memory.
-        phases["save-on-stop"] = self._generating() if rl else self._saving(gradients=True)
-        phases["resume"] = self._saving(gradients=True) | {
-            "tensor being loaded": 4 * largest_in_layer(self.shapes["actor"], self.layout)
-        }
+        if self.trained:
+            phases["save"] = self._saving(gradients=not (pushes and self.megatron.grad_offload))
+            # During a generation: offloaded parts are saved from host memory.
+            phases["save-on-stop"] = self._generating() if pushes else self._saving(gradients=True)
+            largest = max(largest_in_layer(self.shapes[name], self.layout) for name in self.trained)
+            phases["resume"] = self._saving(gradients=True) | {"tensor being loaded": 4 * largest}
         return {
             name: {item: size for item, size in items.items() if size}
             for name, items in phases.items()
@@ -245,8 +289,8 @@ class _Stage:
         groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.replicas("dense") > 1)
         # The ranks of a model copy; context ranks, and with them those of the same data.
         groups += (layout.model_size > 1) + (layout.context > 1)
-        groups += self.family.rollout.weight_transport == "nccl"
-        if self.shapes["actor"].expert_kinds:
+        groups += self.has_actor and self.family.rollout.weight_transport == "nccl"
+        if any(shape.expert_kinds for shape in self.shapes.values()):
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
             groups += layout.expert_ranks > 1
@@ -285,13 +329,15 @@ class _Stage:
         return items
 
     def _reference(self, *, used: bool = False) -> dict[str, int]:
-        away = self.megatron.param_offload and not used
+        away = self.megatron.param_offload and self.has_actor and not used
         if self.reference is None or away:
             return {}
         return {"reference's parameters": self.reference.parameters}
 
     def _staying(self, *, weights: bool = False) -> dict[str, int]:
-        """Parts that stay on the device while the engine generates."""
+        """Parts that stay on the device while the engine generates, if it is the engines' too."""
+        if not self.has_actor:
+            return self._states(weights=True, gradients=True, optimizer=True)
         megatron = self.megatron
         return self._states(
             weights=weights or not megatron.param_offload,
@@ -324,7 +370,8 @@ class _Stage:
             if name == "actor":
                 moments.append(before | self._reference(used=True))
                 before = before | self._reference()
-        return max([*moments, before], key=lambda items: sum(items.values()))
+        moments.append(before | self._reference())
+        return max(moments, key=lambda items: sum(items.values()))
 
     def _generating(self) -> dict[str, int]:
         staying = self._staying() | self._reference()
@@ -350,8 +397,8 @@ class _Stage:
             | self._reference()
         )
         passes = []
-        for name, shape in self.shapes.items():
-            largest = largest_in_layer(shape, self.layout)
+        for name in self.trained:
+            largest = largest_in_layer(self.shapes[name], self.layout)
             kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
             passes.append({"activations": kept, "workspace": workspace})
         if self.kernels == "torch":
@@ -395,7 +442,7 @@ class _Stage:
     def _forward(self, name: str) -> PassShape:
         family = self.family
         budget = family.log_prob_token_budget
-        if name != "actor":
+        if name == "value model":
             budget = family.update_token_budget
         return self._rl_pass(name, budget, self.config.data.train_batch_size)
 
@@ -459,13 +506,14 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
 
 
 def _host(
-    config: Config, stages: list[_Stage], world: World, host: int, engine: EngineUse | None
+    config: Config, stages: Mapping[World, list[_Stage]], host: int, engine: EngineUse | None
 ) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
     megatron = family.actor.megatron
     here = [
-        stages[world.layout.coordinates(number).pp]
+        of_world[world.layout.coordinates(number).pp]
+        for world, of_world in stages.items()
         for number, rank in enumerate(world.ranks)
         if rank // each == host
     ]
@@ -475,20 +523,21 @@ def _host(
     items = {"ranks": each * _RANK_PROCESS, "checkpoint": saved}
     if engine is None:
         return items
-    engine_gpus = family.rollout.n_gpus_per_node or each
+    shared = [stage for stage in here if stage.has_actor]
+    engine_gpus = family.rollout.n_gpus_per_node or len(shared)
     items["engines"] = engine_gpus * _ENGINE_PROCESS
     if config.has_proxy_engines:
         items["proxy's engines"] = (family.proxy.engine.n_gpus_per_node or 0) * _ENGINE_PROCESS
     if megatron.param_offload:
         items["weights away"] = sum(
             state.parameters
-            for stage in here
+            for stage in shared
             for state in (*stage.trained.values(), stage.reference)
             if state is not None
         )
     if megatron.optimizer_offload:
         items["optimizer away"] = sum(
-            state.optimizer for stage in here for state in stage.trained.values()
+            state.optimizer for stage in shared for state in stage.trained.values()
         )
     same = config.trainer.critic_warmup or family.rollout.adapter_push
     if same and family.rollout.free_cache_engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
@@ -91,10 +91,10 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
     chosen: dict[str, Any] = {}
     for key, value in changes:
         chosen[key] = value
-        if fits(_together(config, chosen)):
+        if fits(with_keys(config, chosen)):
             for key in list(chosen):
                 fewer = {k: v for k, v in chosen.items() if k != key}
-                if fits(_together(config, fewer)):
+                if fits(with_keys(config, fewer)):
                     chosen = fewer
             return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
     proxy = f", {_PROXY}n_gpus_per_node" if config.has_proxy_engines else ""
@@ -144,7 +144,8 @@ def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
             yield prefix + "gpu_memory_utilization", share
 
 
-def _together(config: Config, changes: dict[str, Any]) -> Config:
+def with_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with new values of dotted keys."""
     for key, value in changes.items():
         config = _changed(config, key, value)
     return config

@@ -17,16 +17,18 @@ def table(config: Config, budget: MemoryBudget, *, unknown: str = "") -> str:
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     own = config.engine_gpus_per_node * trainer.nnodes if budget.engine is not None else 0
     alone = f", and {own} of engines alone" if own else ""
+    width = max(14, *(len(use.phase) for use in budget.phases))
     lines = [
         f"{ranks} GPUs of {gib(budget.gpu_memory)} on {trainer.nnodes} hosts{alone}; "
         f"{gib(budget.limit)} of each may be used, {RESERVE:.0%} stay free",
         "",
-        f"{'phase':<14} {'GiB':>6}  {'rank':>5}  largest",
+        f"{'phase':<{width}} {'GiB':>6}  {'rank':>5}  largest",
     ]
     for use in budget.phases:
         mark = " " if use.total <= budget.limit else "!"
         lines.append(
-            f"{use.phase:<14} {use.total / GIB:>6.1f}{mark} {use.rank:>5}  {use.largest(_ITEMS)}"
+            f"{use.phase:<{width}} {use.total / GIB:>6.1f}{mark} {use.rank:>5}  "
+            f"{use.largest(_ITEMS)}"
         )
     lines += ["", f"fullest: {budget.fullest.phase}, rank {budget.fullest.rank} (pipeline stage "]
     lines[-1] += f"{budget.fullest.stage}), {gib(budget.fullest.total)}"

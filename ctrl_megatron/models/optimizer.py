@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import ProcessGroups, as_all_ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
@@ -103,24 +103,25 @@ class Optimization:
         dtype = DTYPES[build.dtype]
         self._options = options
         self._weights = [w for chunk in chunks for w in chunk.parameters() if w.requires_grad]
-        self.optimizer: Any = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=options.lr,
-                min_lr=options.min_lr,
-                weight_decay=options.weight_decay,
-                adam_beta1=options.betas[0],
-                adam_beta2=options.betas[1],
-                adam_eps=options.eps,
-                clip_grad=options.clip_grad,
-                bf16=dtype is torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=options.distributed,
-            ),
-            list(chunks),  # type: ignore[arg-type]
-            use_gloo_process_groups=False,
-            pg_collection=groups.megatron,
-        )
+        with as_all_ranks(groups.megatron.intra_dist_opt):
+            self.optimizer: Any = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=options.lr,
+                    min_lr=options.min_lr,
+                    weight_decay=options.weight_decay,
+                    adam_beta1=options.betas[0],
+                    adam_beta2=options.betas[1],
+                    adam_eps=options.eps,
+                    clip_grad=options.clip_grad,
+                    bf16=dtype is torch.bfloat16,
+                    params_dtype=dtype,
+                    use_distributed_optimizer=options.distributed,
+                ),
+                list(chunks),  # type: ignore[arg-type]
+                use_gloo_process_groups=False,
+                pg_collection=groups.megatron,
+            )
         if all(weight.device.type == "cpu" for weight in self._weights):
             for inner in self._inner:
                 for group in inner.optimizer.param_groups:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -373,6 +374,19 @@ def give_megatron(groups: ProcessGroupCollection) -> None:
         setattr(parallel_state, name, group)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
+
+
+@contextmanager
+def as_all_ranks(group: Any) -> Iterator[None]:
+    """Make ``group`` torch's group of all ranks meanwhile, for code of Megatron's that meets all
+    ranks of a run: ``get_megatron_optimizer`` compares the parameter groups of every rank, and
+    other worlds have other models or none."""
+    member = dist.distributed_c10d.GroupMember
+    everyone, member.WORLD = member.WORLD, group
+    try:
+        yield
+    finally:
+        member.WORLD = everyone
 
 
 def shutdown() -> None:

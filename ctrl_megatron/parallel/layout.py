@@ -249,8 +249,14 @@ class World:
     ranks: tuple[int, ...]
     """The run's numbers of the ranks, ascending; in the world they are numbered from 0."""
     layout: Layout
-    name: str = "actor"
-    """The role that it is named after."""
+    roles: tuple[str, ...] = ("actor",)
+    """The roles that ``placement`` gives it; the first world has those without ranks of their own
+    too."""
+
+    @property
+    def name(self) -> str:
+        """The role that it is named after."""
+        return self.roles[0]
 
 
 def layout_for(world_size: int, keys: Megatron) -> Layout:
@@ -278,36 +284,23 @@ def layout_for(world_size: int, keys: Megatron) -> Layout:
 
 def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first."""
-    keys, apart = config.actor_rollout_ref.actor.megatron, sorted({*config.placement.critic})
-    if not apart or not config.needs_values:
-        return (World(ranks=tuple(range(world_size)), layout=layout_for(world_size, keys)),)
-    if apart[-1] >= world_size or apart[0] < 1:
-        raise UserError(
-            f"rank {apart[-1] if apart[0] else 0} cannot have the value model for itself in a run "
-            f"of {world_size} ranks",
-            key="placement.critic",
-            remedy=f"name ranks from 1 to {world_size - 1}",
+    from ctrl_megatron.config.placement import roles_apart
+
+    keys, apart = config.actor_rollout_ref.actor.megatron, roles_apart(config, world_size)
+    taken = {rank for one in apart for rank in one.ranks}
+    others = tuple(rank for rank in range(world_size) if rank not in taken)
+    worlds = [World(ranks=others, layout=layout_for(len(others), keys))]
+    for one in apart:
+        layout = Layout(
+            tensor=one.layout.tensor_model_parallel_size,
+            pipeline=one.layout.pipeline_model_parallel_size,
+            data=len(one.ranks) // one.model_size,
+            sequence_parallel=keys.sequence_parallel and one.layout.tensor_model_parallel_size > 1,
         )
-    own = config.critic.megatron
-    tensor, pipeline = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
-    if len(apart) % (tensor * pipeline):
-        raise UserError(
-            f"critic.megatron.tensor_model_parallel_size={tensor} x pipeline_model_parallel_size="
-            f"{pipeline} does not divide {len(apart)} ranks",
-            key="placement.critic",
-            remedy=f"name a multiple of {tensor * pipeline} ranks, or change the sizes",
-        )
-    others = tuple(rank for rank in range(world_size) if rank not in apart)
-    return (
-        World(ranks=others, layout=layout_for(len(others), keys)),
-        World(
-            name="critic",
-            ranks=tuple(apart),
-            layout=Layout(
-                tensor=tensor,
-                pipeline=pipeline,
-                data=len(apart) // (tensor * pipeline),
-                sequence_parallel=keys.sequence_parallel,
-            ),
-        ),
-    )
+        worlds.append(World(ranks=one.ranks, layout=layout, roles=one.roles))
+    return tuple(worlds)
+
+
+def world_with(worlds: Sequence[World], role: str) -> World:
+    """The world that has the model of a role."""
+    return next((world for world in worlds if role in world.roles), worlds[0])

@@ -7,6 +7,7 @@ the reason for which they ended.
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -17,14 +18,18 @@ import torch.distributed as dist
 from ctrl_megatron.config.environment import Launch
 
 _POLL_SECONDS = 0.05
+_REFUSED_SECONDS = 5.0
 
 
 def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     """The rendezvous of the ranks, as arguments of ``init_process_group``. Collective.
 
     torchrun serves a store; with every other launcher rank 0 serves one. Raises torch's
-    DistStoreError if a rank does not come within ``timeout``.
+    DistStoreError if a rank does not come within ``timeout``, and soon if the launcher that serves
+    the store has ended.
     """
+    if launch.has_store:
+        _require_store(launch.master_addr, launch.master_port)
     store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         launch.master_addr,
         launch.master_port,
@@ -35,6 +40,25 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     name = meet(store, launch.rank, launch.world_size, timeout)
     own = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": own, "rank": launch.rank, "world_size": launch.world_size}
+
+
+def _require_store(address: str, port: int) -> None:
+    """Raise DistStoreError where nothing listens at the launcher's store, which was there before
+    the ranks: torch would try again until its time-out, minutes after the launcher has ended.
+    """
+    deadline = time.monotonic() + _REFUSED_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), _REFUSED_SECONDS).close()
+            return
+        except ConnectionRefusedError as error:
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(
+                    f"the launcher's store at {address}:{port} is gone; has the launcher ended?"
+                ) from error
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return  # torch tries again, and names what it meets
 
 
 def meet(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:

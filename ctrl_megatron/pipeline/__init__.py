@@ -8,12 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.pipeline import node_fields, node_keys
+from ctrl_megatron.pipeline.data_coordinator import DataCoordinator, SampleInfo
 from ctrl_megatron.pipeline.graph import (
     Node,
     NodeOutput,
     Pipeline,
     StepReport,
     TaskGraph,
+)
+from ctrl_megatron.pipeline.scheduler import (
+    ProcessGroupManager,
+    TaskScheduler,
+    discover_and_split_parallel_paths,
 )
 from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 
@@ -25,18 +31,23 @@ if TYPE_CHECKING:
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DataCoordinator",
     "Node",
     "NodeOutput",
     "NodeRole",
     "NodeStatus",
     "NodeType",
     "Pipeline",
+    "ProcessGroupManager",
+    "SampleInfo",
     "StepReport",
     "TaskGraph",
+    "TaskScheduler",
     "add_update_nodes",
     "balance",
     "coupled_grpo_pipeline",
     "ctrl_pipeline",
+    "discover_and_split_parallel_paths",
     "draw_samples",
     "grpo_pipeline",
     "make_batch",

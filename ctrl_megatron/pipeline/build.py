@@ -69,9 +69,11 @@ def build_worker(
         leaves=leaving_parts(config),
         rests_until=config.trainer.critic_warmup,
     )
-    policy, reference = build_policies(config, groups, steps, device)
+    policy, reference = build_policies(
+        config, groups, steps, device, with_reference=run.is_here("reference")
+    )
     value = None
-    if len(run.worlds) == 1:
+    if run.is_here("critic"):
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
             device.adopt(value)
@@ -102,16 +104,21 @@ def build_worker(
     return worker, sampler, steps
 
 
-def value_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
-    """As ``build_worker`` for a rank that has the value model and nothing else. Collective over the
+def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
+    """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
     ranks of its world.
     """
-    config, train = run.config, inputs.train
+    config, train, groups = run.config, inputs.train, run.groups
     sampler = row_sampler(config, train)
     steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
+    reference = value = None
+    if run.is_here("reference"):
+        reference = build_reference(config, groups)
+    if run.is_here("critic"):
+        value = build_value_model(config, groups, steps)
     worker = DAGWorker(
         config=config,
-        groups=run.groups,
+        groups=groups,
         background=run.background,
         stop=run.stop,
         codec=inputs.codec,
@@ -125,8 +132,8 @@ def value_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         rewards=None,
         reward_weights=inputs.rewards.weights,
         policy=absent("the actor"),
-        reference=None,
-        value=build_value_model(config, run.groups, steps, lambda: None),
+        reference=reference,
+        value=value,
         kl_controller=build_kl_controller(config),
         peak_flops=1.0,
     )
@@ -256,10 +263,20 @@ def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLControl
     return get_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
 
 
+def _nothing() -> None: ...
+
+
 def build_policies(
-    config: Config, groups: ProcessGroups, steps: int, device: DeviceOwner
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    device: DeviceOwner,
+    *,
+    with_reference: bool = True,
 ) -> tuple[Policy, Policy | BasePolicy | None]:
-    """The actor for ``steps`` training steps, and the reference if the objective has a KL."""
+    """The actor for ``steps`` training steps, and the reference if the objective has a KL and
+    ``with_reference`` it is to be here.
+    """
     family = config.actor_rollout_ref
     policy = build_policy(
         config,
@@ -271,24 +288,32 @@ def build_policies(
         canvas=config.data.max_response_length,
     )
     device.adopt(policy, "actor")
-    if not config.needs_reference:
-        return policy, None
     if config.reference_is_base:
         return policy, BasePolicy(policy)
-    path = family.ref.model.path or family.model.path
-    reference = build_policy(
+    reference = build_reference(config, groups, device.to_trainer) if with_reference else None
+    if reference is not None:
+        device.adopt(reference)
+        if family.actor.megatron.param_offload:
+            reference.offload("weights")
+    return policy, reference
+
+
+def build_reference(
+    config: Config, groups: ProcessGroups, take_device: Callable[[], None] = _nothing
+) -> Policy | None:
+    """The frozen reference; None if the objective has no KL."""
+    family = config.actor_rollout_ref
+    if not config.needs_reference:
+        return None
+    return build_policy(
         config,
         groups,
-        path=path,
+        path=family.ref.model.path or family.model.path,
         optimizer=None,
         budget=family.log_prob_token_budget,
-        take_device=device.to_trainer,
+        take_device=take_device,
         canvas=config.data.max_response_length,
     )
-    device.adopt(reference)
-    if family.actor.megatron.param_offload:
-        reference.offload("weights")
-    return policy, reference
 
 
 def build_policy(
@@ -298,7 +323,7 @@ def build_policy(
     path: str,
     optimizer: OptimizerOptions | None,
     budget: int,
-    take_device: Callable[[], None] = lambda: None,
+    take_device: Callable[[], None] = _nothing,
     canvas: int = 0,
 ) -> Policy:
     """A policy with the weights of the HF directory ``path``; frozen without an optimizer.
@@ -313,7 +338,10 @@ def build_policy(
 
 
 def build_value_model(
-    config: Config, groups: ProcessGroups, steps: int, take_device: Callable[[], None]
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    take_device: Callable[[], None] = _nothing,
 ) -> ValueModel | None:
     """The value model for ``steps`` training steps; None if nothing reads its values."""
     if not config.needs_values:

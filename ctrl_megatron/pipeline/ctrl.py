@@ -175,7 +175,7 @@ def add_update_nodes(
     if before:
         add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
         drawn = "old_log_prob"
-    add("ref_log_prob", ref_log_prob, [drawn], node_role=NodeRole.REFERENCE, **forward)
+    add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
     if config.needs_values:
         add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
     add("scores", place_scores, judged, node_role=reward)
@@ -183,7 +183,8 @@ def add_update_nodes(
     if before and corrects:
         add("rollout_correction", rollout_correction, ["scores", drawn], node_role=advantage)
         ready.append("rollout_correction")
-    add("token_rewards", token_rewards, ["scores", "ref_log_prob"], node_role=reward)
+    inputs = ["scores", "ref_log_prob", *(["old_log_prob"] if before else [])]
+    add("token_rewards", token_rewards, inputs, node_role=reward)
     inputs = ["token_rewards", "values"] if config.needs_values else ["token_rewards"]
     add("advantages", advantages, inputs, node_role=advantage)
     if config.needs_values:
@@ -342,6 +343,7 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields, metrics=worker.means({"actor/entropy": torch.cat(entropies)}))
 
 
+@needs(lambda config: {"input_ids": "", "response_mask": ""})
 @writes("ref_log_prob")
 def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
@@ -354,7 +356,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         rows = tensors_of(seen_in_pass(batch, number, worker.config))
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
         fields[of_pass("ref_log_prob", number)] = log_probs
-    if worker.config.actor_rollout_ref.actor.megatron.param_offload:
+    if worker.config.actor_rollout_ref.actor.megatron.param_offload and worker.has_actor:
         worker.reference.offload("weights")
     return NodeOutput(fields=fields)
 
@@ -491,7 +493,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     algorithm, mask = worker.config.algorithm, batch["response_mask"]
     metrics: dict[str, float] = {}
     rewards = batch["token_level_scores"]
-    if worker.reference is not None and "old_log_probs" in batch:
+    if "ref_log_prob" in batch and "old_log_probs" in batch:
         metrics = kl_to_reference(worker, batch, batch["old_log_probs"])
     if algorithm.use_kl_in_reward:
         beta = worker.kl_controller.value
@@ -616,7 +618,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         )
         metrics = means_over_steps([step], "actor") | first_kl([step])
         metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
-        if worker.reference is not None:
+        if "ref_log_prob" in batch:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for number in range(actor.ppo_epochs):

@@ -43,7 +43,7 @@ from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import ModelShape, MultiLatentAttention
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import worlds_of
+from ctrl_megatron.parallel.layout import world_with, worlds_of
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
@@ -54,8 +54,8 @@ from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
 _MODEL = "actor_rollout_ref.model.path"
 _PROXY = "actor_rollout_ref.proxy.model.path"
-_ONLY_TRAINED = ("actor_rollout_ref.ref.model.path", "critic.model.path")
-"""Models that generate no text."""
+_ROLES = {"actor_rollout_ref.ref.model.path": "reference", "critic.model.path": "critic"}
+"""The key of a model that generates no text, and its role."""
 _REENCODED_SHARE = 8
 """The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
 as too long in the step."""
@@ -200,12 +200,12 @@ def _check_kind(config: Config, key: str, path: str, shape: ModelShape) -> None:
 def _check_role(
     config: Config, key: str, path: str, shape: ModelShape, actor: ModelShape | None
 ) -> None:
-    trained = key in (_MODEL, "actor_rollout_ref.ref.model.path", "critic.model.path")
+    trained = key == _MODEL or key in _ROLES
     if trained and key != "actor_rollout_ref.ref.model.path":
         adapted(shape, configured(config, value=key == "critic.model.path"))
     if trained:
         worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
-        layout = worlds[-1 if key == "critic.model.path" else 0].layout
+        layout = world_with(worlds, _ROLES.get(key, "actor")).layout
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
     rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
@@ -282,7 +282,7 @@ def check_tokenizers(
         except UserError as error:
             problems.append(error)
             continue
-        reads = key in (_MODEL, *_ONLY_TRAINED)
+        reads = key in (_MODEL, *_ROLES)
         if not known or not found:
             continue
         part = different_part(known, found, MEANING if reads else known)
@@ -309,7 +309,7 @@ def _check_context(
     longest = config.sequence_tokens
     if purpose == "sft":
         asked, longest = f"sft.max_length={config.sft.max_length}", config.sft.max_length
-    elif key not in _ONLY_TRAINED and config.max_model_len > longest:
+    elif key not in _ROLES and config.max_model_len > longest:
         longest = config.max_model_len
         if rollout.max_model_len is not None:
             asked = f"actor_rollout_ref.rollout.max_model_len={longest}"
@@ -343,7 +343,7 @@ def check_proxy(config: Config) -> TextCodec | None:
 
 def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: ModelShape) -> None:
     """UserError if the engine would compute another model than the trainer."""
-    if purpose == "sft" or key in _ONLY_TRAINED:
+    if purpose == "sft" or key in _ROLES:
         return
     engine = config.actor_rollout_ref.rollout.name
     difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)

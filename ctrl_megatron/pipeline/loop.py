@@ -242,7 +242,9 @@ class TrainingLoop:
         )
         others = self._news(own)
         for other in others:
-            metrics |= {**other.metrics, **seconds_by_name(other.phases)}
+            took = seconds_by_name(other.phases)
+            # Several worlds may wait for the same one: the longest counts.
+            metrics |= {**other.metrics} | {n: max(s, metrics.get(n, 0.0)) for n, s in took.items()}
         for watcher in self.watchers:
             watcher.end(step, batch, metrics)
         metrics |= self._report_skipped(step, (own, *others))

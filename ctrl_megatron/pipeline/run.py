@@ -34,7 +34,7 @@ from ctrl_megatron.parallel.layout import World, worlds_of
 from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.ahead import SavedDraws
-from ctrl_megatron.pipeline.build import build_worker, row_sampler, total_steps, value_worker
+from ctrl_megatron.pipeline.build import apart_worker, build_worker, row_sampler, total_steps
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
@@ -147,7 +147,7 @@ def train(config: Config) -> bool:
                 between.tell(why, changed=False)
                 raise
         else:
-            worker, sampler, steps = value_worker(run, inputs)
+            worker, sampler, steps = apart_worker(run, inputs)
             graph.report = StepReport()
         between.meet()
         if run.served is not None:
@@ -225,10 +225,10 @@ def saved_folders(config: Config) -> tuple[str, ...]:
 
 
 def world_line(world: World) -> str:
-    """For the banner: a role on ranks of its own."""
+    """For the banner: roles on ranks of their own."""
     layout, ranks = world.layout, ", ".join(map(str, world.ranks))
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
-    return f"; {world.name} on ranks {ranks}: {sizes}"
+    return f"; {' and '.join(world.roles)} on ranks {ranks}: {sizes}"
 
 
 def between_worlds(run: Session, inputs: RunInputs) -> Between:

@@ -22,7 +22,7 @@ from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join, shutdown
-from ctrl_megatron.parallel.layout import World, layout_for, worlds_of
+from ctrl_megatron.parallel.layout import World, layout_for, world_with, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.pipeline.services import Services
@@ -54,6 +54,10 @@ class Session:
     def everyone(self) -> RankSet:
         """All ranks of the run."""
         return self.joined.everyone
+
+    def is_here(self, role: str) -> bool:
+        """Whether this rank's world has the model of a role."""
+        return world_with(self.worlds, role) is self.joined.world
 
     def check_stop(self) -> None:
         """Raise StopRequested on all ranks of this world if a stop was requested on any.

@@ -249,7 +249,8 @@ class DAGWorker(RolloutWorker):
     """Groups that dynamic sampling has not used yet."""
     policy: Policy
     reference: Policy | BasePolicy | None
-    """The frozen reference of the KL; None if the objective has no KL."""
+    """The frozen reference of the KL; None if the objective has no KL, or if another world has
+    it."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""
     kl_controller: FixedKLController | AdaptiveKLController
@@ -289,6 +290,11 @@ class DAGWorker(RolloutWorker):
         and a reference that changes."""
         reference = self.refreshed_reference
         return self.trained | ({} if reference is None else {REFERENCE_FOLDER: reference})
+
+    @property
+    def has_actor(self) -> bool:
+        """Whether the actor, whose engines may need the device, is on this rank."""
+        return not isinstance(self.policy, Elsewhere)
 
     @property
     def actor_learns(self) -> bool:

@@ -2,9 +2,9 @@
 
 Every rank walks the same order of nodes and runs those of its own world. Where a node needs what
 nodes of another world have written, the leaders of that world send it to the leaders of the node's,
-rank to rank: each gets the rows that it trains on, and groups stay whole. A message leaves as soon
-as its writer is done and is received just before the node, so worlds run at the same time wherever
-the graph lets them.
+rank to rank: each gets the rows that are dealt to it, and groups stay whole. A message leaves as
+soon as its writer is done and is received just before the node, so worlds run at the same time
+wherever the graph lets them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ctrl_megatron.errors import ServiceFault, UserError, all_of
 from ctrl_megatron.metrics.timeline import Phase
 from ctrl_megatron.models.parallel_model import SkippedUpdate
 from ctrl_megatron.parallel.groups import Joined
-from ctrl_megatron.parallel.layout import World
+from ctrl_megatron.parallel.layout import World, world_with
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import joined_samples, sizes_of, texts
@@ -39,7 +39,7 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole
 T = TypeVar("T")
 HOME = "actor"
 """The world of every role without one of its own: it has rank 0 and the engines."""
-ROLES: Mapping[NodeRole, str] = {NodeRole.CRITIC: "critic"}
+ROLES: Mapping[NodeRole, str] = {NodeRole.CRITIC: "critic", NodeRole.REFERENCE: "reference"}
 """The worlds of the roles that may have one of their own."""
 _ROWS = ("prompts", "responses", "attention_mask", "response_mask", "mini_batch")
 _ROWS += ("uid", "problem_id")
@@ -114,6 +114,8 @@ def plan_step(
                 for name in dict.fromkeys(wanted)
                 if (writer := _writer(order, above, name)) and world_of(writer) == source
             ]
+            if not fields and all(_follows(graph, one, above, source, world_of) for one in new):
+                continue
             message = Parcel(
                 number=next(numbers), node=node, source=source, to=own, fields=tuple(fields)
             )
@@ -123,6 +125,19 @@ def plan_step(
     for node in order:
         programs[world_of(node)] += [*before[node.node_id], Run(node), *after[node.node_id]]
     return programs
+
+
+def _follows(
+    graph: TaskGraph,
+    node: Node,
+    above: Sequence[Node],
+    source: str,
+    world_of: Callable[[Node], str],
+) -> bool:
+    """Whether a node ``above`` of a world other than ``source``, which is waited for anyway, has
+    waited for ``node``."""
+    others = (one for one in above if world_of(one) != source)
+    return any(node.node_id in graph.get_ancestors(one.node_id) for one in others)
 
 
 def _writer(order: Sequence[Node], above: Sequence[Node], field: str) -> Node | None:
@@ -141,8 +156,7 @@ def needed(node: Node, config: Config) -> Mapping[str, str]:
 
 def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
     """From a node to the name of its world."""
-    own = {world.name for world in worlds}
-    return lambda node: name if (name := ROLES.get(node.node_role, HOME)) in own else HOME
+    return lambda node: world_with(worlds, ROLES.get(node.node_role, HOME)).name
 
 
 def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
@@ -272,10 +286,8 @@ class _Deal:
     """Which rank has which rows of the home world's batch, numbered over its data ranks."""
 
     number: int
-    counts: list[int]
-    """Rows of each data rank of the home world."""
     parts: dict[str, list[list[int]]]
-    """The rows of each data rank of the other worlds."""
+    """World -> the rows of each of its data ranks."""
 
 
 class Worlds:
@@ -297,12 +309,6 @@ class Worlds:
         self._deal: _Deal | None = None
         self._informed: set[str] = set()
         """The worlds that have the rows of the present deal."""
-        self._number = -1
-        """The deal that this rank's rows are of, outside the home world."""
-        self._counts: list[int] = []
-        """Rows of each data rank of the home world in that deal."""
-        self._order: list[int] = []
-        """The dealt rows that this rank has, outside the home world."""
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._told: tuple[bool] | None = None
 
@@ -360,35 +366,32 @@ class Worlds:
     # Rows
 
     def new_rows(self) -> None:
-        self._deal = None
-        self._informed.clear()
+        # Other worlds get new rows with their deal.
+        if self.is_home:
+            self._deal = None
+            self._informed.clear()
+
+    @property
+    def _mine(self) -> list[int]:
+        """The dealt rows of this rank, in their order."""
+        assert self._deal is not None
+        return self._deal.parts[self._own][self._groups.place.dp]
 
     def send(self, message: Parcel, batch: TensorDict) -> None:
         if self.is_home:
             self._deal = self._deal or self._dealt(batch)
+        deal, names = self._deal, message.fields
+        assert deal is not None
         if not self._groups.is_leader:
             return
-        if not self.is_home:
-            place = {row: at for at, row in enumerate(self._order)}
-            first = 0
-            for data, count in enumerate(self._counts):
-                rows = [row for row in range(first, first + count) if row in place]
-                facts = {"deal": self._number, "rows": rows}
-                at = [place[row] for row in rows]
-                self._post(message, data, facts, _taken(batch, message.fields, at))
-                first += count
-            return
-        assert self._deal is not None
-        first = sum(self._deal.counts[: self._groups.place.dp])
-        for data, order in enumerate(self._deal.parts[message.to]):
-            rows = sorted(row for row in order if first <= row < first + len(batch))
-            facts: dict[str, Any] = {"deal": self._deal.number, "rows": rows}
-            names = message.fields
-            if message.to not in self._informed:
-                facts |= {"order": order, "counts": self._deal.counts}
-                names = (*_ROWS, *names)
-            at = [row - first for row in rows]
-            self._post(message, data, facts, _taken(batch, dict.fromkeys(names), at))
+        new = self.is_home and message.to not in self._informed
+        if new:
+            names = tuple(dict.fromkeys((*_ROWS, *names)))
+        place = {row: at for at, row in enumerate(self._mine)}
+        for data, order in enumerate(deal.parts[message.to]):
+            rows = sorted(place.keys() & order)
+            facts = {"number": deal.number, "rows": rows} | ({"deal": deal} if new else {})
+            self._post(message, data, facts, _taken(batch, names, [place[row] for row in rows]))
         self._informed.add(message.to)
 
     def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
@@ -396,26 +399,20 @@ class Worlds:
         for facts, _ in letters:
             if "fault" in facts:
                 raise ServiceFault(facts["fault"]) if facts["fault"] else StopRequested
-        order, deal = self._order, letters[0][0]["deal"]
-        if self.is_home:
-            if self._deal is None or deal != self._deal.number:
-                raise ValueError(
-                    f"the node {message.node.node_id!r} gets fields of rows that have been dealt "
-                    "anew meanwhile; let the node that deals them come first"
-                )
-            first = sum(self._deal.counts[: self._groups.place.dp])
-            order = list(range(first, first + len(batch)))
-        fresh = "order" in letters[0][0]
-        if fresh:
-            order = self._order = letters[0][0]["order"]
-            self._counts, self._number = letters[0][0]["counts"], deal
+        fresh = letters[0][0].get("deal")
+        self._deal = fresh or self._deal
+        if self._deal is None or letters[0][0]["number"] != self._deal.number:
+            raise ValueError(
+                f"the node {message.node.node_id!r} gets fields of rows that have been dealt "
+                "anew meanwhile; let the node that deals them come first"
+            )
         numbers = [row for facts, _ in letters for row in facts["rows"]]
         place = {row: at for at, row in enumerate(numbers)}
-        if len(place) != len(numbers) or {*order} != {*numbers}:
+        if len(place) != len(numbers) or {*self._mine} != {*numbers}:
             raise RuntimeError(f"rows were lost or sent twice on their way to {self._own}")
         parts = [fields for _, fields in letters]
-        taken = [place[row] for row in order]
-        if fresh:
+        taken = [place[row] for row in self._mine]
+        if fresh is not None:
             whole = joined_samples(parts, pad_token_id=self._pad_token_id, rows=taken)
             return NodeOutput(batch=whole)
         width = batch["responses"].shape[1]
@@ -431,18 +428,15 @@ class Worlds:
                     self._post(action.message, data, {"fault": fault}, {})
 
     def _dealt(self, batch: TensorDict) -> _Deal:
-        parts = self._groups.from_data_ranks(sizes_of(batch))
-        sizes = [size for part in parts for size in part]
+        there = self._groups.from_data_ranks(sizes_of(batch))
+        numbers = itertools.count()
+        parts = {self._own: [[next(numbers) for _ in part] for part in there]}
+        sizes = [size for part in there for size in part]
         shared = self._config.shares_prefixes
-        return _Deal(
-            number=next(self._deals),
-            counts=[len(part) for part in parts],
-            parts={
-                name: deal_rows(sizes, world.layout.data, shared_prefix=shared)
-                for name, world in self._worlds.items()
-                if name != self._own
-            },
-        )
+        for name, world in self._worlds.items():
+            if name != self._own:
+                parts[name] = deal_rows(sizes, world.layout.data, shared_prefix=shared)
+        return _Deal(number=next(self._deals), parts=parts)
 
     # Messages
 

@@ -31,7 +31,11 @@ def end_together(part: EnginePart, end: Callable[[str], None]) -> None:
 
 def _await_others(part: EnginePart, end: Callable[[str], None]) -> None:
     family = socket.AF_INET6 if ":" in part.first else socket.AF_INET
-    listener = socket.create_server((part.first, part.watch_port), family=family)
+    try:
+        listener = socket.create_server((part.first, part.watch_port), family=family)
+    except OSError as error:
+        end(f"the engine's parts cannot be watched at {part.first}:{part.watch_port}: {error}")
+        return
     others: list[socket.socket] = []
     while True:
         for ready in select.select([listener, *others], [], [])[0]:

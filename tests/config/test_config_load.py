@@ -220,7 +220,7 @@ def leaf_strategy(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(leaf_strategy(arguments[0]), min_size=least, max_size=most).map(tuple)
     if origin is dict:
         return st.dictionaries(st.text("abc", min_size=1), st.one_of(*plain.values()))
-    return st.none() | leaf_strategy(next(a for a in arguments if a is not type(None)))
+    return st.one_of(*(st.none() if a is type(None) else leaf_strategy(a) for a in arguments))
 
 
 def group_strategy(cls: type) -> st.SearchStrategy[Any]:

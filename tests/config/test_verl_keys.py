@@ -61,14 +61,14 @@ def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
     file.write_text(
         "reward_model:\n  reward_manager: dapo\n  reward_kwargs: {max_resp_len: 9}\n"
         "  enable: false\n"
-        "actor_rollout_ref:\n  ref: {megatron: {tensor_model_parallel_size: 2}}\n"
+        "actor_rollout_ref:\n  ref: {megatron: {param_offload: true}}\n"
     )
     with pytest.raises(ValueError) as raised:
         load_config(file, [], "none")
     lines = str(raised.value).splitlines()
     told = [line.partition("unknown key ")[2].partition(":")[0] for line in lines]
     assert sorted(told) == [
-        "'actor_rollout_ref.ref.megatron.tensor_model_parallel_size'",
+        "'actor_rollout_ref.ref.megatron.param_offload'",
         "'reward_model.enable'",
         "'reward_model.reward_kwargs.max_resp_len'",
         "'reward_model.reward_manager'",

@@ -1,4 +1,5 @@
-"""PPO with the value model on ranks of its own computes what it does with the actor's."""
+"""PPO with the value model or the reference on ranks of their own computes what it does with the
+actor's."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from ctrl_megatron.metrics import read_json_lines
 pytestmark = pytest.mark.timeout(900)
 
 _A, _C = "actor_rollout_ref.actor.megatron.", "critic.megatron."
+_F = "actor_rollout_ref.ref.megatron."
 PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
     "together": (2, ()),
     "2+1": (3, ("placement.critic=[2]",)),
@@ -34,6 +36,15 @@ PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
     "1+2, value model in stages": (
         3,
         ("placement.critic=[1,2]", _C + "pipeline_model_parallel_size=2"),
+    ),
+    "2+1, reference": (3, ("placement.reference=[2]",)),
+    "2+1+1": (4, ("placement.critic={share: 0.25}", "placement.reference=[2]")),
+    "2+2, both cut": (
+        4,
+        (
+            *("placement.critic=[2,3]", _C + "tensor_model_parallel_size=2"),
+            *("placement.reference=[2,3]", _F + "tensor_model_parallel_size=2"),
+        ),
     ),
 }
 """Ranks and settings; the actor's two ranks are data ranks unless it is cut."""
@@ -87,14 +98,14 @@ def overlaps(run: ForkedRun, one: str, other: str) -> list[float]:
     return [min(a[1], b[1]) - max(a[0], b[0]) for a, b in both]
 
 
-def test_a_value_model_apart_learns_the_same(apart_job: Job) -> None:
-    """Two steps against the recorded run of two ranks that share both models."""
-    run = run_ppo(apart_job, "first", "2+1", 2)
+def test_models_apart_learn_the_same(apart_job: Job) -> None:
+    """Two steps against the recorded run of two ranks that share all models."""
+    run = run_ppo(apart_job, "first", "2+1+1", 2)
     recorded = golden_runs.load("ppo")
     if recorded["machine"] == golden_runs.machine():
         assert_same(run, recorded["steps"][:2])
     ranks = {record["rank"] for record in read_json_lines(run.folder / "timeline.jsonl")}
-    assert ranks == {0, 2}
+    assert ranks == {0, 2, 3}
 
 
 @pytest.mark.long
@@ -102,16 +113,22 @@ def test_a_value_model_apart_learns_the_same(apart_job: Job) -> None:
 def test_every_placement_learns_the_same_and_updates_overlap(runs: Runs, place: str) -> None:
     together, apart = runs("together"), runs(place)
     assert_same(apart, golden_runs.steps_of(together))
-    # On few cores a phase of one rank may wait for its turn; most steps overlap.
-    found = overlaps(apart, "critic_update", "actor_update")
-    assert len(found) == 4 and sum(seconds > 0 for seconds in found) >= 3, found
-    assert max(overlaps(together, "critic_update", "actor_update")) <= 0
+    settings = " ".join(PLACES[place][1])
+    for role, one, other in (
+        ("critic", "critic_update", "actor_update"),
+        ("reference", "ref_log_prob", "old_log_prob"),
+    ):
+        if f"placement.{role}" in settings:
+            # On few cores a phase of one rank may wait for its turn; most steps overlap.
+            found = overlaps(apart, one, other)
+            assert len(found) == 4 and sum(seconds > 0 for seconds in found) >= 3, found
+        assert max(overlaps(together, one, other)) <= 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("2+1", "2+1"), ("together", "2+2, value model cut"), ("2+2, actor cut", "together")],
+    [("2+1", "2+1"), ("together", "2+1+1"), ("2+2, actor cut", "together"), ("2+1+1", "2+1")],
 )
 def test_a_run_goes_on_in_another_placement(
     apart_job: Job, runs: Runs, before: str, after: str

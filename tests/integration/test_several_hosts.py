@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -114,7 +115,11 @@ def test_both_parts_of_an_engine_start_again_when_a_worker_has_died(job: Job) ->
         "worker_lost", steps=4, extra=SPANNING, hosts=2, ranks=1, preloaded=True
     ) as run:
         run.wait_for_steps(1)
-        (worker,) = (p for p in run.look() if host_of(p) == "1" and "VLLM" in p.name())
+        # A worker's title is where its environment was.
+        there = {network_of(p) for p in run.look() if host_of(p) == "1"}
+        (worker,) = (
+            p for p in run.look() if "VLLM" in " ".join(p.cmdline()) and network_of(p) in there
+        )
         worker.kill()
         assert run.ends(SLOW) == 0, run.output()[-8000:]
     records = [record["metrics"] for record in run.metrics()]
@@ -155,6 +160,11 @@ def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> N
 def starts(run: Run) -> list[int]:
     """The steps after which the run has been continued."""
     return [int(step) for step in re.findall(r"continuing from \S+ after step (\d+)", run.output())]
+
+
+def network_of(process: psutil.Process) -> str:
+    """The network namespace of a process, which its host has for itself."""
+    return os.readlink(f"/proc/{process.pid}/ns/net")
 
 
 def host_of(process: psutil.Process) -> str | None:

@@ -19,12 +19,12 @@ from ctrl_megatron.memory.activations import PassShape, in_flight
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
 from ctrl_megatron.memory.engine import GIB, EngineUse, engine_use
 from ctrl_megatron.memory.fit import problem, require_fit
-from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state
+from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, trained_state
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import ModelShape, value_shape
-from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.parallel.layout import Layout, worlds_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = {
@@ -188,6 +188,49 @@ def test_a_value_model_takes_what_an_actor_takes_without_its_vocabulary() -> Non
             assert use.items["value model's moments"] < use.items["actor's moments"]
             assert use.total > alone.total
     assert sum(two.host.values()) > sum(one.host.values())
+
+
+def test_models_on_ranks_of_their_own_are_planned_there_and_not_beside_the_actor() -> None:
+    keys = ("algorithm.adv_estimator=gae", "trainer.nnodes=2")
+    where = ("placement.critic={hosts: [1]}", "critic.megatron.tensor_model_parallel_size=4")
+    where += (
+        "placement.reference=[6,7]",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+    )
+    together, shapes = example("ctrl_7b.yaml", *keys, value=True)
+    apart, _ = example("ctrl_7b.yaml", *keys, *where)
+    actor, critic, reference = worlds_of(16, apart)
+    assert [len(world.ranks) for world in (actor, critic, reference)] == [6, 8, 2]
+    one = memory_budget(together, shapes, gpu_memory=MEMORY)
+    several = memory_budget(apart, shapes, gpu_memory=MEMORY)
+    uses = {use.phase: use for use in several.phases}
+    kept = trained_state(
+        value_shape(shapes.actor), critic.layout, pp=0, dtype="bfloat16", distributed=True
+    )
+    update = uses["critic: update"]
+    assert update.rank == 8
+    for part, size in {
+        "parameters": kept.parameters,
+        "gradients": kept.gradients,
+        "master weights": kept.master,
+        "moments": kept.moments,
+    }.items():
+        assert update.items[f"value model's {part}"] == size
+    frozen = frozen_state(shapes.actor, reference.layout, pp=0, dtype="bfloat16").parameters
+    assert uses["reference: log-probs"].items["reference's parameters"] == frozen
+    assert uses["reference: log-probs"].rank == 6
+    assert "reference: update" not in uses and "critic: generate" not in uses
+    of_actor = [
+        use for use in several.phases if ":" not in use.phase or use.phase.startswith("start")
+    ]
+    items = {item for use in of_actor for item in use.items}
+    assert not any("value model" in item or "reference" in item for item in items)
+    # The actor itself is spread over fewer ranks.
+    assert uses["update"].items["actor's moments"] > totals_of(one, "actor's moments")
+
+
+def totals_of(budget: MemoryBudget, item: str) -> int:
+    return max(use.items.get(item, 0) for use in budget.phases)
 
 
 def test_4096_ranks_are_planned_and_each_holds_less() -> None:

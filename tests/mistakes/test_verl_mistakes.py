@@ -167,7 +167,10 @@ def test_a_reward_that_cannot_be_loaded(
         ("reward.reward_funcs=['my_reward.py:']", "'FILE.py:function'"),
         ("custom_reward_function.path=my_reward.py", "reward.reward_funcs=[FILE.py:FUNCTION]"),
         ("+trainer.seed=1", "without a +"),
-        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "the actor's layout"),
+        (
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
+            "placement.reference=RANKS",
+        ),
         ("data.val_files=[train.parquet, ./train.parquet]", "must differ"),
     ],
 )

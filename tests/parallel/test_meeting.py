@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from free_port import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.parallel.meeting import meet
+from ctrl_megatron.config.environment import Launch
+from ctrl_megatron.parallel.meeting import meet, rendezvous
 
 SECONDS = timedelta(seconds=10)
 
@@ -34,3 +37,11 @@ def test_a_rank_without_rank_0_waits_no_longer_than_the_time_out() -> None:
     meet(store, 0, 1, SECONDS)
     with pytest.raises(dist.DistStoreError, match="rank 1 has not met rank 0"):
         meet(store, 1, 2, timedelta(seconds=0.2))
+
+
+def test_ranks_whose_launcher_has_ended_do_not_wait_for_its_store() -> None:
+    launch = Launch("torchrun", 0, 2, 0, 2, "127.0.0.1", free_port(), has_store=True)
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="has the launcher ended"):
+        rendezvous(launch, timedelta(minutes=30))
+    assert time.monotonic() - began < 20

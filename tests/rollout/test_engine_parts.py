@@ -73,3 +73,10 @@ def test_every_other_part_ends_with_the_first(
         assert not ends.told.wait(0.1)
         own.close()
     assert ends.told.wait(20) and f"first part, on {LOOPBACK}, has ended" in ends.reason
+
+
+def test_a_port_that_is_taken_is_no_reason_to_go_on_unwatched(first: EnginePart) -> None:
+    ends = Ends()
+    with socket.create_server((LOOPBACK, first.watch_port)):
+        parts.end_together(first, ends)
+        assert ends.told.wait(20) and "cannot be watched at 127.0.0.1" in ends.reason

@@ -1,0 +1,213 @@
+"""Which ranks to give to the value model and the reference: a proposal for ``placement``. Pure.
+
+The arithmetic of the passes decides, and the memory plan: all ranks compute equally fast, passes of
+worlds that the graph lets run at the same time overlap, and a step also generates, for a share of
+its time that the caller names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from ctrl_megatron.config import Config, check_world_size
+from ctrl_megatron.config.algorithm import RolePlacement
+from ctrl_megatron.config.placement import ROLES
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.memory.activations import Kernels
+from ctrl_megatron.memory.budget import MemoryBudget, memory_budget
+from ctrl_megatron.memory.fit import problem, with_keys
+from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.flops import model_flops
+from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.parallel.layout import World, world_with, worlds_of
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_SHARES = (1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step computes, in floating-point operations over all rows; 0 for what it does not."""
+
+    generate: float
+    """The time of the engines as so many operations of their ranks."""
+    old_log_prob: float
+    ref_log_prob: float
+    values: float
+    critic_update: float
+    actor_update: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement and what it promises."""
+
+    keys: Mapping[str, Any]
+    """Configuration key -> value; empty for one world."""
+    worlds: tuple[World, ...]
+    budget: MemoryBudget
+    fault: str | None
+    """Why it does not fit; None if it does."""
+    step: float
+    """Time of a step, as a share of that of one world."""
+    idle: Mapping[str, float]
+    """World -> the share of a step in which its ranks wait."""
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys as arguments of a command."""
+        return [f"{name}={_text(value)}" for name, value in self.keys.items()]
+
+
+def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWork:
+    """The work of one step with rows of full length. ``generation`` is the share of a step's time
+    that generation takes in one world, below 1.
+    """
+    actor = config.actor_rollout_ref.actor
+    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    length, answer = config.sequence_tokens, config.data.max_response_length
+
+    def passes(shape: ModelShape | None, times: int, *, backward: bool, head: bool = True) -> float:
+        if shape is None:
+            return 0.0
+        return float(
+            times
+            * model_flops(
+                shape,
+                tokens=rows * length,
+                pairs=rows * length * (length + 1) // 2,
+                projected_tokens=rows * answer if head else 0,
+                backward=backward,
+            )
+        )
+
+    trainer = StepWork(
+        generate=0.0,
+        old_log_prob=passes(shapes.actor, 1, backward=False),
+        ref_log_prob=passes(shapes.reference, 1, backward=False),
+        values=passes(shapes.value, 1, backward=False, head=False),
+        critic_update=passes(shapes.value, config.value_epochs, backward=True, head=False),
+        actor_update=passes(shapes.actor, actor.ppo_epochs, backward=True),
+    )
+    computed = sum(busy_of(trainer, ("actor", *ROLES)))
+    return replace(trainer, generate=computed * generation / (1 - generation))
+
+
+def busy_of(work: StepWork, roles: tuple[str, ...]) -> tuple[float, float, float]:
+    """The work of a world in the three parts of a step that all worlds begin together: draw; the
+    passes before the advantages; the updates."""
+    before = after = 0.0
+    if "actor" in roles:
+        before, after = work.old_log_prob, work.actor_update
+    if "reference" in roles:
+        before += work.ref_log_prob
+    if "critic" in roles:
+        before, after = before + work.values, after + work.critic_update
+    return work.generate if "actor" in roles else 0.0, before, after
+
+
+def times_of(work: StepWork, worlds: tuple[World, ...]) -> tuple[float, dict[str, float]]:
+    """(the time of a step in operations of one rank, world -> the share in which it waits)."""
+    parts = {}
+    for world in worlds:
+        roles = tuple(r for r in ("actor", *ROLES) if world_with(worlds, r) is world)
+        parts[world.name] = [one / len(world.ranks) for one in busy_of(work, roles)]
+    step = sum(map(max, zip(*parts.values(), strict=True)))
+    return step, {name: 1 - sum(own) / step for name, own in parts.items()}
+
+
+def candidates(
+    config: Config,
+    shapes: ModelShapes,
+    *,
+    gpu_memory: int,
+    generation: float,
+    kernels: Kernels = "te",
+) -> list[Candidate]:
+    """Placements of the roles that the configuration trains with: all on one world, and shares of
+    the ranks for some roles. Only those that the layout and the batch sizes allow; the first is one
+    world where that is allowed.
+    """
+    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    work = work_of(config, shapes, generation=generation)
+    whole = sum(busy_of(work, ("actor", *ROLES))) / size
+    found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
+    for keys in _placements(config, size):
+        changed = with_keys(replace(config, placement=RolePlacement()), keys)
+        try:
+            check_world_size(changed, size)
+            worlds = worlds_of(size, changed)
+            budget = memory_budget(changed, shapes, gpu_memory=gpu_memory, kernels=kernels)
+        except UserError:
+            # The layout or the batches do not divide over these ranks.
+            continue
+        step, idle = times_of(work, worlds)
+        candidate = Candidate(
+            keys=keys,
+            worlds=worlds,
+            budget=budget,
+            fault=problem(changed, budget),
+            step=step / whole,
+            idle=idle,
+        )
+        found.setdefault(tuple(world.ranks for world in worlds), candidate)
+    return list(found.values())
+
+
+def propose(found: list[Candidate]) -> Candidate:
+    """The candidate that fits with the shortest step. In one world no rank waits, so that is one
+    world where it fits. UserError with the reason of the first candidate if none fits.
+    """
+    fitting = [one for one in found if one.fault is None]
+    if not fitting:
+        reason = found[0].fault if found else "no share of the ranks suits layout and batch sizes"
+        raise UserError(
+            f"no placement fits: {reason}",
+            key="placement",
+            remedy="take more GPUs, or see ctrl-plan without --placement for other remedies",
+        )
+    return min(fitting, key=lambda one: (one.step, len(one.worlds)))
+
+
+def _placements(config: Config, size: int) -> Iterator[dict[str, Any]]:
+    """One world, then shares for each role that exists, in the actor's layout."""
+    roles = [role for role, (condition, _) in ROLES.items() if condition.is_met(config)]
+    own = config.actor_rollout_ref.actor.megatron
+    layout = {name: getattr(own, name) for name in _SIZES if getattr(own, name) > 1}
+    shares = (None, *(share for share in _SHARES if (share * size).is_integer()))
+    for chosen in product(shares, repeat=len(roles)):
+        keys = dict[str, Any]()
+        for role, share in zip(roles, chosen, strict=True):
+            if share is not None:
+                keys[f"placement.{role}"] = {"share": share}
+                keys |= {f"{ROLES[role][1]}.{name}": count for name, count in layout.items()}
+        yield keys
+
+
+def _text(value: Any) -> str:
+    return f"{{share: {value['share']:g}}}" if isinstance(value, dict) else str(value)
+
+
+def proposal_table(found: list[Candidate], chosen: Candidate, *, generation: float) -> str:
+    """A line per candidate with its worlds, its step and its idle times, and the proposal."""
+    order = sorted(found, key=lambda one: (one.fault is not None, one.step))
+    lines = [f"{'step':>6}  {'fullest GPU':>11}  worlds (ranks, idle)"]
+    for one in order:
+        worlds = ", ".join(
+            f"{' and '.join(world.roles)} ({len(world.ranks)}, {one.idle[world.name]:.0%})"
+            for world in one.worlds
+        )
+        use = one.budget.fullest.total / one.budget.gpu_memory
+        mark = "" if one.fault is None else "  does not fit"
+        lines.append(f"{one.step:>6.2f}  {use:>11.0%}  {worlds}{mark}")
+    keys = " ".join(f"'{key}'" for key in chosen.overrides) or "one world: leave placement out"
+    lines += [
+        "",
+        f"proposal: {keys}",
+        f"step: a share of that of one world, in which generation takes {generation:.0%} "
+        "(--generation); rows of full length, ranks that all compute equally fast",
+    ]
+    return "\n".join(lines)
