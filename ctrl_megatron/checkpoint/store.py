@@ -47,7 +47,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 
 STATE_FILE = "trainer_state.json"
-POLICY_FOLDER, VALUE_FOLDER = "policy", "value"
+POLICY_FOLDER, VALUE_FOLDER, REFERENCE_FOLDER = "policy", "value", "reference"
 HF_FOLDER = "hf"
 DRAWN_AHEAD = "ahead"
 """The part of the state with samples of the next step, which a run may lack or leave unread."""

@@ -2,6 +2,7 @@
 
 from ctrl_megatron.config.actor_rollout_ref import (
     COMPLETION_PIPELINES,
+    COUPLED_GRPO_PIPELINE,
     CTRL_PIPELINE,
     GRPO_PIPELINE,
     Actor,
@@ -12,6 +13,7 @@ from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
     "COMPLETION_PIPELINES",
+    "COUPLED_GRPO_PIPELINE",
     "CTRL_PIPELINE",
     "GRPO_PIPELINE",
     "KEYS",

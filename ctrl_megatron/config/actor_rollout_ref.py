@@ -43,10 +43,13 @@ CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""
+COUPLED_GRPO_PIPELINE = "ctrl_megatron.pipeline:coupled_grpo_pipeline"
+"""The value of `dag.custom_pipeline_fn` for GRPO on a masked-diffusion model's completions."""
 COMPLETION_PIPELINES = (
     GRPO_PIPELINE,
     "ctrl_megatron.pipeline:ppo_pipeline",
     "ctrl_megatron.pipeline:dapo_pipeline",
+    COUPLED_GRPO_PIPELINE,
 )
 """The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(
@@ -61,6 +64,19 @@ REFERENCE = Condition(
     "{0}=true or {1}=true",
 )
 """The condition of keys of the frozen reference."""
+_AUTOREGRESSIVE = Condition(
+    ("dag.custom_pipeline_fn",),
+    lambda pipeline: pipeline != COUPLED_GRPO_PIPELINE,
+    "another {0}",
+)
+_MASKED = Condition(
+    ("dag.custom_pipeline_fn",),
+    lambda pipeline: (
+        pipeline == COUPLED_GRPO_PIPELINE
+        or pipeline not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
+    ),
+    "{0}=" + COUPLED_GRPO_PIPELINE,
+)
 ADAPTERS = Condition(
     ("actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"),
     lambda actor, value: bool(actor or value),
@@ -84,6 +100,7 @@ _AHEAD = Condition((".staleness",), lambda steps: steps > 0, "{0} above 0")
 _SAMPLES = Range(
     "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
+_SYNCED = Condition((".sync_steps",), bool, "{0} of 1 or more")
 _CACHING = when(".name", *(name for name, kind in ENGINES.items() if kind.reserves_cache))
 
 
@@ -206,6 +223,11 @@ class Actor:
     """Share of tokens, those of largest covariance, that kl_cov penalises."""
     ppo_kl_coef: float = key(1.0, AT_LEAST_0, read=_losses("kl_cov"))
     """Weight of kl_cov's penalty."""
+    random_masking: bool = key(True, read=_MASKED)
+    """Draw other masks of the coupled scores in every step and pass; false gives a row's sample the
+    same masks always."""
+    p_mask_prompt: float = key(0.0, DECAY, read=_MASKED)
+    """Probability with which the coupled scores mask a token of the prompt."""
     grad_clip: float = key(1.0, ABOVE_0, stage="both")
     """Largest global gradient norm."""
     optim: Optim = group(Optim)
@@ -245,9 +267,14 @@ _APART = Condition(("placement.reference",), bool, "{0}=RANKS")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """The frozen reference of the KL."""
+    """The reference of the KL, which no update changes."""
 
     model: ModelFiles = group(ModelFiles)
+    sync_steps: int | None = key(None, AT_LEAST_1)
+    """Training steps after which the reference gets the actor's weights, again and again; None
+    never. Checkpoints then have the reference too."""
+    sync_mix: float = key(1.0, SOME_SHARE, read=_SYNCED)
+    """Share of the actor's weights in the reference's new ones; the rest are its own."""
     megatron: RoleLayout = group(RoleLayout, read=_APART)
 
 
@@ -391,7 +418,7 @@ class Model:
     """Directory of the tokenizer; None for model.path."""
     dtype: Dtype = "bfloat16"
     """Type of the parameters in computation; the master copy is float32."""
-    shared_prefix: bool = True
+    shared_prefix: bool = key(True, read=_AUTOREGRESSIVE)
     """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
     lora_rank: int = key(0, AT_LEAST_0)
     """Rank of adapters (LoRA) that are trained in place of the weights; 0 trains all weights."""

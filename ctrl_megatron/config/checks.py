@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
     COMPLETION_PIPELINES,
+    COUPLED_GRPO_PIPELINE,
     CTRL_PIPELINE,
     POLICY_LOSSES,
     EngineKeys,
@@ -56,7 +57,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
     ]
     for relation in (
         *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
-        *(_objective, _groups, _reward),
+        *(_objective, _coupled, _refreshed, _groups, _reward),
     ):
         problems += relation(config)
     if problems:
@@ -245,7 +246,9 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
             f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
     budgets = [_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"]
-    keys, tokens = "data.max_prompt_length + data.max_response_length=", config.sequence_tokens
+    keys, tokens = "data.max_prompt_length + data.max_response_length=", config.scored_tokens
+    if tokens > config.sequence_tokens:
+        keys = f"three masked versions of {keys[:-1]}, together "
     if purpose == "sft":
         del budgets[1:]
         keys, tokens = "sft.max_length=", config.sft.max_length
@@ -507,6 +510,53 @@ def _objective(config: Config) -> Iterator[str]:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} has no value model to warm up: "
             f"algorithm.adv_estimator={estimator} uses none; set it to 0"
+        )
+
+
+def _coupled(config: Config) -> Iterator[str]:
+    """Problems of the pipeline whose scores are no log-probs."""
+    if config.dag.custom_pipeline_fn != COUPLED_GRPO_PIPELINE:
+        return
+    family, algorithm = config.actor_rollout_ref, config.algorithm
+    why = f"{COUPLED_GRPO_PIPELINE} trains on coupled scores"
+    if not ENGINES[family.rollout.name].denoises:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.denoises)
+        yield f"{_R}name={family.rollout.name} samples token by token; set {_R}name={able}"
+    if config.needs_values:
+        yield (
+            f"{why} of all tokens together, and a value model reads them one after the other; "
+            "choose an algorithm.adv_estimator other than gae, and leave critic.enable out"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            f"{why}, whose differences are no KL per token that a reward could contain; use "
+            f"{_A}use_kl_loss=true in the place of algorithm.use_kl_in_reward"
+        )
+    if algorithm.adv_estimator == "remax":
+        yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
+    if config.placement.reference:
+        yield f"{why}, whose masks stay on the actor's ranks; leave placement.reference out"
+    for name in ("rollout_is", "rollout_rs"):
+        if getattr(algorithm.rollout_correction, name) != "none":
+            yield (
+                f"{why}, and algorithm.rollout_correction.{name} compares log-probs of single "
+                "tokens with the engine's; leave it out"
+            )
+
+
+def _refreshed(config: Config) -> Iterator[str]:
+    """Problems of a reference that gets the actor's weights."""
+    key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
+    if config.refreshes_reference and config.placement.reference:
+        yield (
+            f"{key} copies weights from the actor's ranks, and placement.reference puts the "
+            "reference on others; leave one of them out"
+        )
+    if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
+        yield (
+            f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="
+            f"{config.actor_rollout_ref.model.lora_rank} trains adapters beside them; set one of "
+            "them only"
         )
 
 

@@ -12,6 +12,7 @@ _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
 _FORWARD_TOKENS = _ROLLOUT + "log_prob_max_token_len_per_gpu"
 _MEGATRON = _ACTOR + "megatron."
 _LORA = "actor_rollout_ref.model.lora"
+_SYNC = "actor_rollout_ref.ref.sync_steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
 RENAMED: Mapping[str, str] = {
     _ACTOR + "entropy_coef": _ACTOR + "entropy_coeff",
@@ -76,13 +77,52 @@ RENAMED: Mapping[str, str] = {
     "code_provider": "reward.provider",
     "parallel_code_exec_per_proc": "reward.max_requests",
     "max_completion_length": "data.max_response_length",
+    "max_prompt_length": "data.max_prompt_length",
     "generation_temperature": _ROLLOUT + "temperature",
+    "generation_batch_size": _ROLLOUT + "max_num_seqs",
+    "diffusion_steps": _ROLLOUT + "engine_kwargs",
+    "random_masking": _ACTOR + "random_masking",
+    "p_mask_prompt": _ACTOR + "p_mask_prompt",
+    "ref_model_sync_steps": _SYNC,
+    "ref_model_mixup_alpha": "actor_rollout_ref.ref.sync_mix",
+    "model_name_or_path": "actor_rollout_ref.model.path",
+    "torch_dtype": "actor_rollout_ref.model.dtype",
+    "bf16": "actor_rollout_ref.model.dtype",
+    "dataset_name": "data.train_files",
+    "dataset_prompt_column": "data.prompt_key",
+    "beta": _ACTOR + "kl_loss_coef",
+    "epsilon": _ACTOR + "clip_ratio",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "num_generations": _ROLLOUT + "n",
+    "num_iterations": _ACTOR + "ppo_epochs",
+    "per_device_train_batch_size": _ACTOR + "ppo_mini_batch_size",
+    "gradient_accumulation_steps": _ACTOR + "ppo_mini_batch_size",
+    "per_device_eval_batch_size": "data.val_batch_size",
+    "gradient_checkpointing": _MEGATRON + "recompute_granularity",
+    "learning_rate": _OPTIM + "lr",
+    **{f"adam_beta{number}": _OPTIM + "betas" for number in (1, 2)},
+    "weight_decay": _OPTIM + "weight_decay",
+    "max_grad_norm": _ACTOR + "grad_clip",
+    "lr_scheduler_type": _OPTIM + "lr_scheduler_type",
+    "lr_scheduler_kwargs.min_lr_rate": _OPTIM + "min_lr_ratio",
+    "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.default_local_dir",
+    "overwrite_output_dir": "trainer.resume_mode",
+    "report_to": "trainer.logger",
+    "wandb_project": "trainer.project_name",
+    "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.max_ckpt_to_keep",
+    "do_eval": "trainer.test_freq",
+    "seed": "trainer.seed",
 }
 """Keys of CTRL, siiRL, verl or DiffuCoder -> the key with the same meaning here."""
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
 _NO_FSDP_KEYS = f"{_ACTOR}strategy=fsdp shards over all ranks and has no keys of its own"
-_NO_DIFFUSION, _WHOLE_RUN = "diffusion models are not trained", "the schedule lasts the whole run"
+_WHOLE_RUN = "the schedule lasts the whole run"
+_EVERY_STEP = "every step is logged"
+_WANDB = "the libraries of wandb read their own variables, WANDB_ENTITY among them"
 ABSENT: Mapping[str, str] = {
     "data.num_loader_workers": "all prompts are tokenised before the first step",
     "actor_rollout_ref.model.trust_remote_code": "no code of a model directory is ever run",
@@ -152,9 +192,17 @@ ABSENT: Mapping[str, str] = {
     "trainer.examples_in_report": "the report keeps six critiques of every step",
     "dag.enable_perf": "runs/NAME/timeline.jsonl has every node's wall time",
     "dag.backend_threshold": "groups use NCCL on GPUs and Gloo on CPUs, whatever their size",
-    "random_masking": _NO_DIFFUSION,
-    "p_mask_prompt": _NO_DIFFUSION,
-    "diffusion_steps": _NO_DIFFUSION,
+    "sync_ref_model": f"{_SYNC} above 0 switches it on",
+    "trust_remote_code": "no code of a model directory is ever run",
+    "system_prompt": "the column prompt holds whole conversations",
+    "use_vllm": f"{_ROLLOUT}name names the engine",
+    "gradient_checkpointing_kwargs": f"{_MEGATRON}recompute_granularity is all there is to set",
+    "log_completions": "runs/NAME/examples.jsonl has texts of every step",
+    "log_level": "the run's output has one level",
+    **dict.fromkeys(("logging_first_step", "logging_steps", "logging_strategy"), _EVERY_STEP),
+    "save_strategy": "trainer.save_freq counts steps",
+    "wandb_entity": _WANDB,
+    "e2b_router_url": "reward.provider_options are the options of the provider",
 }
 """Keys of those trainers, or groups of keys, without a counterpart -> an explanation."""
 

@@ -9,7 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from ctrl_megatron.config.actor_rollout_ref import REFERENCE, REVISIONS, ActorRolloutRef, Schedule
+from ctrl_megatron.config.actor_rollout_ref import (
+    COUPLED_GRPO_PIPELINE,
+    REFERENCE,
+    REVISIONS,
+    ActorRolloutRef,
+    Schedule,
+)
 from ctrl_megatron.config.algorithm import (
     VALUE_MODEL,
     Algorithm,
@@ -298,11 +304,30 @@ class Config:
         return REFERENCE.is_met(self)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """True if passes compute a prompt once for all of its responses in a micro-batch. In a
+        masked-diffusion model a prompt sees its response, so that nothing can be shared."""
+        coupled = self.dag.custom_pipeline_fn == COUPLED_GRPO_PIPELINE
+        return self.actor_rollout_ref.model.shared_prefix and not coupled
+
+    @property
+    def scored_tokens(self) -> int:
+        """Longest row of a training pass: a whole sequence, or its three masked versions
+        (``models.masked_versions``), whose responses are filled up to the longest."""
+        coupled = self.dag.custom_pipeline_fn == COUPLED_GRPO_PIPELINE
+        return self.sequence_tokens * (3 if coupled else 1)
+
+    @property
     def reference_is_base(self) -> bool:
         """True if the reference is the actor with its adapters off."""
         family, apart = self.actor_rollout_ref, self.placement.reference
         same = family.ref.model.path in (None, family.model.path)
         return self.needs_reference and same and family.model.lora_rank > 0 and not apart
+
+    @property
+    def refreshes_reference(self) -> bool:
+        """True if the reference gets the actor's weights every few steps."""
+        return self.needs_reference and self.actor_rollout_ref.ref.sync_steps is not None
 
     @property
     def value_epochs(self) -> int:

@@ -248,7 +248,10 @@ class _Stage:
     @property
     def checkpoint(self) -> int:
         """Bytes that this rank writes."""
-        return sum(state.saved for state in self.trained.values())
+        frozen = 0
+        if self.reference is not None and self.config.refreshes_reference:
+            frozen = self.reference.parameters // self.layout.data
+        return sum(state.saved for state in self.trained.values()) + frozen
 
     def phases(self) -> dict[str, dict[str, int]]:
         """Phase -> item -> bytes, in the order of a run."""
@@ -445,8 +448,8 @@ class _Stage:
 
     def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
         data, n = self.config.data, self.family.rollout.n
-        if not self.family.model.shared_prefix or n == 1:
-            groups, own = prompts * n // self.layout.data, self.config.sequence_tokens
+        if not self.config.shares_prefixes or n == 1:
+            groups, own = prompts * n // self.layout.data, self.config.scored_tokens
             return self._pass(name, budget, groups=groups, size=1, own=own)
         return self._pass(
             name,
@@ -497,7 +500,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     items = {"weight buckets": _BUCKETS * bucket}
     proxy = family.proxy
-    if proxy.kind == "shared" and proxy.keep_in_host_memory and sends == "merged":
+    if config.shares_engines and proxy.keep_in_host_memory and sends == "merged":
         items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)
     return items
 

@@ -46,7 +46,8 @@ class DiskUse:
 
 def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> DiskUse:
     """The disk use of a run that trains models of ``shapes``. A checkpoint has what is trained, its
-    moments in float32 and, unless that is its type, the same in float32; an export has the weights.
+    moments in float32 and, unless that is its type, the same in float32, and the reference where it
+    follows the actor, which is the first of ``shapes``; an export has the weights.
     """
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
     elements = sum(_elements(shape, trained_names(shape)) for shape in shapes)
@@ -55,13 +56,15 @@ def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> Di
     sharded = config.actor_rollout_ref.actor.strategy == "fsdp"
     weight = 4 if sharded else DTYPE_SIZE[dtype]
     master = 0 if weight == 4 else 4
-    rl = purpose == "rl"
+    rl, frozen = purpose == "rl", 0
+    if rl and config.refreshes_reference:
+        frozen = _elements(shapes[0], trained_names(shapes[0]))
     steps = trainer.total_training_steps if rl else config.sft.total_training_steps
     saves = _times(steps, trainer.save_freq)
     keep = _OPEN - 1 if trainer.max_ckpt_to_keep < 0 else trainer.max_ckpt_to_keep
     exports = 1 if not rl else min(_times(steps, trainer.save_hf_freq, last=False), _OPEN)
     return DiskUse(
-        checkpoint=elements * (weight + master + 8),
+        checkpoint=elements * (weight + master + 8) + frozen * weight,
         checkpoints=min(saves, keep + 1),
         export=exported * DTYPE_SIZE[dtype],
         exports=exports,

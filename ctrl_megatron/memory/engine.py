@@ -30,6 +30,9 @@ _GRAPHS, _GRAPHS_PER_LAYER = 512 * MIB, 20 * MIB
 """Captured CUDA graphs; an estimate."""
 _BATCHED_TOKENS = 2048
 """vLLM's ``max_num_batched_tokens`` for an engine that is embedded, as ours."""
+_PLACES = 256
+"""Places whose probabilities the sampler of masked-diffusion models computes together
+(``rollout.denoising``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +115,19 @@ def _use(
     logits = min(tokens, keys.max_num_seqs) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
+    if ENGINES[keys.name].denoises:
+        # A pass over all canvases: their logits, those of the masked places, and the sampler's
+        # float32 probabilities of some places.
+        tokens = keys.max_num_seqs * longest
+        places = keys.max_num_seqs * config.data.max_response_length
+        logits = shape.vocab_size * (2 * size * places + 4 * 4 * _PLACES)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if keys.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
     share = int(keys.gpu_memory_utilization * gpu_memory)
     if not ENGINES[keys.name].reserves_cache:
-        # transformers takes what it needs, and has no graphs.
-        cache = keys.max_num_seqs * longest * cache_per_token
+        # transformers takes what it needs, and has no graphs; a pass over canvases has no cache.
+        cached = 1 if ENGINES[keys.name].denoises else keys.max_num_seqs
+        cache = cached * longest * cache_per_token
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
     if not ENGINES[keys.name].counts_workspace:

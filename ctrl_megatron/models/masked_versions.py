@@ -33,17 +33,21 @@ def split_into_masked_versions(
     count: Callable[[int], int],
     device: torch.device,
     context: Any = None,
+    canvas: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches that cover every row of ``batch`` once, each with its three versions.
 
     batch, beside the fields of ``micro_batch.split_into_micro_batches``: ``masked`` (B, P+R) bool
     and ``mask_share`` (B,) float32 of ``algorithms.coupled.CoupledMasks``; or, for a single
     version, ``masked`` and ``mask_level`` (B,) float32 of ``algorithms.denoising``, with which a
-    token that is not masked counts 0. Attended tokens behind
-    the response's last one are the rest of the canvas on which it was generated: they are masked
-    like the response and predicted nowhere. Other arguments as there; a row's versions count
-    together for the token budget. Raises ValueError for a row whose versions exceed the budget, for
-    one without a prompt token, for a mask with gaps, and for a batch without masks.
+    token that is not masked counts 0. Attended tokens behind the response's last one are the rest
+    of the canvas on which it was generated: they are masked like the response and predicted
+    nowhere. Mask tokens fill shorter rows up to ``canvas`` tokens
+    behind the prompt in all versions: this is what a sampler that ends a row at its stop token
+    sees, and versions without them would know the response's length. Other arguments as there; a
+    row's versions count together for the token budget. Raises ValueError for a row whose versions
+    exceed the budget, for one without a prompt token, for a mask with gaps, and for a batch without
+    masks.
     """
     if "masked" not in batch:
         raise ValueError("a masked-diffusion model needs the masks of its rows: field 'masked'")
@@ -55,11 +59,13 @@ def split_into_masked_versions(
     prompts, canvases = attended_tokens(batch["input_ids"].cpu(), attended, start)
     hidden_prompts, hidden = attended_tokens(batch["masked"].cpu(), attended, start)
     answers = answered.sum(dim=1).tolist()
-    for row, (prompt, canvas, answer) in enumerate(zip(prompts, canvases, answers, strict=True)):
-        if len(canvas) < answer:
+    for row, (prompt, seen, answer) in enumerate(zip(prompts, canvases, answers, strict=True)):
+        if len(seen) < answer:
             raise ValueError(f"row {row}: response_mask selects tokens that are not attended")
         if answer and not len(prompt):
             raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
+    canvases = [_filled(seen, canvas, diffusion.mask_token) for seen in canvases]
+    hidden = [_filled(which, canvas, True) for which in hidden]
     lengths = [len(p) + len(c) for p, c in zip(prompts, canvases, strict=True)]
     coupled = "mask_level" not in batch
     count_of_versions = VERSIONS if coupled else 1
@@ -79,6 +85,11 @@ def split_into_masked_versions(
         )
         for rows in micro_batches
     ]
+
+
+def _filled(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    rest = values.new_full((max(0, length - len(values)),), value)
+    return torch.cat([values, rest])
 
 
 class _Versions:

@@ -170,6 +170,21 @@ class ParallelModel:
             ):
                 yield param, self.strategy.held(chunk, param)
 
+    @torch.no_grad()
+    def approach(self, other: ParallelModel, share: float) -> None:
+        """Move all weights the ``share`` of the way to those of ``other``, a model of the same
+        shape on the same ranks, or onto them if it is 1. This model must be frozen: an optimizer
+        has a copy of its weights."""
+        if self.optimization is not None or self.shape != other.shape:
+            raise ValueError("only a frozen model approaches, and only one of its own shape")
+        # Both are on the device before the first weight is read.
+        other.onload("weights")
+        for (_, own), (_, theirs) in zip(self.shards(), other.places(), strict=True):
+            if share == 1:
+                own.copy_(theirs)
+            else:
+                own.lerp_(theirs, share)
+
     def sent(self, chunk: int, param: str) -> torch.Tensor:
         """This rank's part of what engines get for a parameter or buffer of its virtual stage
         ``chunk``: adapters are merged."""
@@ -297,7 +312,9 @@ class ParallelModel:
                 apart=not self.strategy.packs,
             )
         else:
-            split = partial(split_into_masked_versions, diffusion=diffusion)
+            split = partial(
+                split_into_masked_versions, diffusion=diffusion, canvas=self.options.canvas
+            )
         micro_batches = split(
             rows,
             token_budget=token_budget,

@@ -30,6 +30,9 @@ class ModelOptions:
     """Most tokens of one packed micro-batch."""
     shared_prefix: bool = True
     """Compute a prompt once for the rows of a micro-batch that begin with it."""
+    canvas: int = 0
+    """Tokens behind every prompt in passes of a masked-diffusion model, which fill the response up
+    as the sampler did; 0 for the response's own."""
     logprob_chunk: int = 1024
     """Tokens whose logits are computed together; a value model has none."""
     router: RouterOptions = field(default_factory=RouterOptions)

@@ -26,7 +26,12 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
-    from ctrl_megatron.pipeline.grpo import dapo_pipeline, grpo_pipeline, ppo_pipeline
+    from ctrl_megatron.pipeline.grpo import (
+        coupled_grpo_pipeline,
+        dapo_pipeline,
+        grpo_pipeline,
+        ppo_pipeline,
+    )
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
@@ -45,6 +50,7 @@ __all__ = [
     "TaskScheduler",
     "add_update_nodes",
     "balance",
+    "coupled_grpo_pipeline",
     "ctrl_pipeline",
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
@@ -63,7 +69,9 @@ _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
     **dict.fromkeys(("make_batch", "texts"), "batch"),
     **dict.fromkeys(("balance", "draw_samples"), "sampling"),
-    **dict.fromkeys(("grpo_pipeline", "ppo_pipeline", "dapo_pipeline"), "grpo"),
+    **dict.fromkeys(
+        ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
+    ),
     "step_performance": "performance",
 }
 

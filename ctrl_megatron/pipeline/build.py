@@ -285,6 +285,7 @@ def build_policies(
         optimizer=actor_optimizer(config, steps),
         budget=family.update_token_budget,
         take_device=device.to_trainer,
+        canvas=config.data.max_response_length,
     )
     device.adopt(policy, "actor")
     if config.reference_is_base:
@@ -311,6 +312,7 @@ def build_reference(
         optimizer=None,
         budget=family.log_prob_token_budget,
         take_device=take_device,
+        canvas=config.data.max_response_length,
     )
 
 
@@ -322,9 +324,12 @@ def build_policy(
     optimizer: OptimizerOptions | None,
     budget: int,
     take_device: Callable[[], None] = _nothing,
+    canvas: int = 0,
 ) -> Policy:
-    """A policy with the weights of the HF directory ``path``; frozen without an optimizer."""
-    options = _model_options(config, optimizer=optimizer, budget=budget)
+    """A policy with the weights of the HF directory ``path``; frozen without an optimizer.
+    ``canvas`` as in ``ModelOptions``.
+    """
+    options = _model_options(config, optimizer=optimizer, budget=budget, canvas=canvas)
     shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
     if isinstance(shape, ModelShape):
         shape = adapted(shape, configured(config) if optimizer else None)
@@ -384,7 +389,7 @@ def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
 
 
 def _model_options(
-    config: Config, *, optimizer: OptimizerOptions | None, budget: int
+    config: Config, *, optimizer: OptimizerOptions | None, budget: int, canvas: int = 0
 ) -> ModelOptions:
     megatron = config.actor_rollout_ref.actor.megatron
     return ModelOptions(
@@ -395,7 +400,8 @@ def _model_options(
             overrides=megatron.override_transformer_config,
         ),
         token_budget=budget,
-        shared_prefix=config.actor_rollout_ref.model.shared_prefix,
+        shared_prefix=config.shares_prefixes,
+        canvas=canvas,
         logprob_chunk=megatron.logprob_chunk_size,
         router=RouterOptions(
             balance=megatron.moe_aux_loss_coeff,

@@ -75,6 +75,7 @@ from ctrl_megatron.pipeline.losses import (
     mini_batches,
     select_tokens,
 )
+from ctrl_megatron.pipeline.masks import of_pass, scored_passes, seen_in_pass
 from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import balance, sampled
@@ -156,9 +157,12 @@ def add_sharing(
     return "balance"
 
 
-def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str]) -> None:
+def add_update_nodes(
+    pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str], corrects: bool = True
+) -> None:
     """Add the second half of a step: from the responses of the node ``drawn`` and the rewards of
     the nodes ``judged`` to new weights in the engine. Every built-in pipeline ends with it.
+    ``corrects`` says whether the engine's log-probs are compared with the trainer's.
 
     Without a setting that needs ``old_log_probs`` before the update (``needs_old_log_prob``), the
     update computes them itself, and the node for them is left out.
@@ -176,7 +180,7 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
         add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
     add("scores", place_scores, judged, node_role=reward)
     ready = ["advantages"]
-    if before:
+    if before and corrects:
         add("rollout_correction", rollout_correction, ["scores", drawn], node_role=advantage)
         ready.append("rollout_correction")
     inputs = ["scores", "ref_log_prob", *(["old_log_prob"] if before else [])]
@@ -186,8 +190,10 @@ def add_update_nodes(pipeline: Pipeline, config: Config, *, drawn: str, judged: 
     if config.needs_values:
         add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
     add("actor_update", update_actor, ready, node_role=actor, **train)
-    if not before:
+    if corrects and not before:
         add("rollout_correction", rollout_correction, ["actor_update"], node_role=advantage)
+    if config.refreshes_reference:
+        add("refresh_reference", refresh_reference, ["actor_update"], node_role=actor, **train)
     add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
 
 
@@ -324,28 +330,35 @@ def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list
 
 @writes("old_log_probs")
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``old_log_probs`` (B, R) float32: the actor's log-probs before the update."""
-    budget = worker.config.actor_rollout_ref.log_prob_token_budget
-    log_probs, entropy = worker.policy.log_probs(
-        tensors_of(batch), worker.temperature, token_budget=budget
-    )
-    mask = batch["response_mask"]
-    metrics = worker.means({"actor/entropy": entropy[mask]})
-    return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
+    """``old_log_probs`` (B, R) float32: the actor's log-probs before the update; of a
+    masked-diffusion model its coupled scores, for every pass of the update (``pipeline.masks``).
+    """
+    config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
+    for number in scored_passes(batch, config):
+        rows = tensors_of(seen_in_pass(batch, number, config))
+        fields[of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
+            rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
+        )
+        entropies.append(entropy[batch["response_mask"]])
+    return NodeOutput(fields=fields, metrics=worker.means({"actor/entropy": torch.cat(entropies)}))
 
 
 @needs(lambda config: {"input_ids": "", "response_mask": ""})
 @writes("ref_log_prob")
 def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
-    no KL.
+    no KL. A masked-diffusion model has scores for every pass, as in ``old_log_prob``.
     """
     if worker.reference is None:
         return NodeOutput()
-    log_probs, _ = worker.reference.log_probs(tensors_of(batch), worker.temperature)
+    fields = {}
+    for number in scored_passes(batch, worker.config):
+        rows = tensors_of(seen_in_pass(batch, number, worker.config))
+        log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
+        fields[of_pass("ref_log_prob", number)] = log_probs
     if worker.config.actor_rollout_ref.actor.megatron.param_offload and worker.has_actor:
         worker.reference.offload("weights")
-    return NodeOutput(fields={"ref_log_prob": log_probs})
+    return NodeOutput(fields=fields)
 
 
 @reads(*node_keys.VALUES)
@@ -564,8 +577,8 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
     # Tokens that the rollout correction removes from the actor's loss still have returns to learn.
     learned = batch.exclude("loss_mask")
-    for rows in mini_batches(learned, worker.groups, epochs=config.value_epochs):
-        steps.append(model.step(rows, loss))
+    for _ in range(config.value_epochs):
+        steps += [model.step(rows, loss) for rows in mini_batches(learned, worker.groups)]
     sums = worker.groups.sum_over_data(
         explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
     )
@@ -601,16 +614,18 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
                 "add the node old_log_prob to the pipeline"
             )
         step, log_probs, entropy = worker.policy.step_with_log_probs(
-            tensors_of(batch), loss, worker.temperature
+            tensors_of(seen_in_pass(batch, 0, worker.config)), loss, worker.temperature
         )
         metrics = means_over_steps([step], "actor") | first_kl([step])
         metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
         if "ref_log_prob" in batch:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
-    for rows in mini_batches(batch, worker.groups, epochs=actor.ppo_epochs):
-        rows |= select_tokens(worker, batch, rows, draw=len(steps))
-        steps.append(worker.policy.step(rows, loss, worker.temperature))
+    for number in range(actor.ppo_epochs):
+        seen = seen_in_pass(batch, number, worker.config)
+        for rows in mini_batches(seen, worker.groups):
+            rows |= select_tokens(worker, batch, rows, draw=len(steps))
+            steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")
     return NodeOutput(metrics=metrics | first_kl(steps))
 
@@ -618,6 +633,21 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 def first_kl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """``actor/ppo_kl_first`` of the optimizer steps; nothing where the first one was skipped."""
     return {"actor/ppo_kl_first": steps[0]["actor/ppo_kl"]} if steps[0] else {}
+
+
+@reads(*node_keys.REFRESH)
+@writes()
+def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """After every ``ref.sync_steps`` steps the reference becomes ``ref.sync_mix`` of the actor's
+    weights and the rest of its own, on the ranks that have both.
+    """
+    keys, reference = worker.config.actor_rollout_ref.ref, worker.refreshed_reference
+    if reference is None or not keys.sync_steps or (worker.step + 1) % keys.sync_steps:
+        return NodeOutput()
+    reference.approach(worker.policy, keys.sync_mix)
+    if worker.config.actor_rollout_ref.actor.megatron.param_offload:
+        reference.offload("weights")
+    return NodeOutput()
 
 
 @writes()

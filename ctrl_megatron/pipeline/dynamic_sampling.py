@@ -155,6 +155,6 @@ def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
     mine = share_rows(
         [row.size for row in rows],
         worker.groups,
-        shared_prefix=worker.config.actor_rollout_ref.model.shared_prefix,
+        shared_prefix=worker.config.shares_prefixes,
     )
     return make_batch([rows[number] for number in mine], pad_token_id=worker.codec.pad_token_id)

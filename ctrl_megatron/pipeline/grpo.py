@@ -31,6 +31,7 @@ from ctrl_megatron.pipeline.batch import (
 from ctrl_megatron.pipeline.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes
 from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline, StepReport, TaskGraph
+from ctrl_megatron.pipeline.masks import seed_masks
 from ctrl_megatron.pipeline.node_fields import DRAWN, writes
 from ctrl_megatron.pipeline.node_keys import REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
@@ -46,6 +47,7 @@ from ctrl_megatron.pipeline.sampling import (
     sampled,
     validation_batches,
 )
+from ctrl_megatron.pipeline.siirl_names import NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.types import Completion
@@ -92,12 +94,40 @@ def _of_completions(name: str, config: Config) -> TaskGraph:
         raise ValueError(
             "algorithm.adv_estimator=remax needs a greedy baseline, which only ctrl_pipeline draws"
         )
-    report = StepReport(
+    pipeline = Pipeline(name, "draw, reward, update", report=_report(config))
+    drawn, judged = _add_drawing_nodes(pipeline, config)
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
+    return pipeline.build()
+
+
+def coupled_grpo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` for a masked-diffusion model, on the coupled scores of its completions.
+
+    Source: DiffuCoder (arXiv 2506.20639). The engine ``diffusion`` draws; before the first score
+    every row gets the masks of all passes (``masks.seed_masks``). Nothing compares the scores with
+    the engine's log-probs, which are no estimates of the same number.
+    """
+    pipeline = Pipeline(
+        "coupled_grpo_pipeline", "draw, reward, mask, update", report=_report(config)
+    )
+    drawn, judged = _add_drawing_nodes(pipeline, config)
+    pipeline.add_node("masks", seed_masks, [drawn], node_type=NodeType.COMPUTE)
+    add_update_nodes(pipeline, config, drawn="masks", judged=judged, corrects=False)
+    return pipeline.build()
+
+
+def _report(config: Config) -> StepReport:
+    return StepReport(
         metrics=step_performance,
         examples=completion_examples,
         validate=validate_completions if config.data.val_files else None,
     )
-    pipeline = Pipeline(name, "draw, reward, update", report=report)
+
+
+def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]]:
+    """Add the nodes from prompts to rewards; returns the last node that draws, and the nodes that
+    judge.
+    """
     if config.algorithm.filter_groups.enable:
         drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
     else:
@@ -105,8 +135,7 @@ def _of_completions(name: str, config: Config) -> TaskGraph:
         pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
         drawn = add_sharing(pipeline, config, "rollout_actor", generate_ahead)
-    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
-    return pipeline.build()
+    return drawn, judged
 
 
 @writes(*DRAWN, "completion", "problem_id")

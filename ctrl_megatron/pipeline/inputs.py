@@ -17,11 +17,20 @@ import torch
 from ctrl_megatron.checkpoint.files import require_space
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_state
-from ctrl_megatron.config import Config, Purpose, to_yaml
+from ctrl_megatron.config import (
+    COMPLETION_PIPELINES,
+    COUPLED_GRPO_PIPELINE,
+    CTRL_PIPELINE,
+    GRPO_PIPELINE,
+    Config,
+    Purpose,
+    to_yaml,
+)
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
@@ -40,6 +49,7 @@ from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.rewards.plan import RewardPlan
+from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
@@ -105,7 +115,7 @@ def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | N
             with users_input(key):
                 shapes[path] = shape = read_shape(path, strategy)
                 if purpose == "rl":
-                    _refuse_diffusion(path, shape)
+                    _check_kind(config, key, path, shape)
                 tensors = SafetensorsDirectory(path)
                 tensors.check(shape)
                 _check_role(config, key, path, shape, shapes.get(actor))
@@ -169,12 +179,27 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield "critic.model.path", config.critic.model.path or actor
 
 
-def _refuse_diffusion(path: str, shape: AnyShape) -> None:
-    if shape.diffusion is not None:
+def _check_kind(config: Config, key: str, path: str, shape: AnyShape) -> None:
+    """UserError for a masked-diffusion model in RL of another kind, and the reverse."""
+    pipeline, denoises = config.dag.custom_pipeline_fn, shape.diffusion is not None
+    built_in = pipeline in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
+    others = (built_in and pipeline != COUPLED_GRPO_PIPELINE) or config.needs_values
+    if denoises and others:
         raise UserError(
-            f"{path} is a masked-diffusion model, which RL does not train",
-            remedy="name an autoregressive model",
+            f"{path} is a masked-diffusion model, which RL trains on coupled scores alone",
+            remedy=f"set dag.custom_pipeline_fn={COUPLED_GRPO_PIPELINE}, or name an "
+            "autoregressive model",
         )
+    if pipeline == COUPLED_GRPO_PIPELINE and not denoises:
+        raise UserError(
+            f"{path}, of type {shape.family!r}, is no masked-diffusion model, and {pipeline} "
+            "trains no others",
+            remedy=f"set dag.custom_pipeline_fn={GRPO_PIPELINE}, or make a start for one with "
+            "tools/make_diffusion_start.py",
+        )
+    if key == _MODEL and ENGINES[config.actor_rollout_ref.rollout.name].denoises:
+        with users_input("actor_rollout_ref.rollout.engine_kwargs"):
+            DenoisingOptions.read(config.actor_rollout_ref.rollout.engine_kwargs)
 
 
 def _check_role(
@@ -186,6 +211,13 @@ def _check_role(
     if shape.value_head and key != "critic.model.path":
         raise UserError(
             f"{path} is a value model, which writes no text", remedy="name a language model"
+        )
+    refreshed = config.refreshes_reference and key == "actor_rollout_ref.ref.model.path"
+    if refreshed and actor is not None and shape != actor:
+        raise UserError(
+            f"{path} has another architecture than the actor, whose weights it gets with "
+            f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}",
+            remedy="use a model of the actor's shape, or leave sync_steps out",
         )
     if not trained and actor is not None and shape != actor:
         raise UserError(

@@ -102,6 +102,9 @@ class TrainingLoop:
     late: Mapping[str, Resumable] = field(default_factory=dict)
     """State that is read when it is saved, and not at the end of the step, and which
     a checkpoint may lack. Collective."""
+    frozen: Mapping[str, ParallelModel] = field(default_factory=dict)
+    """Models that no optimizer changes and that checkpoints contain all the same, by their
+    folder."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
@@ -133,7 +136,8 @@ class TrainingLoop:
         """
         first, mode = (self.everyone or self.worker.groups).is_first, self.schedule.resume_mode
         parts = ("sampler", *self.parts)
-        loaded = self.store.load_newest(self.worker.trained, mode, parts=parts)
+        models = {**self.worker.trained, **self.frozen}
+        loaded = self.store.load_newest(models, mode, parts=parts)
         if loaded is not None:
             state = loaded.state
             self.sampler.load_state_dict(state["sampler"])
@@ -329,7 +333,8 @@ class TrainingLoop:
             state = self._state or self._snapshot()
             state = {**state, **{name: part.state_dict() for name, part in self.late.items()}}
             self._report_save(self.store.wait())
-            self.store.save(self.worker.trained, self.worker.step, state)
+            models = {**self.worker.trained, **self.frozen}
+            self.store.save(models, self.worker.step, state)
         self._saved = self.worker.step
         self._report_save(self.store.take_report())
 

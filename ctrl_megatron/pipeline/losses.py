@@ -240,7 +240,8 @@ def select_tokens(
     sums = groups.sum_over_data(covariance_sums(old, gains, mask))
     covariances = selection.covariances(old, old, gains, mask, actor, sums)[mask]
     draw_name = f"{worker.config.trainer.seed}/{worker.step}/{draw}"
-    names = row_names(texts(batch["uid"]), draw_name)
+    uids = texts(batch["uid"])
+    names = row_names(uids, [f"{draw_name}/{uid}" for uid in uids])
     lots = token_lots([names[place] for place in rows["place"].tolist()], mask)
     parts = groups.from_data_ranks((covariances, lots[mask]))
     every, lots = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -249,21 +250,19 @@ def select_tokens(
     return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
 
 
-def row_names(uids: Sequence[str], draw: str) -> list[str]:
-    """Names of the rows, from their groups and places in them, for one draw; groups are whole."""
+def row_names(uids: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Names of the rows: those of their ``groups`` and their places in them; groups are whole."""
     seen: Counter[str] = Counter()
     names = []
-    for uid in uids:
-        names.append(f"{draw}/{uid}/{seen[uid]}")
+    for uid, group in zip(uids, groups, strict=True):
+        names.append(f"{group}/{seen[uid]}")
         seen[uid] += 1
     return names
 
 
-def mini_batches(
-    batch: TensorDict, groups: ProcessGroups, *, epochs: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of every mini-batch in the order of its number, ``epochs`` times over; ``place``
-    (b,) int64 are its rows in ``batch``.
+def mini_batches(batch: TensorDict, groups: ProcessGroups) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of every mini-batch in the order of its number; ``place`` (b,) int64 are its rows
+    in ``batch``.
 
     A mini-batch without a token in the loss on any rank, because none of its rows was judged or all
     were rejected, is left out. ValueError if all are. Collective.
@@ -276,9 +275,8 @@ def mini_batches(
     taught = [rows for rows, count in zip(pieces, tokens.tolist(), strict=True) if count]
     if not taught:
         raise ValueError("no response token of the step takes part in the loss; see its metrics")
-    for _ in range(epochs):
-        for rows in taught:
-            yield {name: value[rows] for name, value in tensors.items()}
+    for rows in taught:
+        yield {name: value[rows] for name, value in tensors.items()}
 
 
 def means_over_steps(steps: Sequence[Mapping[str, float]], prefix: str) -> dict[str, float]:

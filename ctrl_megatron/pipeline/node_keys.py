@@ -30,6 +30,7 @@ ADVANTAGES = (
     *("algorithm.norm_adv_by_std_in_grpo", "algorithm.weight_factor_in_cpgd"),
 )
 VALUES = ("critic",)
+REFRESH = ("actor_rollout_ref.ref.sync_steps", "actor_rollout_ref.ref.sync_mix")
 _OF_MODELS = ("megatron", "optim", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "grad_clip")
 LOSS = tuple(
     name
@@ -40,7 +41,7 @@ _VALIDATION = (
     *("data.val_files", "data.val_batch_size", "trainer.test_freq", "trainer.val_before_train"),
 )
 _OF_NODES = (
-    *(*REWARDS, *REVISIONS, *CORRECTION, *KL_IN_REWARD, *ADVANTAGES, *VALUES, *LOSS),
+    *(*REWARDS, *REVISIONS, *CORRECTION, *KL_IN_REWARD, *ADVANTAGES, *VALUES, *LOSS, *REFRESH),
     *_VALIDATION,
 )
 

@@ -96,6 +96,12 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
                 key="--weights",
                 remedy=f"name the checkpoint global_step_{before}, which holds both models",
             )
+        if config.refreshes_reference:
+            raise UserError(
+                f"{weights} is no checkpoint, and the reference had weights of its own",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}, which holds the reference",
+            )
         if config.actor_rollout_ref.model.lora_rank:
             raise UserError(
                 f"{weights} is no checkpoint, and adapters need their base beside them",
@@ -184,7 +190,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         step=dump.step - 1,
     )
     if start.checkpoint is not None:
-        state = CheckpointStore.load(worker.trained, start.checkpoint).state
+        state = CheckpointStore.load(worker.saved, start.checkpoint).state
         worker.kl_controller.load_state_dict(state["kl_controller"])
     elif start.directory is not None:
         load_hf(policy, start.directory)
@@ -224,8 +230,7 @@ def share_of(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[i
         dataclasses.replace(size, uid=size.uid.partition("/unjudged/")[0])
         for size in sizes_of(batch)
     ]
-    shared = config.actor_rollout_ref.model.shared_prefix
-    return share_rows(sizes, groups, shared_prefix=shared)
+    return share_rows(sizes, groups, shared_prefix=config.shares_prefixes)
 
 
 def _gaps(

@@ -18,6 +18,7 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.checkpoint.store import (
     DRAWN_AHEAD,
     POLICY_FOLDER,
+    REFERENCE_FOLDER,
     VALUE_FOLDER,
     CheckpointStore,
     read_state,
@@ -100,7 +101,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_place(config),
         lambda: check_checkpoint(
             config,
-            (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ())),
+            saved_folders(config),
             ("sampler", *_PARTS),
         ),
     )
@@ -190,6 +191,7 @@ def train(config: Config) -> bool:
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
+            frozen={n: m for n, m in worker.saved.items() if n not in worker.trained},
             constants=isolation,
         )
         bound = "" if counted_epochs(config) is None else " at most"
@@ -214,6 +216,12 @@ def train(config: Config) -> bool:
         run.watch.quiet()
         worker.close()
     return finished
+
+
+def saved_folders(config: Config) -> tuple[str, ...]:
+    """The folders of models in a checkpoint of the run."""
+    others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
+    return (POLICY_FOLDER, *(folder for folder, saved in others.items() if saved))
 
 
 def world_line(world: World) -> str:
@@ -255,7 +263,7 @@ def planned_steps(config: Config, train: PromptTable) -> int:
     checkpoint = None if epochs is None else store.find(trainer.resume_mode)
     if epochs is None or checkpoint is None:
         return steps
-    models = (POLICY_FOLDER, *((VALUE_FOLDER,) if config.needs_values else ()))
+    models = saved_folders(config)
     with users_input():
         state = read_state(checkpoint, models, ("sampler", *_PARTS))
         sampler = row_sampler(config, train)

@@ -325,8 +325,7 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     parts = groups.from_data_ranks(batch)
     sizes = [size for part in parts for size in sizes_of(part)]
-    shared = worker.config.actor_rollout_ref.model.shared_prefix
-    mine = share_rows(sizes, groups, shared_prefix=shared)
+    mine = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
     dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=mine)
     if lost := [str(name) for name, _ in batch.items() if name not in dealt]:
         raise UserError(

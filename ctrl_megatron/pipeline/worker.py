@@ -13,7 +13,7 @@ import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.checkpoint.store import POLICY_FOLDER, VALUE_FOLDER
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER, REFERENCE_FOLDER, VALUE_FOLDER
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
@@ -277,6 +277,19 @@ class DAGWorker(RolloutWorker):
         return {
             name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
         }
+
+    @property
+    def refreshed_reference(self) -> Policy | None:
+        """The reference, if it gets the actor's weights every few steps."""
+        refreshed = self.config.refreshes_reference and isinstance(self.reference, Policy)
+        return self.reference if refreshed else None  # type: ignore[return-value]
+
+    @property
+    def saved(self) -> dict[str, ParallelModel]:
+        """The models that a checkpoint contains, by the name of their folder: those of ``trained``,
+        and a reference that changes."""
+        reference = self.refreshed_reference
+        return self.trained | ({} if reference is None else {REFERENCE_FOLDER: reference})
 
     @property
     def has_actor(self) -> bool:

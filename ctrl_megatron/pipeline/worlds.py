@@ -432,7 +432,7 @@ class Worlds:
         numbers = itertools.count()
         parts = {self._own: [[next(numbers) for _ in part] for part in there]}
         sizes = [size for part in there for size in part]
-        shared = self._config.actor_rollout_ref.model.shared_prefix
+        shared = self._config.shares_prefixes
         for name, world in self._worlds.items():
             if name != self._own:
                 parts[name] = deal_rows(sizes, world.layout.data, shared_prefix=shared)

@@ -10,6 +10,7 @@ import pytest
 from refusals import ACTOR, PATHS, messages
 
 from ctrl_megatron.config import (
+    COUPLED_GRPO_PIPELINE,
     GRPO_PIPELINE,
     KEYS,
     Config,
@@ -185,6 +186,35 @@ def test_the_pipeline_without_revisions_needs_nothing_of_them() -> None:
     (line,) = messages(grpo[0])
     assert "names critic" in line and line.endswith("name code or functions of your own")
     assert len(messages(*grpo, "algorithm.adv_estimator=mine")) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        (ROLLOUT + "name=vllm", ["name=vllm samples token by token", "name=diffusion"]),
+        ("actor_rollout_ref.model.shared_prefix=true", ["shared_prefix=true is not read", "leave"]),
+        ("algorithm.adv_estimator=gae", ["a value model reads them", "other than gae"]),
+        ("algorithm.adv_estimator=remax", ["without a greedy baseline"]),
+        ("algorithm.use_kl_in_reward=true", ["use_kl_loss=true in the place of"]),
+        (CORRECTED, ["rollout_correction.rollout_is", "leave it out"]),
+        (ACTOR + "ppo_max_token_len_per_gpu=6911", ["three masked versions", "raise it to 6912"]),
+    ],
+)
+def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: list[str]) -> None:
+    coupled = (f"dag.custom_pipeline_fn={COUPLED_GRPO_PIPELINE}", "reward.reward_funcs=[code]")
+    given = (*coupled, ROLLOUT + "name=diffusion", "algorithm.adv_estimator=rloo")
+    assert messages(*given) == []
+    (line,) = messages(*given, override)
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_reference_that_follows_the_actor_is_a_copy_of_its_weights() -> None:
+    sync = (ACTOR + "use_kl_loss=true", "actor_rollout_ref.ref.sync_steps=8")
+    assert messages(*sync, "actor_rollout_ref.ref.sync_mix=0.6") == []
+    (line,) = messages(*sync, "actor_rollout_ref.model.lora_rank=4")
+    assert "ref.sync_steps=8" in line and "lora_rank=4" in line
+    (line,) = messages(ACTOR + "use_kl_loss=true", "actor_rollout_ref.ref.sync_mix=0.6")
+    assert "sync_mix=0.6 is not read" in line
 
 
 def test_offloading_fits_a_run_that_has_what_is_moved() -> None:

@@ -21,7 +21,7 @@ def test_every_example_loads_and_fits_its_world(file: Path) -> None:
 def test_the_examples_exist() -> None:
     names = {p.name for p in EXAMPLES.glob("*.yaml")}
     assert {"ctrl_smollm2_cpu.yaml", "ctrl_7b.yaml", "ctrl_70b.yaml"} <= names
-    assert {"qwen3_30b_a3b.yaml", "qwen3_235b.yaml"} <= names
+    assert {"qwen3_30b_a3b.yaml", "qwen3_235b.yaml", "diffucoder_7b.yaml"} <= names
 
 
 def test_the_weak_critic_has_a_stranger_of_its_own_engines() -> None:

@@ -87,3 +87,32 @@ def test_keys_below_a_group_of_theirs_are_answered(name: str) -> None:
 def test_hydras_plus_is_named() -> None:
     with pytest.raises(ValueError, match=r"'\+trainer.seed=2'.*without a \+"):
         load_config(None, ["+trainer.seed=2"], "none")
+
+
+DIFFUCODER = """
+    model_name_or_path torch_dtype trust_remote_code dataset_name dataset_prompt_column
+    system_prompt sync_ref_model ref_model_sync_steps beta epsilon scale_rewards bf16 use_vllm
+    do_eval num_generations num_iterations per_device_eval_batch_size per_device_train_batch_size
+    gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs.use_reentrant
+    learning_rate adam_beta1 adam_beta2 weight_decay max_grad_norm log_completions log_level
+    logging_first_step logging_steps logging_strategy lr_scheduler_type
+    lr_scheduler_kwargs.min_lr_rate num_train_epochs output_dir overwrite_output_dir e2b_router_url
+    max_prompt_length max_completion_length random_masking p_mask_prompt diffusion_steps
+    generation_batch_size generation_temperature report_to wandb_entity wandb_project reward_funcs
+    reward_weights save_strategy save_steps save_total_limit seed warmup_ratio
+"""
+"""The keys of DiffuCoder's ``recipes/config_coupled_code.yaml`` (commit 29c2225)."""
+
+
+def test_every_key_of_diffucoders_recipe_is_answered(tmp_path: Path) -> None:
+    names, file = DIFFUCODER.split(), tmp_path / "config_coupled_code.yaml"
+    lines = [n if "." not in n else "{}:\n  {}".format(*n.split(".")) for n in names]
+    file.write_text("".join(f"{line}: 1\n" for line in lines))
+    with pytest.raises(ValueError) as raised:
+        load_config(file, [], "none")
+    answers = dict(re.findall(r"unknown key '(.*?)': (.*)", str(raised.value)))
+    assert sorted(answers) == sorted(names)
+    assert all(
+        a.removeprefix("here that is ") in KEYS or a.endswith("; leave it out")
+        for a in answers.values()
+    )

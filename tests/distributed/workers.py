@@ -760,7 +760,7 @@ def filtered_step(
 
     def update(worker: Any, batch: Any) -> NodeOutput:
         loss = ActorLoss(Actor(), response_limit=9)
-        steps = [policy.step(rows, loss) for rows in mini_batches(batch, groups, epochs=1)]
+        steps = [policy.step(rows, loss) for rows in mini_batches(batch, groups)]
         numbered = {f"{i}/{k}": v for i, step in enumerate(steps) for k, v in step.items()}
         return NodeOutput(metrics=numbered)
 

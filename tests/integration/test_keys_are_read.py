@@ -47,6 +47,9 @@ NOT_HERE = {
         for size in ("tensor", "pipeline")
     },
     "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",
+    ACTOR + "random_masking": "coupled GRPO, as in test_coupled_grpo.py",
+    ACTOR + "p_mask_prompt": "the same",
+    "actor_rollout_ref.ref.sync_mix": "the same",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{
         key: "a proxy of that kind, as in test_proxies.py, which records its keys"

@@ -393,7 +393,7 @@ CASES = [
     rl(
         "a masked-diffusion model",
         "",
-        "is a masked-diffusion model, which RL does not train",
+        "is a masked-diffusion model, which RL trains on coupled scores alone",
         _model(model_type="Dream", architectures=["DreamModel"], mask_token_id=63),
     ),
     rl("tokenizer is garbage", "", "model", _text("model/tokenizer.json", "{")),

@@ -161,3 +161,25 @@ def test_rows_that_cannot_be_scored_are_refused(change: dict[str, Any], named: s
         batch[name] = torch.tensor([row]).to(batch[name].dtype)
     with pytest.raises(ValueError, match=named):
         split(batch, True)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_mask_tokens_fill_a_canvas_and_are_predicted_nowhere(shifted: bool) -> None:
+    batch = masked(5, 4)
+    plain, filled = (split(batch, shifted, token_budget=200, canvas=size) for size in (0, R + 3))
+    (one,), (other,) = plain, filled
+    lengths = batch["attention_mask"].sum(dim=1)
+    prompts = batch["attention_mask"][:, :P].sum(dim=1)
+    assert other.num_tokens == int((3 * (prompts + R + 3)).sum())
+    here = 0
+    for row in other.rows.tolist():
+        for _ in range(3):
+            rest = slice(here + int(lengths[row]), here + int(prompts[row]) + R + 3)
+            assert (other.tokens[0, rest] == MASK).all()
+            here = rest.stop
+    # What is predicted, and its weight, is the same.
+    assert isinstance(one.weights, torch.Tensor) and isinstance(other.weights, torch.Tensor)
+    for micro in (one, other):
+        assert sorted(micro.rows.tolist()) == [0, 1, 2, 3]
+    sums = [m.to_rows(m.weights)[m.rows.argsort()] for m in (one, other)]
+    assert torch.equal(*sums) and len(one.targets) == len(other.targets)
