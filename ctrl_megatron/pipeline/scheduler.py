@@ -110,7 +110,8 @@ def apportion(sizes: Mapping[str, float], workers: int, strategy: str) -> dict[s
         if left > 0:
             given[max(names, key=lambda name: gap[name])] += 1
         else:
-            given[min((n for n in names if given[n] > 1), key=lambda name: gap[name])] -= 1
+            taken = (name for name in reversed(names) if given[name] > 1)
+            given[min(taken, key=lambda name: gap[name])] -= 1
     return given
 
 

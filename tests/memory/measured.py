@@ -340,9 +340,7 @@ def _forward(model: Any, shared: bool) -> torch.Tensor:
 
     from ctrl_megatron.models.forward_step import run_stage
 
-    micro = next(
-        model._micro_batches(batch(shared=shared), 4096, backward=True)["data_iterator"][0]
-    )
+    micro = model._micro_batches(batch(shared=shared), 4096, backward=True)[0]
     module, output = run_stage(model.strategy.chunks[0], micro)
     if not module.post_process:
         return output.sum()

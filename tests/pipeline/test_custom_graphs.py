@@ -272,7 +272,12 @@ def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None
         assert name in KEYS or any(key.startswith(f"{name}.") for key in KEYS), name
     gae = load_config(None, ["algorithm.adv_estimator=gae", "data.val_files=[x]"], "none")
     remax = load_config(None, ["algorithm.adv_estimator=remax"], "none")
-    read = {*ctrl_pipeline(gae).reads, *ctrl_pipeline(remax).reads, *node_keys._VALIDATION}
+    renewed = load_config(
+        *(None, ["actor_rollout_ref.ref.sync_steps=2", "actor_rollout_ref.actor.use_kl_loss=true"]),
+        "none",
+    )
+    graphs = map(ctrl_pipeline, (gae, remax, renewed))
+    read = {*node_keys._VALIDATION, *(key for graph in graphs for key in graph.reads)}
     assert read >= set(node_keys._OF_NODES) - set(node_keys.CORRECTION)
 
 
