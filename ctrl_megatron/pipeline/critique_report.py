@@ -68,9 +68,10 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
     """Vectors whose means are reported for every task of the training rows, if there are several:
     share of the responses, their weighted rewards, and their lengths in tokens.
     """
-    tasks, here = sorted({row.task for row in worker.train.rows}), texts(batch["task"])
+    tasks = sorted({row.task for row in worker.train.rows})
     if len(tasks) == 1:
         return {}
+    here = texts(batch["task"])
     measured, lengths = dict[str, torch.Tensor](), batch["response_mask"].sum(dim=1).float()
     for task in tasks:
         mine = torch.tensor([name == task for name in here])

@@ -168,7 +168,7 @@ class Bench:
 def one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models and directories have one tensor."""
     monkeypatch.setattr(device_file, "MegatronSource", lambda model, layout: OneTensor(model))
-    monkeypatch.setattr(device_file, "DirectorySource", lambda *_, kept: OneTensor(None))
+    monkeypatch.setattr(device_file, "DirectorySource", lambda *_, **__: OneTensor(None))
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class Steps:
         self.note("begin")
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
-        self.note(f"read {chunk['place']['segment']}")
+        self.note(f"read {chunk['place']['segments'][0]}")
 
     async def commit_update(self, version: str) -> None:
         self.note(f"commit {version}")
