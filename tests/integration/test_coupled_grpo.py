@@ -62,8 +62,9 @@ def test_three_steps_on_two_ranks_resume_exactly_and_the_reference_follows(dream
         for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm", "reward/mean"):
             assert one[name] == other[name], name
         # The second pass has masks of its own, which the old scores share.
-        assert one["actor/ppo_kl_first"] == 0 and one["actor/ppo_kl"] != 0
-    assert steps[0]["actor/kl_to_reference"] == 0 != steps[1]["actor/kl_to_reference"]
+        assert abs(one["actor/ppo_kl_first"]) < 1e-6 < abs(one["actor/ppo_kl"])
+    # Passes are packed in ways of their own, which round in ways of their own.
+    assert steps[0]["actor/kl_to_reference"] < 1e-6 < steps[1]["actor/kl_to_reference"]
     folder = whole.folder / "checkpoints/global_step_3"
     assert (folder / "reference").is_dir() and (folder / "policy").is_dir()
     assert "Reward" in (whole.folder / "report.html").read_text()
