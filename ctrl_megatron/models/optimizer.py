@@ -90,6 +90,18 @@ def make_schedule(optimizer: Any, options: OptimizerOptions) -> tuple[OptimizerP
     return schedule, ahead
 
 
+def require_finite(norm: float, *, update: int, learning_rate: str) -> None:
+    """UserError if ``norm``, that of all weights after update number ``update``, is not finite;
+    ``learning_rate`` is ``KEY=VALUE``.
+    """
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the norm of the updated weights is {norm} in update {update}",
+            key=learning_rate,
+            remedy="lower it, or look for rows whose rewards or log-probs are extreme",
+        )
+
+
 class Optimization:
     """Optimizer and schedule of one model; a ``models.strategy.Optimizer``."""
 
@@ -156,12 +168,7 @@ class Optimization:
                 clip_grad_by_total_norm_fp32(parameters, self._options.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
         weights = float(get_total_norm([weight.detach() for weight in self._weights]))
-        if not math.isfinite(weights):
-            raise UserError(
-                f"the norm of the updated weights is {weights} in update {self.updates + 1}",
-                key=self.learning_rate,
-                remedy="lower it, or look for rows whose rewards or log-probs are extreme",
-            )
+        require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 

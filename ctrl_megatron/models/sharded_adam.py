@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.optimizer import MOMENTS, OptimizerOptions, OwnedRange, make_schedule
+from ctrl_megatron.models.optimizer import (
+    MOMENTS,
+    OptimizerOptions,
+    OwnedRange,
+    make_schedule,
+    require_finite,
+)
 from ctrl_megatron.parallel.groups import ProcessGroups
 
 
@@ -90,12 +95,7 @@ class ShardedAdam:
         self.adam.step()
         self.forget_gradients()
         weights = self._norm(shard for _, shard in self._pairs)
-        if not math.isfinite(weights):
-            raise UserError(
-                f"the norm of the updated weights is {weights} in update {self.updates + 1}",
-                key=self.learning_rate,
-                remedy="lower it, or look for rows whose rewards or log-probs are extreme",
-            )
+        require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
         self._schedule.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 

@@ -43,7 +43,10 @@ class Trainee(Rank, Protocol):
     step: int
 
     @property
-    def trained(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
+    def trained(self) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
+
+    @property
+    def saved(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
 
 
 class StepWatcher(Protocol):
@@ -102,9 +105,6 @@ class TrainingLoop:
     late: Mapping[str, Resumable] = field(default_factory=dict)
     """State that is read when it is saved, and not at the end of the step, and which
     a checkpoint may lack. Collective."""
-    frozen: Mapping[str, ParallelModel] = field(default_factory=dict)
-    """Models that no optimizer changes and that checkpoints contain all the same, by their
-    folder."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
@@ -136,8 +136,7 @@ class TrainingLoop:
         """
         first, mode = (self.everyone or self.worker.groups).is_first, self.schedule.resume_mode
         parts = ("sampler", *self.parts)
-        models = {**self.worker.trained, **self.frozen}
-        loaded = self.store.load_newest(models, mode, parts=parts)
+        loaded = self.store.load_newest(self.worker.saved, mode, parts=parts)
         if loaded is not None:
             state = loaded.state
             self.sampler.load_state_dict(state["sampler"])
@@ -333,8 +332,7 @@ class TrainingLoop:
             state = self._state or self._snapshot()
             state = {**state, **{name: part.state_dict() for name, part in self.late.items()}}
             self._report_save(self.store.wait())
-            models = {**self.worker.trained, **self.frozen}
-            self.store.save(models, self.worker.step, state)
+            self.store.save(self.worker.saved, self.worker.step, state)
         self._saved = self.worker.step
         self._report_save(self.store.take_report())
 

@@ -191,7 +191,6 @@ def train(config: Config) -> bool:
             # Under these names they are in checkpoints.
             parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
             late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
-            frozen={n: m for n, m in worker.saved.items() if n not in worker.trained},
             constants=isolation,
         )
         bound = "" if counted_epochs(config) is None else " at most"

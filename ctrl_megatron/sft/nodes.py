@@ -59,6 +59,9 @@ class SftWorker:
         """Name of the folder in a checkpoint -> the trained model."""
         return {POLICY_FOLDER: self.policy}
 
+    saved = trained
+    """The models that a checkpoint contains."""
+
 
 def sft_pipeline(*, validates: bool) -> TaskGraph:
     """The graph: collate, then update."""

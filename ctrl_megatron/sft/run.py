@@ -12,7 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.build import build_policy, optimizer_options
@@ -141,8 +141,8 @@ def check_sft(config: Config) -> None:
 
 
 def _check_canvas(config: Config) -> None:
-    path = config.actor_rollout_ref.model.path
-    if config.sft.canvas is not None and read_model_shape(path).diffusion is None:
+    path, strategy = config.actor_rollout_ref.model.path, config.actor_rollout_ref.actor.strategy
+    if config.sft.canvas is not None and read_shape(path, strategy).diffusion is None:
         raise UserError(
             f"{path} is no masked-diffusion model, whose responses fill a canvas",
             key="sft.canvas",

@@ -39,6 +39,7 @@ class Found:
         worker: Any = SimpleNamespace(
             step=0,
             trained={"policy": SimpleNamespace(take_skipped=self._take)},
+            saved={},
             groups=groups,
             timeline=Timeline(),
             stop=SimpleNamespace(agreed=lambda groups: False),

@@ -157,7 +157,7 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
     groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)
     stop = SimpleNamespace(agreed=lambda groups: False)
     worker: Any = SimpleNamespace(
-        step=0, trained={}, groups=groups, timeline=Timeline(), stop=stop, background=None
+        step=0, trained={}, saved={}, groups=groups, timeline=Timeline(), stop=stop, background=None
     )
     return TrainingLoop(
         worker=worker,

@@ -55,6 +55,7 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
     worker: Any = SimpleNamespace(
         step=0,
         trained={},
+        saved={},
         groups=SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0),
         timeline=Timeline(),
         stop=SimpleNamespace(agreed=lambda groups: False),

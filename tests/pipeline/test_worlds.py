@@ -68,8 +68,12 @@ def programs(*nodes: Node) -> dict[str, list[Action]]:
     graph = TaskGraph("g")
     for one in nodes:
         graph.add_node(one)
+    return planned(graph, WORLDS, Config())
+
+
+def planned(graph: TaskGraph, worlds: Sequence[World], config: Config) -> dict[str, list[Action]]:
     order = [graph.nodes[name] for name in graph.get_topological_sort()]
-    return plan_step(graph, order, world_of_roles(WORLDS), Config())
+    return plan_step(graph, order, world_of_roles(worlds), config)
 
 
 def shown(actions: Sequence[Action]) -> list[str]:
@@ -86,9 +90,7 @@ def shown(actions: Sequence[Action]) -> list[str]:
 
 def test_a_ppo_step_computes_values_beside_log_probs_and_updates_both_models_at_once() -> None:
     config = configured(*PPO, "actor_rollout_ref.actor.ppo_epochs=2")
-    graph = ctrl_pipeline(config)
-    order = [graph.nodes[name] for name in graph.get_topological_sort()]
-    found = plan_step(graph, order, world_of_roles(worlds_of(4, config)), config)
+    found = planned(ctrl_pipeline(config), worlds_of(4, config), config)
     assert shown(found["critic"]) == [
         "receive values: input_ids, response_mask, mini_batch",
         "run values",
@@ -135,9 +137,7 @@ def test_three_worlds_exchange_fields_without_the_first_one() -> None:
 
 def test_a_reference_of_its_own_runs_beside_the_log_probs() -> None:
     config = configured("placement.reference=[2,3]", "trainer.n_gpus_per_node=4", KL)
-    graph = ctrl_pipeline(config)
-    order = [graph.nodes[name] for name in graph.get_topological_sort()]
-    found = plan_step(graph, order, world_of_roles(worlds_of(4, config)), config)
+    found = planned(ctrl_pipeline(config), worlds_of(4, config), config)
     assert shown(found["reference"]) == [
         "receive ref_log_prob: input_ids, response_mask",
         "run ref_log_prob",
