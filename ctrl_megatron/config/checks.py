@@ -226,7 +226,16 @@ def _names(config: Config) -> Iterator[str]:
             one_of(names, value_of(config, key))
         except ValueError as error:
             own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
-            yield f"{key} {error}; {own}"
+            yield f"{key} {error}; {loss_hint(key, config) or own}"
+
+
+def loss_hint(key: str, config: Config) -> str:
+    """A remedy where the estimator has the name of a policy loss, as gspo in siiRL's guide; empty
+    for any other key and name."""
+    name = config.algorithm.adv_estimator
+    if key != "algorithm.adv_estimator" or name not in POLICY_LOSSES:
+        return ""
+    return f"{name} is a policy loss: set {_A}policy_loss={name}, and {key}=grpo for its advantages"
 
 
 def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:

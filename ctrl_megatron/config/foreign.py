@@ -92,6 +92,7 @@ RENAMED: Mapping[str, str] = {
     "dataset_prompt_column": "data.prompt_key",
     "beta": _ACTOR + "kl_loss_coef",
     "epsilon": _ACTOR + "clip_ratio",
+    "epsilon_high": _ACTOR + "clip_ratio_high",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "num_generations": _ROLLOUT + "n",
     "num_iterations": _ACTOR + "ppo_epochs",
@@ -208,13 +209,18 @@ ABSENT: Mapping[str, str] = {
 
 
 def foreign_key(name: str) -> str:
-    """A sentence about a key of another trainer; empty for any other name."""
-    if name in RENAMED:
-        return f"unknown key {name!r}: here that is {RENAMED[name]}"
-    group = name
-    while group and group not in ABSENT:
-        group = group.rpartition(".")[0]
-    return f"unknown key {name!r}: {ABSENT[group]}; leave it out" if group else ""
+    """A sentence about a key of another trainer; empty for any other name.
+
+    A name without groups, as TRL has them, is answered in any group.
+    """
+    groups = [name]
+    while "." in groups[-1]:
+        groups.append(groups[-1].rpartition(".")[0])
+    last = name.rpartition(".")[2]
+    if here := RENAMED.get(name) or RENAMED.get(last):
+        return f"unknown key {name!r}: here that is {here}"
+    found = next((ABSENT[group] for group in (*groups, last) if group in ABSENT), "")
+    return f"unknown key {name!r}: {found}; leave it out" if found else ""
 
 
 def unknown_key(name: str, group: type, keys: Collection[str]) -> str:

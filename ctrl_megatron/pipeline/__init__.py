@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.graph_file import pipeline_from_file
 from ctrl_megatron.pipeline.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
         grpo_pipeline,
         ppo_pipeline,
     )
+    from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DAGWorker",
     "DataCoordinator",
     "Node",
     "NodeOutput",
@@ -59,6 +62,7 @@ __all__ = [
     "make_batch",
     "node_fields",
     "node_keys",
+    "pipeline_from_file",
     "ppo_pipeline",
     "step_performance",
     "texts",
@@ -73,6 +77,7 @@ _LATER = {
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
     ),
     "step_performance": "performance",
+    "DAGWorker": "guide_worker",
 }
 
 
