@@ -321,6 +321,14 @@ def _parallelism(config: Config) -> Iterator[str]:
             "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
             f"{_R}placement=dedicated"
         )
+    placement = config.placement
+    if placement.auto and (placement.critic or placement.reference):
+        yield (
+            "placement.auto=true chooses the ranks of both roles; leave placement.critic and "
+            "placement.reference out, or placement.auto"
+        )
+    if placement.auto and config.trainer.min_nnodes is not None:
+        yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"
     yield from _engine(config, _R, rollout)
     yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
@@ -356,8 +364,9 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
-    if config.placement.reference:
-        yield f"{key} has all models on all ranks; leave placement.reference out, or {megatron}"
+    for name in ("reference", "auto"):
+        if getattr(config.placement, name):
+            yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
     if rollout.name != "hf":
         yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
     if rollout.weight_transport in _CUT:
@@ -543,8 +552,9 @@ def _coupled(config: Config) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "remax":
         yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
-    if config.placement.reference:
-        yield f"{why}, whose masks stay on the actor's ranks; leave placement.reference out"
+    for name in ("reference", "auto"):
+        if getattr(config.placement, name):
+            yield f"{why}, whose masks stay on the actor's ranks; leave placement.{name} out"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name) != "none":
             yield (
@@ -556,11 +566,12 @@ def _coupled(config: Config) -> Iterator[str]:
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
     key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
-    if config.refreshes_reference and config.placement.reference:
-        yield (
-            f"{key} copies weights from the actor's ranks, and placement.reference puts the "
-            "reference on others; leave one of them out"
-        )
+    for name in ("reference", "auto"):
+        if config.refreshes_reference and getattr(config.placement, name):
+            yield (
+                f"{key} copies weights from the actor's ranks, and placement.{name} puts the "
+                "reference on others; leave one of them out"
+            )
     if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
         yield (
             f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="

@@ -172,7 +172,7 @@ ABSENT: Mapping[str, str] = {
     ),
     "trainer.log_val_generations": "runs/NAME/examples.jsonl has texts of every step",
     "trainer.val_only": "ctrl-evaluate scores models without training",
-    "ray_kwargs": "torchrun, srun or --nproc-per-node start the ranks",
+    "ray_kwargs": "torchrun, srun, or --launcher ray with RAY_ADDRESS start the ranks",
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
@@ -209,18 +209,13 @@ ABSENT: Mapping[str, str] = {
 
 
 def foreign_key(name: str) -> str:
-    """A sentence about a key of another trainer; empty for any other name.
-
-    A name without groups, as TRL has them, is answered in any group.
-    """
-    groups = [name]
-    while "." in groups[-1]:
-        groups.append(groups[-1].rpartition(".")[0])
-    last = name.rpartition(".")[2]
-    if here := RENAMED.get(name) or RENAMED.get(last):
-        return f"unknown key {name!r}: here that is {here}"
-    found = next((ABSENT[group] for group in (*groups, last) if group in ABSENT), "")
-    return f"unknown key {name!r}: {found}; leave it out" if found else ""
+    """A sentence about a key of another trainer; empty for any other name."""
+    if name in RENAMED:
+        return f"unknown key {name!r}: here that is {RENAMED[name]}"
+    group = name
+    while group and group not in ABSENT:
+        group = group.rpartition(".")[0]
+    return f"unknown key {name!r}: {ABSENT[group]}; leave it out" if group else ""
 
 
 def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
@@ -231,6 +226,8 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
     siblings = list(field_types(group))
     if near := nearest(last, siblings):
         candidates = [f"{prefix}.{near}" if prefix else near]
+    elif last in RENAMED:  # a name without groups, as TRL has them
+        return f"unknown key {name!r}: here that is {RENAMED[last]}"
     else:
         elsewhere = nearest(last, {k.rpartition(".")[2] for k in keys})
         candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]

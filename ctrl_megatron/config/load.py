@@ -65,6 +65,7 @@ def load_config(
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
     for text in overrides:
         key, value = parse_override(text)
+        value = _spelt_out(key, value)
         try:
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, TypeError, AttributeError) as error:
@@ -199,6 +200,11 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
     return DictConfig(_nested(tree or {}, "", places)), places
 
 
+def _spelt_out(key: str, value: Any) -> Any:
+    """The value of a key, or the group that it is short for."""
+    return {"auto": True} if (key, value) == ("placement", "auto") else value
+
+
 def _nested(tree: Mapping[Any, Any], prefix: str, places: Mapping[str, Place]) -> dict[Any, Any]:
     """The tree with a name such as ``kl_ctrl.kl_coef`` inside a group as a group of its own. What
     is below a key, such as the options of a function, stays as it is.
@@ -206,6 +212,7 @@ def _nested(tree: Mapping[Any, Any], prefix: str, places: Mapping[str, Place]) -
     found: dict[Any, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        value = _spelt_out(key, value)
         if isinstance(value, Mapping) and key not in KEYS:
             value = _nested(value, f"{key}.", places)
         *above, last = name.split(".") if isinstance(name, str) else [name]
