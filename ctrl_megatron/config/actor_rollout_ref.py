@@ -50,6 +50,8 @@ COMPLETION_PIPELINES = (
     "ctrl_megatron.pipeline:ppo_pipeline",
     "ctrl_megatron.pipeline:dapo_pipeline",
     COUPLED_GRPO_PIPELINE,
+    "ctrl_megatron.pipeline:repair_pipeline",
+    "ctrl_megatron.pipeline:environment_pipeline",
 )
 """The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(

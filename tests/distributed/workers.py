@@ -809,7 +809,8 @@ def objectives(
     numbers = range(groups.place.dp, len(batch["response_mask"]), groups.layout.data)
     named: Any = {"uid": [f"row {number}" for number in numbers]}
     # A rank's batch is as wide as its own longest response.
-    unused = batch["response_mask"].shape[1] - int(mine["response_mask"].sum(1).max())
+    width = batch["response_mask"].shape[1]
+    unused = width - int(mine["attention_mask"][:, -width:].sum(1).max())
     mine = {k: v[:, : v.shape[1] - unused] for k, v in mine.items()}
     for name, keys in actors.items():
         actor = Actor(**keys)
