@@ -27,6 +27,12 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
+    from ctrl_megatron.pipeline.episodes import (
+        Environment,
+        Episodes,
+        Observation,
+        environment_pipeline,
+    )
     from ctrl_megatron.pipeline.grpo import (
         coupled_grpo_pipeline,
         dapo_pipeline,
@@ -35,16 +41,20 @@ if TYPE_CHECKING:
     )
     from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
+    from ctrl_megatron.pipeline.repair import repair_pipeline
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
     "DAGWorker",
     "DataCoordinator",
+    "Environment",
+    "Episodes",
     "Node",
     "NodeOutput",
     "NodeRole",
     "NodeStatus",
     "NodeType",
+    "Observation",
     "Pipeline",
     "ProcessGroupManager",
     "SampleInfo",
@@ -58,12 +68,14 @@ __all__ = [
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
+    "environment_pipeline",
     "grpo_pipeline",
     "make_batch",
     "node_fields",
     "node_keys",
     "pipeline_from_file",
     "ppo_pipeline",
+    "repair_pipeline",
     "step_performance",
     "texts",
 ]
@@ -78,6 +90,8 @@ _LATER = {
     ),
     "step_performance": "performance",
     "DAGWorker": "guide_worker",
+    **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
+    "repair_pipeline": "repair",
 }
 
 
