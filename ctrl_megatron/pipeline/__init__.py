@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.graph_file import pipeline_from_file
 from ctrl_megatron.pipeline.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
         grpo_pipeline,
         ppo_pipeline,
     )
+    from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.repair import repair_pipeline
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DAGWorker",
     "DataCoordinator",
     "Environment",
     "Episodes",
@@ -70,6 +73,7 @@ __all__ = [
     "make_batch",
     "node_fields",
     "node_keys",
+    "pipeline_from_file",
     "ppo_pipeline",
     "repair_pipeline",
     "step_performance",
@@ -85,6 +89,7 @@ _LATER = {
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
     ),
     "step_performance": "performance",
+    "DAGWorker": "guide_worker",
     **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
     "repair_pipeline": "repair",
 }
