@@ -21,7 +21,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape, read_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import Part
@@ -235,16 +235,23 @@ def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
 
 
 def row_sampler(config: Config, train: PromptTable) -> Sampler:
-    """The order in which the rows of ``train`` are drawn (``data.mixture``)."""
+    """The order in which the rows of ``train`` are drawn (``data.mixture``). UserError where a file
+    has fewer rows than its share of a batch.
+    """
     seed, data = config.trainer.seed, config.data
-    if not data.mixture:
-        return ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
     parts, taken = list[list[int]](), set[str]()
     for ids in train.sets.values():
         # A row that several files contain is drawn as one of the first.
         parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
         taken |= ids
-    return MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+    sampler: Sampler = (
+        MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+        if data.mixture
+        else ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
+    )
+    # A batch is tried before the engines, which take minutes to start.
+    sampler.peek(config.gen_batch_size, 1)
+    return sampler
 
 
 def total_steps(config: Config, rows: int) -> int:
@@ -355,7 +362,9 @@ def build_value_model(
         budget=config.actor_rollout_ref.update_token_budget,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
+    if isinstance(shape, ModelShape):
+        shape = adapted(shape, configured(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()
