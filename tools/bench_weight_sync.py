@@ -44,7 +44,7 @@ from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
-from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, WeightSource
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.resharding.transports.shared_memory import (
     SharedSegment,
@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     )
     load_hf(policy, options.model)
     layout = EngineLayout(dtype=options.dtype, bucket_bytes=options.bucket << 20)
-    source = MegatronSource(policy, layout)
+    source = ModelSource(policy, layout)
     print("starting vLLM ...", flush=True)
     engine, loop = process.connect(), BackgroundLoop()
     sender = sender_class(options.transport)(groups)

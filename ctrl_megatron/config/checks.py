@@ -37,7 +37,6 @@ _CUT = ("shards", "cuda_ipc", "nccl")
 _M = _A + "megatron."
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
-_SPANNING = " or ".join(name for name, kind in ENGINES.items() if kind.spans_hosts)
 _BUILT_IN = (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
@@ -163,7 +162,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
                 f"n_gpus_per_node={each}; choose a size that does, since every GPU belongs to one "
-                f"engine, or with {_R}name={_SPANNING} a multiple for as many whole hosts"
+                "engine, or a multiple for engines of several whole hosts"
             )
         batches = {
             "data.train_batch_size": config.data.train_batch_size,
@@ -325,7 +324,7 @@ def _parallelism(config: Config) -> Iterator[str]:
 def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
     """Whether engines of the configured size use all ``each`` devices of several hosts."""
     spans, rest = divmod(keys.tensor_model_parallel_size, each)
-    able = spans > 1 and not rest and ENGINES[keys.name].spans_hosts
+    able = spans > 1 and not rest and ENGINES[keys.name].tensor_parallel
     return able and config.trainer.nnodes % spans == 0
 
 
@@ -381,7 +380,7 @@ def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:
         yield (
             f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"
             f"tensor_model_parallel_size={size}, the devices of one engine; change one of them, or "
-            f"use engines of whole hosts (with {prefix}name={_SPANNING})"
+            "use engines of whole hosts"
         )
     if whole and config.trainer.min_nnodes is not None:
         yield (

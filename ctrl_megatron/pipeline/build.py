@@ -235,16 +235,23 @@ def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
 
 
 def row_sampler(config: Config, train: PromptTable) -> Sampler:
-    """The order in which the rows of ``train`` are drawn (``data.mixture``)."""
+    """The order in which the rows of ``train`` are drawn (``data.mixture``). UserError where a file
+    has fewer rows than its share of a batch.
+    """
     seed, data = config.trainer.seed, config.data
-    if not data.mixture:
-        return ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
     parts, taken = list[list[int]](), set[str]()
     for ids in train.sets.values():
         # A row that several files contain is drawn as one of the first.
         parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
         taken |= ids
-    return MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+    sampler: Sampler = (
+        MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+        if data.mixture
+        else ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
+    )
+    # A batch is tried before the engines, which take minutes to start.
+    sampler.peek(config.gen_batch_size, 1)
+    return sampler
 
 
 def total_steps(config: Config, rows: int) -> int:

@@ -462,8 +462,9 @@ def test_an_engine_may_have_all_devices_of_several_hosts() -> None:
     assert messages(two, *spanning) == []
     (line,) = messages("trainer.nnodes=3", *spanning)
     assert "n_gpus_per_node=2 is no multiple of" in line and "whole hosts" in line
-    (line,) = messages(two, *spanning, rollout + "name=sglang")
-    assert "with actor_rollout_ref.rollout.name=vllm" in line
+    assert messages(two, *spanning, rollout + "name=sglang") == []
+    line, _ = messages(two, *spanning, rollout + "name=hf")
+    assert "size=4 is not possible with actor_rollout_ref.rollout.name=hf" in line
     (line,) = messages(two, *spanning, "trainer.min_nnodes=1")
     assert "needs all hosts" in line and "trainer.min_nnodes=1" in line
     adapters = ("actor_rollout_ref.model.lora_rank=4", rollout + "adapter_push=true")

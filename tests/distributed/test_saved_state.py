@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "tp2_pp2_dp2": ("bfloat16", "plain_optimizer"),
 }
 """The settings that are saved on each layout, chosen by what the layout could break."""
-DAILY = ("tp2_sp", "tp2_pp2_dp2")
+DAILY = ("tp2_pp2_dp2",)
 
 
 def ranks(layout: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_contract import ANY
 from test_policy import LAYOUTS, assert_same_metrics, assert_same_weights, ranks
-from tiny_models import FAMILIES, layers_for, random_batch, save_tiny
+from tiny_models import FAMILIES, layers_for, predicted, random_batch, save_tiny
 from world import run_world
 
 
@@ -54,14 +54,13 @@ def reference_values(directory: Path, batch: dict) -> torch.Tensor:
     for row, (ids, seen, mask) in enumerate(
         zip(batch["input_ids"], batch["attention_mask"], batch["response_mask"], strict=True)
     ):
-        answers = int(mask.sum())
         found = model(ids[seen.bool()][None]).logits[0, :, 0]
-        values[row, :answers] = found[-answers - 1 : -1]
+        values[row, mask] = found[predicted(seen, mask) - 1]
     return values
 
 
 def value_batch(seed: int, rows: int = 8) -> dict:
-    batch = random_batch(seed=seed, rows=rows, group=2)
+    batch = random_batch(seed=seed, rows=rows, group=2, holes=True)
     mask = batch["response_mask"]
     generator = torch.Generator().manual_seed(seed)
     batch["returns"] = torch.rand(mask.shape, generator=generator) * mask
@@ -79,7 +78,7 @@ def value_batch(seed: int, rows: int = 8) -> dict:
 def test_values_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    batch = random_batch(seed=3, group=3)
+    batch = random_batch(seed=3, group=3, holes=True)
     models = models if layers_for(LAYOUTS[name]) == 4 else shallow
     results = run_world(
         "with_each_spec",

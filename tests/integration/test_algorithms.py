@@ -26,7 +26,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n == "remax" else n for n in ALGORITHMS],
+)
 def test_five_steps(job: Job, name: str) -> None:
     run = run_forked(job, name, steps=5, extra=ALGORITHMS[name])
     assert run.codes == (0, 0), run.output[-8000:]

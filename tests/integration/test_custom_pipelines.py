@@ -31,7 +31,9 @@ DAPO = (
 )
 
 
-@pytest.mark.parametrize("extra", [(), DAPO], ids=["grpo", "dapo"])
+@pytest.mark.parametrize(
+    "extra", [(), pytest.param(DAPO, marks=pytest.mark.long)], ids=["grpo", "dapo"]
+)
 def test_completions_are_rewarded_by_a_function_of_ones_own(
     job: Job, extra: tuple[str, ...]
 ) -> None:

@@ -107,6 +107,7 @@ def test_written_critiques_are_revised_and_judged(job: Job, tmp_path: Path) -> N
     assert all(turn.after is not None for turn in turns)
 
 
+@pytest.mark.long
 def test_one_critic_is_compared_over_several_proxies(job: Job, tmp_path: Path) -> None:
     out, stranger = tmp_path / "generators", byte_chat_model(tmp_path / "stranger", ["print(8)"])
     words = [*commands({})[0][1:3], f"ours={job.actor}", "--out", str(out), "--proxy"]

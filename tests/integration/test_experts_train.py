@@ -32,7 +32,7 @@ def experts_job(job: Job, smollm2_path: Path, tmp_path_factory: pytest.TempPathF
     ("engine", "expert_ranks"),
     [
         pytest.param("hf", 1, marks=pytest.mark.long),
-        ("vllm", 2),
+        pytest.param("vllm", 2, marks=pytest.mark.long),
         pytest.param("sglang", 2, marks=pytest.mark.long),
     ],
 )

@@ -56,7 +56,10 @@ def assert_recorded(name: str, steps: Steps) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long) if n == "rloo" else n for n in golden_runs.RL],
+    [
+        pytest.param(n, marks=pytest.mark.long) if n in ("rloo", "dapo") else n
+        for n in golden_runs.RL
+    ],
 )
 def test_rl(whole: Callable[[str], Steps], name: str) -> None:
     assert_recorded(name, whole(name))

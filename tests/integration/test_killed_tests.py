@@ -23,7 +23,7 @@ WITHIN = 10.0
     ("name", "processes"),
     [
         # The launcher and the ranks.
-        ("test_the_ranks_start", 3),
+        pytest.param("test_the_ranks_start", 3, marks=pytest.mark.long),
         # And the forks' server, an engine, a sandbox.
         pytest.param("test_a_step", 6, marks=pytest.mark.long),
     ],

@@ -51,6 +51,7 @@ def metrics_of(done: ForkedRun) -> list[dict[str, Any]]:
     return [record["metrics"] for record in done.metrics()]
 
 
+@pytest.mark.long
 def test_three_tasks_in_one_run_have_their_shares_and_rewards(mixed: Job) -> None:
     for metrics in metrics_of(run(mixed, "short", steps=2)):
         shares = [metrics[f"task/{task}/share"] for task in ("critique", "judging", "solving")]

@@ -73,6 +73,7 @@ def train(
     return mine
 
 
+@pytest.mark.long
 def test_grpo_is_stopped_in_a_generation_and_resumed(job: Job, tmp_path: Path) -> None:
     # Validation, a step and validation draw critiques and revisions each; then the second step.
     before = ("trainer.val_before_train=true",)

@@ -26,6 +26,7 @@ def assert_same_steps(run: Run, whole: Run, rel: float = 1e-6) -> None:
             assert {name: found[name] for name in SAME} == wanted, f"step {step}"
 
 
+@pytest.mark.long
 def test_a_killed_run_repeats_the_uninterrupted_one(job: Job, whole_run: Run) -> None:
     saving = ("trainer.save_freq=1",)
     with job.launch("killed", steps=4, extra=saving, preloaded=True) as run:

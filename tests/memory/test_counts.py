@@ -71,7 +71,10 @@ def elements(shape: ModelShape, layout: Layout, pp: int) -> int:
     return sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long) if n == "experts on 8 ranks" else n for n in LARGE],
+)
 def test_every_rank_of_a_large_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     file, layout_keys, ranks = LARGE[name]
     layout, shape = Layout(**layout_keys), parse_model_shape(json.loads(file.read_text()))

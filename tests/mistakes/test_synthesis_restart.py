@@ -122,6 +122,7 @@ def test_the_files_hold_what_they_should(whole: Path) -> None:
     assert table["SFT critiques"]["kept"] == len(examples["sft_train"])
 
 
+@pytest.mark.long
 def test_a_kill_in_any_stage_changes_nothing(
     arguments: list[str], whole: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
         pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
         pytest.param("vllm", tiny_mixtral, marks=pytest.mark.long),
         # The width of its experts is padded before it is cut.
-        ("sglang", tiny_experts),
+        pytest.param("sglang", tiny_experts, marks=pytest.mark.long),
         pytest.param("vllm", tiny_experts, marks=pytest.mark.long),
         pytest.param("sglang", tiny_mixtral, marks=pytest.mark.long),
     ],

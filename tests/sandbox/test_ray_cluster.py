@@ -78,6 +78,7 @@ def service_on(host: str) -> psutil.Process:
     return next(p for p in processes if (p.info["cmdline"] or [])[2:5] == wanted)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_every_node_serves_a_service_that_ends_is_replaced_a_node_that_leaves_is_forgotten(
     cluster: tuple[Any, Any], tmp_path: Path, on_loop: BackgroundLoop
