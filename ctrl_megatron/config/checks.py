@@ -140,6 +140,12 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"pipeline_model_parallel_size={pipeline} does not divide the {world_size} ranks that "
             f"were started; start a multiple of {model_size} ranks or change the sizes"
         )
+    copy = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if copy != -1 and world_size % copy:
+        raise UserError(
+            f"{_A}fsdp_config.fsdp_size={copy} does not divide the {world_size} ranks that were "
+            f"started; choose a divisor of {world_size}, or -1"
+        )
     expert, stage = megatron.expert_tensor_parallel_size or tensor, world_size // pipeline
     if stage % (expert * megatron.expert_model_parallel_size):
         raise UserError(
@@ -328,8 +334,6 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if family.actor.strategy == "megatron":
         return
     megatron = f"set {_A}strategy=megatron"
-    if purpose == "rl" and config.needs_values:
-        yield f"{key} has no value models, which algorithm.adv_estimator=gae trains; {megatron}"
     if family.model.lora_rank:
         rank = f"actor_rollout_ref.model.lora_rank={family.model.lora_rank}"
         yield f"{key} has no adapters, of {rank}; set it to 0, or {megatron}"
@@ -338,18 +342,22 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
             f"{_M}recompute_granularity=selective is not possible with {key}, which recomputes "
             "whole layers; set it to full, or leave it out"
         )
-    if config.trainer.nnodes > 1:
+    size, each = family.actor.fsdp_config.fsdp_size, config.trainer.n_gpus_per_node
+    if config.trainer.nnodes > 1 and (size == -1 or each % size):
         yield (
-            f"{key} shards weights over all ranks, and engines get them from one host; set "
-            f"trainer.nnodes=1, or {megatron}"
+            f"{_A}fsdp_config.fsdp_size={size} spreads a copy of the weights over several hosts, "
+            "each of which fills its own engines and files; set it to "
+            f"trainer.n_gpus_per_node={each} or a divisor of that"
         )
     rollout = family.rollout
     if purpose == "sft":
         return
-    if config.placement.reference:
-        yield f"{key} has all models on all ranks; leave placement.reference out, or {megatron}"
-    if rollout.name != "hf":
-        yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
+    for name in ("reference", "critic"):
+        if getattr(config.placement, name):
+            yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
+    if ENGINES[rollout.name].denoises:
+        able = ", ".join(name for name, kind in ENGINES.items() if not kind.denoises)
+        yield f"{key} has no masked-diffusion models; set {_R}name to one of {able}, or {megatron}"
     if rollout.weight_transport in _CUT:
         yield (
             f"{key} does not know how engines cut a model, which {_R}weight_transport="

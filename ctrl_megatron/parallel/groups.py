@@ -102,6 +102,10 @@ class ProcessGroups(RankSet):
     """The groups that Megatron's parts are given."""
     alone: Any
     """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
+    shards: Any
+    """The ranks that share one copy of FSDP's modules with this one."""
+    copies: Any
+    """The ranks that have this one's part of the other copies."""
     host_model: Any
     """The ranks of this model copy, which have this rank's data index, over gloo."""
     host_data: Any
@@ -291,6 +295,8 @@ def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
         "host_data": make.host.group_of(layout.split("dp")),
         "writers": make.writers.group_of(every),
         "megatron": megatron_groups(layout, make.devices),
+        "shards": make.devices.group_of(layout.split("shard")),
+        "copies": make.devices.group_of(layout.split("copy")),
         "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
     }
 

@@ -21,7 +21,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape, read_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import Part
@@ -362,7 +362,9 @@ def build_value_model(
         budget=config.actor_rollout_ref.update_token_budget,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
+    if isinstance(shape, ModelShape):
+        shape = adapted(shape, configured(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()

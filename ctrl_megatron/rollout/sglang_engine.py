@@ -174,7 +174,7 @@ def _start(spec: EngineSpec) -> _Engine:
     """SGLang's processes for ``spec``, which have loaded the model and met those of other parts."""
     # On a CPU SGLang requires cores for each tensor rank, although nothing is bound to them
     # without its own kernels.
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * spec.tensor_parallel_size)
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * spec.tensor_parallel_size)
     if spec.part is not None:
         # Schedulers of other hosts connect to it.
         os.environ["SGLANG_HOST_IP"] = spec.host
