@@ -4,9 +4,10 @@
 judges every program in the sandbox. Problems of MBPP are for training, problems of HumanEval for
 tests. It writes ``critic_sft.parquet`` and ``proxy_sft.parquet`` (wrong programs that one edit
 repairs, and mutants of right programs), ``rl.parquet`` (wrong programs of models),
-``rl_mutants.parquet`` (mutants of their right ones), the test sets ``human_faults.parquet``,
-``model_faults.parquet`` and ``right_and_wrong.parquet``, and two critiques of their rows: one that
-names the fault (``oracle.jsonl``, only of human faults) and one that finds none (``bland.jsonl``).
+``rl_mutants.parquet`` (mutants of their right ones), the test sets ``human_faults.parquet`` and
+``model_edits.parquet`` (faults that one edit repairs), ``model_faults.parquet`` (faults of any
+kind) and ``right_and_wrong.parquet``, and two critiques of their rows: one that names the fault
+(``oracle.jsonl``, of those that one edit repairs) and one that finds none (``bland.jsonl``).
 
 Programs that exceed ``--longest-prompt`` or ``--longest-program`` tokens are left out.
 """
@@ -55,7 +56,7 @@ from ctrl_megatron.types import Attempt, Verdict
 _TOOL = "prepare_real_faults"
 TIME_LIMIT = 2.0
 """Seconds per test: these programs take milliseconds or never end."""
-_TESTS = ("human_faults", "model_faults", "right_and_wrong")
+_TESTS = ("human_faults", "model_edits", "model_faults", "right_and_wrong")
 _FILES = [
     *(f"{name}.parquet" for name in ("critic_sft", "proxy_sft", "rl", "rl_mutants", *_TESTS)),
     *("oracle.jsonl", "bland.jsonl"),
@@ -118,26 +119,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     references = _judged("HumanEval, references", programs.references, fits)
     problems, mutants = with_references(mbpp), _mutants(_right(mbpp), options, fits)
     edits = known_faults(_wrong(mbpp), _right(mbpp), "model")
-    human = known_faults(_wrong(people), _right(references), "human")
-    print(
-        f"one edit repairs {len(edits)} of {len(_wrong(mbpp))} faults of models and {len(human)} "
-        f"of {len(_wrong(people))} of people; {len(mutants)} mutants of models' programs"
-    )
+    tested = {
+        "human_faults": known_faults(
+            _wrong(people), _right(references), "human", "unseen_problems"
+        ),
+        "model_edits": known_faults(
+            _wrong(models), [*_right(references), *_right(models)], "model", "unseen_problems"
+        ),
+    }
+    for name, found, wrong in (
+        ("MBPP, models", edits, mbpp),
+        ("HumanEval, people", tested["human_faults"], people),
+        ("HumanEval, models", tested["model_edits"], models),
+    ):
+        print(f"{name}: one edit repairs {len(found)} of {len(_wrong(wrong))} wrong programs")
+    print(f"MBPP: {len(mutants)} mutants of models' programs")
     rng, learned = Random(options.seed), [*mutants, *edits]
     half = options.test_size // 2
     both = [
         *_spread([*_wrong(people), *_wrong(models)], half, options.seed),
-        *_spread([*_right(references), *_right(models)], half, options.seed),
+        *_spread(right, half, options.seed),
     ]
-    tested = rng.sample(human, min(options.test_size, len(human)))
-    of_test = with_references(references)
+    chosen = {
+        name: rng.sample(found, min(options.test_size, len(found)))
+        for name, found in tested.items()
+    }
+    of_test = with_references([*references, *models])
     low = options.highest_pass_rate
     rows = {
         "rl": [row_of(a) for a in _wrong(mbpp) if (a.pass_rate or 0.0) <= low],
         "rl_mutants": [
             attempt_row(m, problems[m.problem_id]) for m in mutants if m.pass_rate <= low
         ],
-        "human_faults": [attempt_row(m, of_test[m.problem_id]) for m in tested],
+        **{
+            name: [attempt_row(m, of_test[m.problem_id]) for m in found]
+            for name, found in chosen.items()
+        },
         "model_faults": [
             row_of(a) for a in _spread(_wrong(models), options.test_size, options.seed)
         ],
@@ -153,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = critic_examples(learned, problems, options.seed, right=len(learned) // _RIGHT_SHARE)
     follow = proxy_examples(learned, problems, options.seed)
     critiques = {
-        "oracle": {m.id: oracle_critique(m.wrong, m.right) for m in tested},
+        "oracle": {
+            m.id: oracle_critique(m.wrong, m.right) for found in chosen.values() for m in found
+        },
         "bland": {row.id: BLAND for name in _TESTS for row in rows[name]},
     }
     with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:

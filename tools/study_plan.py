@@ -49,12 +49,13 @@ class TestSet:
 UNSEEN_MUTANTS = TestSet(name="unseen_mutants", folder=DATA)
 UNSEEN_PROBLEMS = TestSet(name="unseen_problems", folder=DATA)
 HUMAN_FAULTS = TestSet(name="human_faults", folder=REAL)
-# No edit is known that repairs them.
+MODEL_EDITS = TestSet(name="model_edits", folder=REAL)
+# For these no oracle critique is known.
 MODEL_FAULTS = TestSet(name="model_faults", folder=REAL, untrained=WRITTEN[:-1])
 JUDGING = TestSet(
     name="right_and_wrong", folder=REAL, judged=True, untrained=("bland", "zero-shot")
 )
-TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_FAULTS, JUDGING)
+TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ class Arm:
 CRITIQUES = 96
 """Critiques of a step of reinforcement (mutants.yaml: 6 programs, 16 critiques each)."""
 _OTHERS = (UNTUNED, OTHER_FAMILY)
-_REAL_TESTS = (HUMAN_FAULTS, MODEL_FAULTS, JUDGING)
+_REAL_TESTS = (HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
 _ON_MODELS = "SFT on models' programs"
 # Differences within a group count as they are: that of a repair more than that of a mishap.
 _GRPO = ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false")

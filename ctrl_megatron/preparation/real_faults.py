@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.evalplus import human_eval_problem
-from ctrl_megatron.preparation.mutants import Mutant
+from ctrl_megatron.preparation.mutants import Mutant, Split
 from ctrl_megatron.preparation.mutations import mutations, named_edit
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.prompts import extract_code, fenced
@@ -197,7 +197,10 @@ def with_references(judged: Iterable[Attempt]) -> dict[str, Problem]:
 
 
 def known_faults(
-    wrong: Sequence[Attempt], right: Iterable[Attempt], kind: Literal["human", "model"]
+    wrong: Sequence[Attempt],
+    right: Iterable[Attempt],
+    kind: Literal["human", "model"],
+    split: Split = "train",
 ) -> list[Mutant]:
     """The wrong programs that one edit turns into a right program of the same problem, with the
     smallest such edit (``named_edit``).
@@ -216,7 +219,7 @@ def known_faults(
                 Mutant(
                     id=attempt.id,
                     problem_id=attempt.problem.id,
-                    split="train" if kind == "model" else "unseen_problems",
+                    split=split,
                     kind=kind,
                     code=code,
                     wrong=expression,

@@ -136,7 +136,7 @@ WRITTEN = (
     line("large", "MBPP/2", "def h(n):\n    return n + n * 1"),
     line("small", "MBPP/2", "def h(n):\n    return (("),
     line("small", "MBPP/3", "def k(n):\n    return 2 * n", tests=["assert other(3) == 6"]),
-    line("small", "HumanEval/0", "def f0(n):\n    return n ** 2"),
+    line("small", "HumanEval/0", "def f0(n):\n    return 2 ** n + 0"),
     line("small", "HumanEval/1", "def f1(n):\n    return n + n"),
     line("human", "Python/1", "def f1(n):\n    return n * n"),
 )
@@ -218,7 +218,8 @@ def test_files_hold_out_the_problems_of_tests(
     assert prepare_real_faults.main([*words, "--tokenizer", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "MBPP, models: 5 programs, 4 distinct, 4 fit, 2 right, 2 wrong" in told
-    assert "one edit repairs 1 of 2 faults of models and 2 of 2 of people" in told
+    for name, repaired in (("MBPP, models", "1 of 2"), ("HumanEval, people", "2 of 2")):
+        assert f"{name}: one edit repairs {repaired} wrong programs" in told
     rows = {p.stem: read_rows(p) for p in out.glob("*.parquet") if "sft" not in p.stem}
     assert {row.problem_id for name in ("rl", "rl_mutants") for row in rows[name]} == {
         *("mbpp/1", "mbpp/2")
@@ -233,5 +234,6 @@ def test_files_hold_out_the_problems_of_tests(
     assert all(row.problem_id.startswith("HumanEval/") for row in tested)
     said = {n: [json.loads(t) for t in (out / f"{n}.jsonl").open()] for n in ("oracle", "bland")}
     assert {c["id"] for c in said["bland"]} == {row.id for row in tested}
-    assert {c["id"] for c in said["oracle"]} == {row.id for row in rows["human_faults"]}
+    repaired = [*rows["human_faults"], *rows["model_edits"]]
+    assert {c["id"] for c in said["oracle"]} == {row.id for row in repaired}
     assert any("`2 + n` with `2 * n`" in line["critique"] for line in said["oracle"])
