@@ -119,13 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     references = _judged("HumanEval, references", programs.references, fits)
     problems, mutants = with_references(mbpp), _mutants(_right(mbpp), options, fits)
     edits = known_faults(_wrong(mbpp), _right(mbpp), "model")
+    right = [*_right(references), *_right(models)]
     tested = {
-        "human_faults": known_faults(
-            _wrong(people), _right(references), "human", "unseen_problems"
-        ),
-        "model_edits": known_faults(
-            _wrong(models), [*_right(references), *_right(models)], "model", "unseen_problems"
-        ),
+        "human_faults": known_faults(_wrong(people), right, "human", "unseen_problems"),
+        "model_edits": known_faults(_wrong(models), right, "model", "unseen_problems"),
     }
     for name, found, wrong in (
         ("MBPP, models", edits, mbpp),
