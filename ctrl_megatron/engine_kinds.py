@@ -27,9 +27,8 @@ class EngineKind:
     """``gpu_memory_utilization`` includes activations and CUDA graphs, not only weights and
     cache."""
     tensor_parallel: bool = True
-    """Can use several devices."""
-    spans_hosts: bool = False
-    """Can use devices of several hosts; its adapter then has a coroutine ``build_part(spec)``."""
+    """Can use several devices, also of several hosts: its adapter then has a coroutine
+    ``build_part(spec)``."""
     cpu_width_unit: int | None = None
     """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
     the number of workers must divide the width."""
@@ -56,7 +55,6 @@ ENGINES: Mapping[str, EngineKind] = {
             # Pinned threads of several engines and trainer ranks would share the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
-        spans_hosts=True,
     ),
     "sglang": EngineKind(
         library="sglang",

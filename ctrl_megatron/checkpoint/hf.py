@@ -20,9 +20,9 @@ from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 FILE_BYTES = 4 << 30
@@ -45,7 +45,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """
     given = read_shape(directory, model.shape.strategy)
     starts = model.shape.value_head and not given.value_head
-    filled = value_shape(given) if starts and isinstance(given, ModelShape) else given
+    filled = value_shape(given) if starts else given
     if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
         wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
@@ -94,7 +94,7 @@ def save_hf(
     layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
     with (
         whole_directory(directory, active=groups.is_first) as folder,
-        SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,
+        SharedMemorySender(groups).send(ModelSource(model, layout)) as buckets,
     ):
         files = HfFiles(folder)
         for bucket in buckets:
@@ -118,7 +118,7 @@ def save_adapters(
     layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, sends="trained")
     with (
         whole_directory(directory, active=groups.is_first) as folder,
-        SharedMemorySender(groups).send(MegatronSource(model, layout)) as buckets,
+        SharedMemorySender(groups).send(ModelSource(model, layout)) as buckets,
     ):
         for bucket in buckets:
             if groups.is_first:

@@ -50,6 +50,8 @@ COMPLETION_PIPELINES = (
     "ctrl_megatron.pipeline:ppo_pipeline",
     "ctrl_megatron.pipeline:dapo_pipeline",
     COUPLED_GRPO_PIPELINE,
+    "ctrl_megatron.pipeline:repair_pipeline",
+    "ctrl_megatron.pipeline:environment_pipeline",
 )
 """The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(
@@ -177,6 +179,20 @@ class Megatron:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpConfig:
+    """How ranks share the models with ``actor_rollout_ref.actor.strategy=fsdp``."""
+
+    fsdp_size: int = key(
+        -1,
+        COUNT_OR_MINUS_1,
+        read=when("actor_rollout_ref.actor.strategy", "fsdp"),
+        stage="both",
+    )
+    """Consecutive ranks that share one copy of every model; several copies are hybrid sharding.
+    -1: all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
     """The policy update; the value model's update uses these keys unless ``critic`` has its own."""
 
@@ -232,6 +248,7 @@ class Actor:
     """Largest global gradient norm."""
     optim: Optim = group(Optim)
     megatron: Megatron = group(Megatron, stage="both")
+    fsdp_config: FsdpConfig = group(FsdpConfig, stage="both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +307,7 @@ class EngineKeys:
     env-sglang-cuda); None for the trainer's."""
     tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Devices per engine; every host runs as many engines as fit on its devices, and an engine of
-    vllm that needs a multiple of them spans hosts."""
+    vllm or sglang that needs a multiple of them spans hosts."""
     n_gpus_per_node: int | None = key(None, AT_LEAST_1)
     """GPUs per host that belong to these engines alone, in addition to trainer.n_gpus_per_node;
     on a CPU, engine processes per host, None for one."""

@@ -23,6 +23,8 @@ TEMPLATE_DATE = datetime(2024, 7, 26)
 """The date for chat templates that print today's date. Fixed, so that a configuration produces the
 same tokens every day; Llama's templates have it as their default.
 """
+_ANSWER = "7c0f94d1e2"
+"""Stands for an answer in a conversation of which only the rest is needed."""
 _DRAWS = re.compile(r"\|\s*random\b|\bmap\(\s*['\"]random\b|\blipsum\s*\(")
 
 
@@ -83,6 +85,29 @@ class TextCodec:
         Only the template writes control tokens; a control token spelled in a message is ordinary
         text. Raises ``ValueError`` for an empty conversation or one that the template refuses.
         """
+        return self._control.encode_rendered(self._rendered(messages, add_generation_prompt))
+
+    def encode_reply(self, text: str, *, ended: bool) -> list[int]:
+        """Tokens by which a conversation goes on after an answer: the rest of the answer's turn,
+        the user's message ``text``, and the start of the next answer, as the template writes them.
+
+        ``ended`` says whether the answer's last token is an end token; without it the template's
+        own end comes first. The answer itself is not tokenized again, so its tokens remain those
+        that were drawn. UserError for a template that changes answers.
+        """
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        whole = self._rendered([*messages, {"role": "user", "content": text}], True)
+        _, found, after = whole.partition(_ANSWER)
+        if not found:
+            raise UserError(
+                f"the chat template of {self.path} changes an assistant's text, so a conversation "
+                "of several turns cannot go on after it"
+            )
+        tokens = self._control.encode_rendered(after)
+        return tokens[1:] if ended and tokens[:1] and tokens[0] in self.eos_token_ids else tokens
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        """The template's text for the messages, in which control tokens are sheltered."""
         from jinja2 import TemplateError
 
         if not messages:
@@ -97,7 +122,7 @@ class TextCodec:
             for message in messages
         ]
         try:
-            text = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 chat,
                 chat_template=self._template,
                 tokenize=False,
@@ -109,7 +134,6 @@ class TextCodec:
             raise UserError(
                 f"the chat template of {self.path} refuses the roles ({roles}): {error}"
             ) from error
-        return self._control.encode_rendered(text)
 
     def today(self, form: str) -> str:
         """``TEMPLATE_DATE`` in a template's format; the first call logs a warning."""

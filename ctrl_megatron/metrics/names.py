@@ -67,8 +67,14 @@ METRICS: dict[str, Metric] = {
     "revision/left_out_rate": Metric(
         "share of valid critiques whose revision prompt is too long for the engine; left out"
     ),
-    "response/length": Metric("tokens of a completion of grpo_pipeline"),
-    "response/cut_rate": Metric("share of completions cut at data.max_response_length"),
+    "response/length": Metric(
+        "tokens that the model drew of a completion of grpo_pipeline, or of an episode"
+    ),
+    "response/cut_rate": Metric("share of them cut at data.max_response_length"),
+    "episode/turns": Metric("answers of the model in an episode", "Turns"),
+    "episode/done_rate": Metric("share of episodes that the environment ended"),
+    "episode/observed_tokens": Metric("tokens of an episode that the model read between answers"),
+    "episode/gain": Metric("score of an episode less its score after the first answer", "Gain"),
     "actor/ppo_kl": Metric("old policy to new policy, per token", "KL of the update"),
     "actor/kl_to_reference": Metric("policy to reference model, per token", "KL to the reference"),
     "actor/pg_clipfrac": Metric("share whose ratio left the clip range", "Clipped tokens"),
@@ -185,6 +191,8 @@ METRICS: dict[str, Metric] = {
     "val/rounds": Metric("number of attempts in the rates"),
     "val/unjudged": Metric("attempts that the sandbox failed to judge, which are left out"),
     "val/reward/NAME": Metric("the reward function NAME over greedy completions (grpo_pipeline)"),
+    "val/episode_score": Metric("the score of greedy episodes", headline=True),
+    "val/episode_turns": Metric("answers of the model in a greedy episode"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
     "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token", headline=True),
 }

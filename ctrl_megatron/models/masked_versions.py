@@ -15,7 +15,6 @@ from ctrl_megatron.models.micro_batch import (
     Fields,
     MicroBatch,
     attended_tokens,
-    check_no_holes,
     micro_batch,
 )
 from ctrl_megatron.models.packed_layout import lay_out
@@ -54,8 +53,8 @@ def split_into_masked_versions(
     attended = batch["attention_mask"].bool().cpu()
     answered = batch["response_mask"].bool().cpu()
     start = attended.shape[1] - answered.shape[1]
-    check_no_holes(answered)
-    check_no_holes(attended[:, start:])
+    _check_no_holes(answered)
+    _check_no_holes(attended[:, start:])
     prompts, canvases = attended_tokens(batch["input_ids"].cpu(), attended, start)
     hidden_prompts, hidden = attended_tokens(batch["masked"].cpu(), attended, start)
     answers = answered.sum(dim=1).tolist()
@@ -85,6 +84,18 @@ def split_into_masked_versions(
         )
         for rows in micro_batches
     ]
+
+
+def _check_no_holes(mask: torch.Tensor) -> None:
+    """ValueError for a (B, R) mask with gaps: scores are written back from column 0 on, so a gap
+    would shift them."""
+    wrong = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"row {row}: response_mask must select tokens of the response from its first column "
+            "on, without gaps"
+        )
 
 
 def _filled(values: torch.Tensor, length: int, value: int) -> torch.Tensor:

@@ -83,19 +83,23 @@ def split_into_micro_batches(
     (``Layout.token_multiple``). ``count``: from the number of micro-batches with rows to the number
     of all; empty ones are appended. ``context``: the process group of the ranks that share the
     rows, if there are several. ``apart``: every row has a micro-batch of its own.
-    Raises ValueError for a row above the token budget, without a prompt token, or whose response
-    mask is neither empty nor exactly the attended response tokens.
+    ``response_mask`` selects the tokens that are predicted, any of the attended response tokens: a
+    row may contain tokens that the model only reads, such as an environment's observations.
+    Raises ValueError for a row above the token budget, for a mask that selects a token which is not
+    attended, and for a selected token without a token before it.
     """
     attended = batch["attention_mask"].bool().cpu()
     answered = batch["response_mask"].bool().cpu()
     width = answered.shape[1]
     start = attended.shape[1] - width
-    _check_responses(attended[:, start:], answered)
-    answers = answered.sum(dim=1).tolist()
+    predicted = [
+        _predicted(row, *masks)
+        for row, masks in enumerate(zip(attended[:, start:], answered, strict=True))
+    ]
     prompts, responses = attended_tokens(batch["input_ids"].cpu(), attended, start)
-    for row, (prompt, response, answer) in enumerate(zip(prompts, responses, answers, strict=True)):
-        if len(prompt) + len(response) <= answer:
-            raise ValueError(f"row {row} has {answer} response tokens but no prompt token")
+    for row, (prompt, chosen) in enumerate(zip(prompts, predicted, strict=True)):
+        if not len(prompt) and 0 in chosen.places:
+            raise ValueError(f"row {row} has response tokens to predict but no prompt token")
     names: list[object] = list(range(len(prompts)))
     if shared_prefix:
         # Rows without a prompt have nothing to share.
@@ -107,7 +111,7 @@ def split_into_micro_batches(
         micro_batches = [[[row]] for groups in micro_batches for own in groups for row in own]
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     return [
-        _pack(groups, prompts, responses, answers, width, multiple, device, context)
+        _pack(groups, prompts, responses, predicted, width, multiple, device, context)
         for groups in micro_batches
     ]
 
@@ -122,35 +126,29 @@ def attended_tokens(
     return [prompt for prompt, _ in split], [response for _, response in split]
 
 
-def _check_responses(attended: torch.Tensor, answered: torch.Tensor) -> None:
-    """ValueError for a mask that selects neither no token nor all attended ones."""
-    check_no_holes(answered)
-    wrong = answered.any(dim=1) & (attended != answered).any(dim=1)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"row {row}: response_mask must select no token or all attended tokens of the response "
-            "from its first column on"
-        )
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """The tokens of a row that are predicted."""
+
+    places: torch.Tensor
+    """(n,) int64: their places among the attended response tokens."""
+    columns: torch.Tensor
+    """(n,) int64: their columns in the (B, R) fields."""
 
 
-def check_no_holes(mask: torch.Tensor) -> None:
-    """ValueError for a (B, R) mask with gaps: log-probs are written back from column 0 on, so a gap
-    would shift them."""
-    wrong = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"row {row}: response_mask must select tokens of the response from its first column "
-            "on, without gaps"
-        )
+def _predicted(row: int, attended: torch.Tensor, answered: torch.Tensor) -> _Predicted:
+    """ValueError for a mask (R,) that selects a token which is not attended."""
+    if (answered & ~attended).any():
+        raise ValueError(f"row {row}: response_mask selects tokens that are not attended")
+    columns = answered.nonzero().flatten()
+    return _Predicted(attended.long().cumsum(0)[columns] - 1, columns)
 
 
 def _pack(
     groups: list[list[int]],
     prompts: list[torch.Tensor],
     responses: list[torch.Tensor],
-    answers: list[int],
+    predicted: list[_Predicted],
     width: int,
     multiple: int,
     device: torch.device,
@@ -167,10 +165,11 @@ def _pack(
     )
     predictors, targets, row_of, columns = ([torch.zeros(0, dtype=torch.int64)] for _ in range(4))
     for local, (row, place) in enumerate(zip(rows, layout.rows, strict=True)):
-        predictors.append(place.predecessors(answers[row]))
-        targets.append(responses[row][: answers[row]])
-        row_of.append(torch.full((answers[row],), local))
-        columns.append(torch.arange(answers[row]))
+        chosen = predicted[row]
+        predictors.append(place.predecessors(chosen.places))
+        targets.append(responses[row][chosen.places])
+        row_of.append(torch.full_like(chosen.columns, local))
+        columns.append(chosen.columns)
     return micro_batch(
         layout,
         torch.cat(parts),

@@ -57,11 +57,9 @@ class RowPlace:
     start: int
     end: int
 
-    def predecessors(self, count: int) -> torch.Tensor:
-        """(count,) int64: the tokens whose states predict the first ``count`` response tokens."""
-        places = torch.arange(self.start - 1, self.start + count - 1)
-        places[:1] = self.prompt_end - 1
-        return places
+    def predecessors(self, places: torch.Tensor) -> torch.Tensor:
+        """(n,) int64: the tokens whose states predict the response tokens at ``places`` (n,)."""
+        return torch.where(places > 0, self.start + places - 1, self.prompt_end - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

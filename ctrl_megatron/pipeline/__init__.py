@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.graph_file import pipeline_from_file
 from ctrl_megatron.pipeline.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
@@ -26,22 +27,34 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
+    from ctrl_megatron.pipeline.episodes import (
+        Environment,
+        Episodes,
+        Observation,
+        environment_pipeline,
+    )
     from ctrl_megatron.pipeline.grpo import (
         coupled_grpo_pipeline,
         dapo_pipeline,
         grpo_pipeline,
         ppo_pipeline,
     )
+    from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
+    from ctrl_megatron.pipeline.repair import repair_pipeline
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DAGWorker",
     "DataCoordinator",
+    "Environment",
+    "Episodes",
     "Node",
     "NodeOutput",
     "NodeRole",
     "NodeStatus",
     "NodeType",
+    "Observation",
     "Pipeline",
     "ProcessGroupManager",
     "SampleInfo",
@@ -55,11 +68,14 @@ __all__ = [
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
+    "environment_pipeline",
     "grpo_pipeline",
     "make_batch",
     "node_fields",
     "node_keys",
+    "pipeline_from_file",
     "ppo_pipeline",
+    "repair_pipeline",
     "step_performance",
     "texts",
 ]
@@ -73,6 +89,9 @@ _LATER = {
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
     ),
     "step_performance": "performance",
+    "DAGWorker": "guide_worker",
+    **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
+    "repair_pipeline": "repair",
 }
 
 

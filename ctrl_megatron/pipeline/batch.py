@@ -48,7 +48,15 @@ class Sample:
     """Number of the optimizer step, within the training step, that trains on the sample."""
     prompt: tuple[int, ...]
     completion: Completion
+    """The response: in an episode the answers of the model and, between them, what it read."""
+    drawn: tuple[bool, ...] = ()
+    """Whether the model drew each token of the response; empty if it drew all of them."""
     fields: Fields = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the model drew, which are those that it is trained on."""
+        return sum(self.drawn) if self.drawn else len(self.completion.token_ids)
 
     @property
     def size(self) -> SampleSize:
@@ -159,6 +167,7 @@ def _sample(state: dict[str, Any]) -> Sample:
         mini_batch=state["mini_batch"],
         prompt=tuple(state["prompt"]),
         completion=completion_of(state["completion"]),
+        drawn=tuple(state.get("drawn", ())),
         fields=state["fields"],
     )
 
@@ -176,7 +185,8 @@ def completion_of(state: Mapping[str, Any]) -> Completion:
 def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     """The batch of a step: ``pad_rows`` of the samples, and their other values as fields.
 
-    Adds ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
+    ``response_mask`` leaves out the tokens that the model did not draw (``Sample.drawn``). Adds
+    ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
     ``uid``, ``problem_id`` (the id of the row, ``Sample.row_id``; the name is the reward model's
     ``id_key``), ``version`` (the weights that drew the response) and the samples' own ``fields`` as
     columns.
@@ -189,6 +199,8 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     log_probs = torch.zeros(batch["responses"].shape, dtype=torch.float32)
     for i, sample in enumerate(samples):
         log_probs[i, : len(sample.completion.log_probs)] = torch.tensor(sample.completion.log_probs)
+        if sample.drawn:
+            batch["response_mask"][i, : len(sample.drawn)] = torch.tensor(sample.drawn)
     batch["rollout_log_probs"] = log_probs
     batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
     batch["uid"] = NonTensorStack(*[s.uid for s in samples])

@@ -386,7 +386,7 @@ def value_model(worker: DAGWorker) -> ValueModel:
 @writes("token_level_scores", "rewarded", "response_mask", "uid")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R) float32: ``score``, the weighted sum of rewards, on the last
-    token of each response.
+    token of each response that the model drew.
 
     The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
     without a reward (its sandbox failed) leaves the loss and its group: ``rewarded`` (B,) is False,
@@ -406,7 +406,8 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if "reward_baselines" in batch:
         rewarded &= ~batch["reward_baselines"].isnan()
     scores = torch.zeros(mask.shape, dtype=torch.float32)
-    scores[torch.arange(len(mask)), mask.sum(dim=1).clamp(min=1) - 1] = total
+    # The first place of the largest count is the last token of the mask; 0 in an empty one.
+    scores[torch.arange(len(mask)), mask.cumsum(dim=1).argmax(dim=1)] = total
     uids = [
         uid if ok else f"{uid}/unjudged/{i}"
         for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), rewarded.tolist(), strict=True))

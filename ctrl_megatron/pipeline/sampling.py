@@ -109,11 +109,9 @@ def finish_draw(
         return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard)
     if not worker.config.actor_rollout_ref.rollout.update_in_flight:
         require_version(answers, draw.version)
-    name = f"{worker.config.trainer.experiment_name}/{draw.step}"
-    name += f"/{draw.attempt}" if draw.attempt else ""
     return [
         Sample(
-            uid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{prompt}")),
+            uid=group_uid(worker, draw.step, draw.attempt, prompt),
             row_id=worker.train.rows[draw.rows[prompt]].id,
             mini_batch=mini_batch,
             prompt=worker.train.prompts[draw.rows[prompt]],
@@ -122,6 +120,13 @@ def finish_draw(
         for (prompt, mini_batch), group in zip(mine, answers, strict=True)
         for completion in group
     ]
+
+
+def group_uid(worker: DAGWorker, step: int, attempt: int, prompt: int) -> str:
+    """The uid of the group of the ``prompt``th row of a step's draw."""
+    name = f"{worker.config.trainer.experiment_name}/{step}"
+    name += f"/{attempt}" if attempt else ""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{prompt}"))
 
 
 def draw_samples(
@@ -262,11 +267,12 @@ def sampled(
 
 
 def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Tensor]:
-    """(B,) float32 each: tokens of every response, and 1 where ``max_tokens`` cut it."""
-    completions = [s.completion for s in samples]
-    cut = [float(c.finish_reason == "length") for c in completions]
+    """(B,) float32 each: tokens that the model drew of every response, and 1 where ``max_tokens``
+    cut it.
+    """
+    cut = [float(s.completion.finish_reason == "length") for s in samples]
     return {
-        f"{prefix}/length": torch.tensor([float(len(c.token_ids)) for c in completions]),
+        f"{prefix}/length": torch.tensor([float(s.length) for s in samples]),
         f"{prefix}/cut_rate": torch.tensor(cut),
     }
 

@@ -12,7 +12,7 @@ import re
 from typing import get_args
 
 from ctrl_megatron.prompts.code_block import sanitized_answer
-from ctrl_megatron.types import Message, Problem, PrompterType
+from ctrl_megatron.types import Message, Problem, PrompterType, Verdict
 
 REVISION_SENTENCE = "Please finalize your answer accordingly using the same format."
 """The last sentence of every request for a revision; CTRL's wording."""
@@ -22,6 +22,7 @@ JUDGED_CORRECT = "Overall judgment: Correct"
 JUDGED_INCORRECT = "Overall judgment: Incorrect"
 """The judgment line of a critique that finds the solution wrong."""
 
+_ONE_BLOCK = "Answer with one ```python code block."
 _CRITIQUE_TASK = (
     "Review the answer to this programming problem. Say what is right or wrong and how to "
     "improve it. Do not write the full solution."
@@ -57,8 +58,7 @@ def generation_messages(problem: Problem) -> list[Message]:
     else:
         name = _named(problem.entry_point) if problem.entry_point else ""
         task = f"Write Python code that solves this problem.{name} Do not include tests."
-    answer = "Answer with one ```python code block."
-    return [_user(f"{task}\n{_tagged('problem', problem.statement)}\n{answer}")]
+    return [_user(f"{task}\n{_tagged('problem', problem.statement)}\n{_ONE_BLOCK}")]
 
 
 def critique_messages(problem: Problem, solution: str) -> list[Message]:
@@ -92,6 +92,20 @@ def revision_request(critique: str) -> Message:
     if opening >= 0 and closing >= 0:
         critique = critique[opening + len(_FORMAT_OPEN) : closing]
     return _user(f"{critique.strip()}\n\n{REVISION_SENTENCE}")
+
+
+def repair_request(verdict: Verdict | None, limit: int) -> str:
+    """The request for another program after the ``verdict`` on the last one; None where the answer
+    had no program that could run. A test's message is cut after ``limit`` characters.
+    """
+    if verdict is None:
+        found = "Your answer contains no program."
+    else:
+        failed = verdict.total - sum(verdict.passed)
+        reason = next((text for text in verdict.detail if text), "")[:limit]
+        found = f"Your program fails {failed} of {verdict.total} tests."
+        found += f" The first of them: {reason}" if reason else ""
+    return f"{found}\nWrite the whole program again. {_ONE_BLOCK}"
 
 
 def choice_messages(question: str, first: str, second: str) -> list[Message]:

@@ -31,7 +31,7 @@ from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
 from ctrl_megatron.resharding.sources import (
     DirectorySource,
-    MegatronSource,
+    ModelSource,
     NoAdapters,
     WeightSource,
 )
@@ -173,7 +173,7 @@ class DeviceOwner:
             )
         self._models.append(model)
         if role is not None:
-            self._sources[role] = MegatronSource(model, self._layout)
+            self._sources[role] = ModelSource(model, self._layout)
 
     def read_from(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""

@@ -28,7 +28,7 @@ from ctrl_megatron.resharding.shard_plan import (
     takers_of_engines,
     workers_as_takers,
 )
-from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
 from ctrl_megatron.types import TensorSpec
@@ -46,7 +46,7 @@ class ShardBuckets:
 
     def __init__(
         self,
-        source: MegatronSource,
+        source: ModelSource,
         groups: ProcessGroups,
         placement: Placement,
         *,

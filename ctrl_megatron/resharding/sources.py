@@ -61,9 +61,9 @@ class WeightSource(Protocol):
         ...
 
 
-class MegatronSource:
-    """The trainer's shards: each rank copies its own rectangles; of what is quantised the largest
-    magnitudes of blocks are gathered, and nothing else."""
+class ModelSource:
+    """A model's shards in the trainer, whatever its strategy: each rank copies its own rectangles;
+    of what is quantised the largest magnitudes of blocks are gathered, and nothing else."""
 
     kept = False
 

@@ -167,6 +167,22 @@ class RewardSum:
         self.judging += Judging.of(outcomes)
         return outcomes
 
+    async def verdicts(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+        """The outcomes of the first function that runs programs, ``critic`` excepted. UserError
+        where the run has none.
+        """
+        for name, function in self.functions.items():
+            if isinstance(function, JudgingReward) and name != "critic":
+                with awaited(f"the reward {name!r}", len(items)):
+                    outcomes = await function.judge(items)
+                self.judging += Judging.of(outcomes)
+                return outcomes
+        raise UserError(
+            f"a verdict on a program is needed, and none of {', '.join(self.functions)} runs one",
+            key="reward.reward_funcs",
+            remedy="add code",
+        )
+
     async def _run(self, name: str, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``name``; None for items that it does not reward."""
         mine = self._mine(name, items)

@@ -28,6 +28,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import NetworkAddress
 
 from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.parallel.parent_watch import process_gone
@@ -102,6 +103,11 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             # Overlapping work would compete for the same cores.
             "disable_overlap_schedule": True,
         }
+    if (part := spec.part) is not None:
+        chosen |= {
+            **{"nnodes": part.of, "node_rank": part.number},
+            "dist_init_addr": NetworkAddress(part.first, part.group_port).to_host_port_str(),
+        }
     return {**chosen, **spec.extra}
 
 
@@ -164,6 +170,38 @@ def _require(answer: tuple[Any, ...], what: str) -> Any:
     return answer
 
 
+def _start(spec: EngineSpec) -> _Engine:
+    """SGLang's processes for ``spec``, which have loaded the model and met those of other parts."""
+    # On a CPU SGLang requires cores for each tensor rank, although nothing is bound to them
+    # without its own kernels.
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join("0" * spec.tensor_parallel_size)
+    if spec.part is not None:
+        # Schedulers of other hosts connect to it.
+        os.environ["SGLANG_HOST_IP"] = spec.host
+        # Otherwise the constructor of a part that does not serve never returns.
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    return _Engine(**server_args(spec))
+
+
+def _require_processes(engine: _Engine) -> None:
+    """EngineDied if one of SGLang's own processes on this host is gone."""
+    if gone := [pid for pid in engine.get_all_child_pids() if process_gone(pid)]:
+        raise EngineDied(
+            f"engine sglang (pid {os.getpid()}) died with its scheduler (pid {gone[0]})"
+        )
+
+
+class SglangWorkers:
+    """``WorkingPart`` of an engine that another host serves: schedulers without a server."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+
+    async def health(self) -> None:
+        """EngineDied if a scheduler has ended."""
+        _require_processes(self._engine)
+
+
 class SglangEngine:
     """``Engine`` on SGLang's own; requires a running event loop of the main thread."""
 
@@ -171,11 +209,7 @@ class SglangEngine:
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
-        # On a CPU SGLang requires cores for each tensor rank, although nothing is bound to them
-        # without its own kernels.
-        cores = ["0"] * spec.tensor_parallel_size
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
-        self._engine = _Engine(**server_args(spec))
+        self._engine = _start(spec)
         self._control: Any = self._engine.tokenizer_manager
         # ``health`` reports a dead child.
         self._control._subprocess_watchdog.stop()
@@ -191,6 +225,12 @@ class SglangEngine:
         engine = cls(spec)
         await engine._rpc("ctrl_spare_garbage")
         return engine
+
+    @staticmethod
+    async def build_part(spec: EngineSpec) -> SglangWorkers:
+        """Start the schedulers of a part that does not serve; returns when they have met the others
+        and loaded the model."""
+        return SglangWorkers(_start(spec))
 
     async def generate(
         self,
@@ -365,10 +405,7 @@ class SglangEngine:
 
     async def health(self) -> None:
         """EngineDied if one of SGLang's own processes is gone."""
-        if gone := [pid for pid in self._engine.get_all_child_pids() if process_gone(pid)]:
-            raise EngineDied(
-                f"engine sglang (pid {os.getpid()}) died with its scheduler (pid {gone[0]})"
-            )
+        _require_processes(self._engine)
         self._state.require_whole()
 
     async def close(self) -> None:

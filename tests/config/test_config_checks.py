@@ -412,13 +412,13 @@ def test_adapters_go_as_wholes(transport: str) -> None:
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("algorithm.adv_estimator=gae", ["no value models", "strategy=megatron"]),
+        ("placement.reference=[1]", ["on all ranks", "leave placement.reference out"]),
         ("actor_rollout_ref.model.lora_rank=4", ["no adapters", "lora_rank=4"]),
         (MEGATRON + "recompute_granularity=selective", ["whole layers", "set it to full"]),
         (MEGATRON + "tensor_model_parallel_size=2", ["is not read with", "strategy=megatron"]),
         (MEGATRON + "moe_z_loss_coeff=0.1", ["is not read with", "strategy=megatron"]),
-        ("trainer.nnodes=2", ["over all ranks", "trainer.nnodes=1"]),
-        (ROLLOUT + "name=vllm", ["rollout.name=hf only"]),
+        ("trainer.nnodes=2", ["fsdp_size=-1 spreads a copy", "trainer.n_gpus_per_node="]),
+        (ROLLOUT + "name=diffusion", ["no masked-diffusion models"]),
         (ROLLOUT + "weight_transport=shards", ["use shared_memory"]),
         (ROLLOUT + "quantization=fp8", ["leave", "quantization out"]),
     ],
@@ -462,8 +462,9 @@ def test_an_engine_may_have_all_devices_of_several_hosts() -> None:
     assert messages(two, *spanning) == []
     (line,) = messages("trainer.nnodes=3", *spanning)
     assert "n_gpus_per_node=2 is no multiple of" in line and "whole hosts" in line
-    (line,) = messages(two, *spanning, rollout + "name=sglang")
-    assert "with actor_rollout_ref.rollout.name=vllm" in line
+    assert messages(two, *spanning, rollout + "name=sglang") == []
+    line, _ = messages(two, *spanning, rollout + "name=hf")
+    assert "size=4 is not possible with actor_rollout_ref.rollout.name=hf" in line
     (line,) = messages(two, *spanning, "trainer.min_nnodes=1")
     assert "needs all hosts" in line and "trainer.min_nnodes=1" in line
     adapters = ("actor_rollout_ref.model.lora_rank=4", rollout + "adapter_push=true")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.pipeline.build import row_sampler
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -181,3 +186,18 @@ def test_a_set_that_is_too_small_and_other_shares_are_refused() -> None:
         mixture([(9, 1), (9, 2)]).load_state_dict(ResumableSampler(18, seed=1).state_dict())
     with pytest.raises(ValueError, match="has the shares"):
         ResumableSampler(18, seed=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("shares", [(), (0.9, 0.1)])
+def test_a_run_names_what_is_too_small_before_engines_start(shares: tuple[float, ...]) -> None:
+    data = SimpleNamespace(mixture=shares, shuffle=True)
+    config = SimpleNamespace(trainer=SimpleNamespace(seed=1), data=data, gen_batch_size=5)
+    names = ["a", "b", "c"]
+    table = SimpleNamespace(
+        rows=names,
+        number_of={name: place for place, name in enumerate(names)},
+        sets={"0": {"a", "b"}, "1": {"b", "c"}},
+    )
+    message = "file 1 of data.train_files, which has 2" if shares else "the training data"
+    with pytest.raises(UserError, match=re.escape(message)):
+        row_sampler(cast(Any, config), cast(Any, table))

@@ -7,43 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import BYTES, TEMPLATE, save_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
-    "{% endif %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-def save_tokenizer(
-    path: Path, *, pad: str | None = None, template: str | None = TEMPLATE, eos: str | None = "<e>"
-) -> Path:
-    inner = Tokenizer(models.BPE({b: i for i, b in enumerate(BYTES)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    specials: dict[str, Any] = {"eos_token": eos, "pad_token": pad}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        additional_special_tokens=["<s>", "<e>"],
-        **{name: token for name, token in specials.items() if token},
-    )
-    if template:
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize("reply", ["wrong", "two\nlines <e>", ""])
+def test_a_reply_follows_the_tokens_of_an_answer_as_the_template_writes_it(
+    codec: TextCodec, reply: str
+) -> None:
+    asked = [{"role": "user", "content": "hi"}]
+    said = [*asked, {"role": "assistant", "content": "yo"}, {"role": "user", "content": reply}]
+    prompt, answer = codec.encode_chat(asked), codec.encode("yo")
+    (end,) = codec.eos_token_ids
+    whole = codec.encode_chat(said)
+    assert [*prompt, *answer, end, *codec.encode_reply(reply, ended=True)] == whole
+    assert [*prompt, *answer, *codec.encode_reply(reply, ended=False)] == whole
+
+
+def test_a_template_that_changes_answers_has_no_reply(tmp_path: Path) -> None:
+    template = TEMPLATE.replace("m.content", "m.content | upper")
+    codec = TextCodec(save_tokenizer(tmp_path / "upper", template=template))
+    with pytest.raises(UserError, match="changes an assistant's text"):
+        codec.encode_reply("wrong", ended=True)
 
 
 def test_a_conversation_ends_where_the_answer_starts(codec: TextCodec) -> None:

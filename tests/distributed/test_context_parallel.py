@@ -51,10 +51,10 @@ def check(folder: Path, name: str, families: tuple[str, ...], *, te: bool, steps
         for family in families
     }
     directories = {family: str(path) for family, path in models.items()}
-    batch, given = random_batch(seed=3, group=3), {"directories": directories}
+    batch, given = random_batch(seed=3, group=3, holes=True), {"directories": directories}
     train = {
         "directory": directories[families[0]],
-        "batch": random_batch(seed=5, rows=8, group=4),
+        "batch": random_batch(seed=5, rows=8, group=4, holes=True),
         "variants": steps,
     }
     (alone,) = run_world("train", 1, layout={}, out=str(folder / "alone"), **train)

@@ -43,7 +43,7 @@ DAILY = ("dp4", "pp2")
 
 
 def losses_of(model: Path, out: Path, layout: dict[str, Any], budget: int) -> list[dict[str, Any]]:
-    batch = random_batch(seed=7, rows=8)
+    batch = random_batch(seed=7, rows=8, holes=True)
     batch["rollout_is_weights"] = (0.5 + batch["advantages"].abs()).clamp(max=2.0)
     # A token and a whole row that take no part.
     batch["loss_mask"] = batch["response_mask"].clone()

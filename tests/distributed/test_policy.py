@@ -72,7 +72,7 @@ def assert_same_weights(left: Path, right: Path, rel: float) -> None:
 def test_families_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    layout, batch = LAYOUTS[name], random_batch(seed=3, group=3)
+    layout, batch = LAYOUTS[name], random_batch(seed=3, group=3, holes=True)
     models = models if layers_for(layout) == 4 else shallow
     results = run_world(
         "with_each_spec",
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_transformers(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     """Of rows that share prompts, and of rows apart."""
-    layout, batch = LAYOUTS[name], random_batch(seed=4, group=3)
+    layout, batch = LAYOUTS[name], random_batch(seed=4, group=3, holes=True)
     models = models if layers_for(layout) == 4 else shallow
     run_world(
         "gradients",
@@ -134,7 +134,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def test_every_rope_computes_what_transformers_does(tmp_path: Path) -> None:
     """Also beyond the original context of 16 tokens; qwen2 has the keys of transformers 4."""
-    batch = random_batch(seed=5, group=3, prompt=40, response=60)
+    batch = random_batch(seed=5, group=3, prompt=40, response=60, holes=True)
     paths = {
         f"{family}_{kind}": save_tiny(
             family, tmp_path / f"{family}_{kind}", num_hidden_layers=2, rope_parameters=dict(rope)
@@ -190,7 +190,7 @@ def trained_alone(
         1,
         layout={},
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=8, group=4),
+        batch=random_batch(seed=5, rows=8, group=4, holes=True),
         out=str(out),
         variants=variants,
     )
@@ -227,7 +227,7 @@ def test_layouts_take_the_same_steps(
         ranks(LAYOUTS[name]),
         layout=LAYOUTS[name],
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=8, group=4),
+        batch=random_batch(seed=5, rows=8, group=4, holes=True),
         out=str(tmp_path),
         variants={
             "shared": {"token_budget": 64},
@@ -260,7 +260,7 @@ def test_transformer_engines_attention_takes_the_same_steps(
         2,
         layout=LAYOUTS["tp2_sp"],
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=8, group=4),
+        batch=random_batch(seed=5, rows=8, group=4, holes=True),
         out=str(tmp_path),
         variants={
             "shared": {"token_budget": 64},
@@ -289,7 +289,7 @@ def test_gradients_are_summed_while_the_backward_pass_goes_on(
         of="reduced",
         layout=layout,
         directory=str(models["qwen2_tied"]),
-        batch=random_batch(seed=5, rows=9),  # one rank has a micro-batch more
+        batch=random_batch(seed=5, rows=9, holes=True),  # one rank has a micro-batch more
         settings={
             "afterwards": {"overlap_grad_reduce": False},
             "meanwhile": {"bucket_size": 20_000},

@@ -213,10 +213,16 @@ def reference_scores(
 
 
 def random_batch(
-    seed: int, rows: int = 6, prompt: int = 12, response: int = 9, group: int = 1
+    seed: int,
+    rows: int = 6,
+    prompt: int = 12,
+    response: int = 9,
+    group: int = 1,
+    holes: bool = False,
 ) -> dict:
     """Ragged rows: prompts padded on the left, responses on the right; ``group`` of them begin with
-    the same prompt, in turn.
+    the same prompt, in turn. With ``holes`` a third of the response tokens is in no mask, like an
+    environment's observations.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, prompt + response), generator=generator)
@@ -228,6 +234,8 @@ def random_batch(
     attention = (column >= prompt - prompts[:, None]) & (column < prompt + answers[:, None])
     mask = attention[:, prompt:]
     noise = torch.randn((3, rows, response), generator=generator)
+    if holes:
+        mask = mask & (torch.rand(mask.shape, generator=generator) > 1 / 3)
     return {
         "input_ids": ids,
         "attention_mask": attention.long(),
@@ -238,6 +246,13 @@ def random_batch(
     }
 
 
+def predicted(seen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(n,) places of a row's masked tokens among its attended ones (P+R,), of which the response's
+    last R columns are attended from their first one on.
+    """
+    return int(seen[: -len(mask)].sum()) + mask.nonzero().flatten()
+
+
 def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
     """transformers' gradients of ``workers.weighted_loss``, saved as a model in ``out``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -245,10 +260,10 @@ def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
         *(batch[name] for name in ("input_ids", "attention_mask", "response_mask", "advantages")),
         strict=True,
     ):
-        tokens, answers = ids[seen.bool()], int(mask.sum())
-        log_p = model(tokens[None]).logits[0].log_softmax(-1)[-answers - 1 : -1]
-        chosen = log_p.gather(-1, tokens[-answers:, None]).squeeze(-1)
-        (-(chosen * weights[:answers]).sum() / batch["response_mask"].sum()).backward()
+        tokens, places = ids[seen.bool()], predicted(seen, mask)
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)[places - 1]
+        chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
+        (-(chosen * weights[mask]).sum() / batch["response_mask"].sum()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
@@ -344,11 +359,11 @@ def reference_log_probs(
     for row, (ids, seen, mask) in enumerate(
         zip(batch["input_ids"], batch["attention_mask"], batch["response_mask"], strict=True)
     ):
-        tokens, answers = ids[seen.bool()], int(mask.sum())
+        tokens, places = ids[seen.bool()], predicted(seen, mask)
         logits = model(tokens[None]).logits[0].double() / temperature
-        log_p = logits.log_softmax(-1)[-answers - 1 : -1]
-        log_probs[row, :answers] = log_p.gather(-1, tokens[-answers:, None]).squeeze(-1).float()
-        entropy[row, :answers] = -(log_p.exp() * log_p).sum(-1).float()
+        log_p = logits.log_softmax(-1)[places - 1]
+        log_probs[row, mask] = log_p.gather(-1, tokens[places, None]).squeeze(-1).float()
+        entropy[row, mask] = -(log_p.exp() * log_p).sum(-1).float()
     return log_probs, entropy
 
 

@@ -124,7 +124,7 @@ def push_shards(
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import read_whole
     from ctrl_megatron.resharding.shard_plan import EngineCut
-    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports.cuda_ipc import CudaIpcReceiver
     from ctrl_megatron.rollout.transports.nccl import NcclReceiver
@@ -140,7 +140,7 @@ def push_shards(
         placement=place_engines(there, tensor=workers),
         cut=EngineCut(tensor=workers),
     )
-    source, sender = MegatronSource(policy, taken), sender_class(transport)(groups)
+    source, sender = ModelSource(policy, taken), sender_class(transport)(groups)
     kinds: Any = {
         "shards": ShardsReceiver,
         "cuda_ipc": CudaIpcReceiver,
@@ -231,13 +231,13 @@ def push_to_restarted(rank: int, layout: dict[str, Any], directory: str) -> tupl
     with another library. Returns for each of the first three how many chunks it got and whether it
     has every tensor, and the refusal of the last."""
     from ctrl_megatron.resharding.plan import EngineLayout
-    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports import nccl
 
     groups = start(layout)
     policy = make_policy(groups, directory)
-    source = MegatronSource(policy, EngineLayout(dtype="float32", bucket_bytes=20000))
+    source = ModelSource(policy, EngineLayout(dtype="float32", bucket_bytes=20000))
     sender = sender_class("nccl")(groups)
 
     def push(receiver: Any) -> tuple[int, bool]:
@@ -274,7 +274,7 @@ def push_quantised(
     directory; empty on ranks that are not the first of a host."""
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.resharding.plan import EngineLayout
-    from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.resharding.sources import DirectorySource, ModelSource
     from ctrl_megatron.resharding.transports import sender_class
 
     groups = on_hosts(start(layout), of_rank)
@@ -288,7 +288,7 @@ def push_quantised(
     sender = sender_class("shared_memory")(groups)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, source in (
-        ("model", MegatronSource(make_policy(groups, directory), engines)),
+        ("model", ModelSource(make_policy(groups, directory), engines)),
         ("directory", DirectorySource(directory, engines, groups)),
     ):
         got = found[name] = {}
@@ -331,7 +331,7 @@ def _pushing(
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push
     from ctrl_megatron.resharding.shard_plan import EngineCut
-    from ctrl_megatron.resharding.sources import MegatronSource
+    from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.client import RemoteEngine
 
@@ -344,7 +344,7 @@ def _pushing(
         placement=place_engines([range(workers)], tensor=workers),
         cut=EngineCut(**cut),
     )
-    source, sender = MegatronSource(policy, engines), sender_class(transport)(groups)
+    source, sender = ModelSource(policy, engines), sender_class(transport)(groups)
     loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=limit)
     engine = RemoteEngine(address) if groups.is_first else None
     return _Pushing(policy, engine, loop, partial(push, source, engine, loop, sender, waiting))
@@ -423,14 +423,19 @@ def make_policy(
 
 
 def make_value_model(
-    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+    groups: Any,
+    directory: str,
+    *,
+    strategy: Any = "megatron",
+    optimizer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """A value model with the weights of the HF ``directory``, of either kind."""
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
 
-    shape = value_shape(read_model_shape(directory))
+    shape = value_shape(read_shape(directory, strategy))
     return _filled(ValueModel(shape, groups, _model_options(optimizer, options)), directory)
 
 
@@ -804,7 +809,8 @@ def objectives(
     numbers = range(groups.place.dp, len(batch["response_mask"]), groups.layout.data)
     named: Any = {"uid": [f"row {number}" for number in numbers]}
     # A rank's batch is as wide as its own longest response.
-    unused = batch["response_mask"].shape[1] - int(mine["response_mask"].sum(1).max())
+    width = batch["response_mask"].shape[1]
+    unused = width - int(mine["attention_mask"][:, -width:].sum(1).max())
     mine = {k: v[:, : v.shape[1] - unused] for k, v in mine.items()}
     for name, keys in actors.items():
         actor = Actor(**keys)
@@ -838,14 +844,19 @@ def objectives(
 
 
 def value_parity(
-    rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    out: str,
+    strategy: str = "megatron",
 ) -> dict[str, Any]:
     """Per model its values of the batch; every model exported below ``out``."""
     from ctrl_megatron.checkpoint.hf import save_hf
 
     groups, results = start(layout), {}
     for name, directory in directories.items():
-        model = make_value_model(groups, directory, token_budget=64)
+        model = make_value_model(groups, directory, strategy=strategy, token_budget=64)
         results[name] = model.values(batch)
         model.options = replace(model.options, shared_prefix=False)
         torch.testing.assert_close(model.values(batch), results[name], atol=5e-6, rtol=1e-5)
@@ -869,6 +880,7 @@ def value_steps(
     steps: int,
     out: str,
     resume_at: int | None,
+    strategy: str = "megatron",
 ) -> dict[str, Any]:
     """Optimizer steps; before step ``resume_at`` a new model continues from a checkpoint."""
     from ctrl_megatron.checkpoint.hf import save_hf
@@ -877,7 +889,11 @@ def value_steps(
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     options = {"lr": 1e-3, "total_steps": steps, "clip_grad": 0.5, "eps": 1e-4}
-    make = partial(make_value_model, groups, directory, optimizer=options, token_budget=64)
+    make = partial(
+        make_value_model,
+        *(groups, directory),
+        **{"strategy": strategy, "optimizer": options, "token_budget": 64},
+    )
     model, metrics = make(), []
     for step in range(steps):
         if step == resume_at:

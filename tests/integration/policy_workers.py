@@ -173,7 +173,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.parallel.waiting import Waiting
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push
-    from ctrl_megatron.resharding.sources import DirectorySource, MegatronSource
+    from ctrl_megatron.resharding.sources import DirectorySource, ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
@@ -195,7 +195,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
         sender = sender_class("shared_memory")(groups)
         waiting = Waiting(groups=groups, stop=StopFlag(), limit=280.0)
-        actor = MegatronSource(policy, layout)
+        actor = ModelSource(policy, layout)
         proxy = DirectorySource(model, layout, groups)
         results = {}
         for version, source in (("actor@0", actor), ("actor@1", actor), ("proxy", proxy)):

@@ -41,6 +41,11 @@ STAGES = (
 )
 # One rank and one engine a host: each holds a whole copy. No weights travel.
 COPIES = ()
+# Two ranks of a host share a copy of the weights, of which each host has one.
+SHARDS = (
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +53,9 @@ COPIES = ()
     [
         (STAGES, 2, {"engine.log", "engine.1.log", "engine.2.log", "engine.3.log"}),
         pytest.param(COPIES, 1, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
+        pytest.param(SHARDS, 2, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
     ],
-    ids=["stages", "copies"],
+    ids=["stages", "copies", "shards"],
 )
 def test_engines_follow_a_trainer_that_is_spread_over_hosts(
     job: Job, extra: tuple[str, ...], ranks: int, engines: set[str]
@@ -58,7 +64,7 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         *("trainer.nnodes=2", f"trainer.n_gpus_per_node={ranks}"),
         "actor_rollout_ref.rollout.update_bucket_megabytes=1",
     )
-    name = f"hosts_of_{ranks}"
+    name = f"hosts_of_{ranks}_{len(extra)}"
     given = (*extra, *settings)
     with job.launch(name, steps=2, extra=given, hosts=2, ranks=ranks, preloaded=True) as run:
         assert run.ends() == 0, run.output()[-8000:]
@@ -77,9 +83,14 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
 # One engine of two workers, one on each host.
 SPANNING = (
     *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
-    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.placement=dedicated"),
-    *("actor_rollout_ref.rollout.n_gpus_per_node=1", "actor_rollout_ref.rollout.kv_cache_gib=0.2"),
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    *(
+        "actor_rollout_ref.rollout.placement=dedicated",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    ),
+    *(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.kv_cache_gib=0.2",
+    ),
     "actor_rollout_ref.rollout.update_bucket_megabytes=1",
 )
 
@@ -87,14 +98,12 @@ SPANNING = (
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("transport", ["shared_memory", "shards", "nccl"])
-def test_an_engine_has_workers_on_two_hosts(job: Job, transport: str) -> None:
-    if "vllm" not in available_engines():
-        pytest.skip("vllm is not installed; `make env` brings it")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_has_workers_on_two_hosts(job: Job, engine: str, transport: str) -> None:
     # Every push compares the checksums of what both workers hold with those of the trainer.
-    given = (*SPANNING, f"actor_rollout_ref.rollout.weight_transport={transport}")
-    with job.launch(
-        f"spanning_{transport}", steps=3, extra=given, hosts=2, ranks=1, preloaded=True
-    ) as run:
+    given = (*spanning(engine), f"actor_rollout_ref.rollout.weight_transport={transport}")
+    name = f"{engine}_spans_{transport}"
+    with job.launch(name, steps=3, extra=given, hosts=2, ranks=1, preloaded=True) as run:
         assert run.ends(SLOW) == 0, run.output()[-8000:]
     records = [record["metrics"] for record in run.metrics()]
     assert len(records) == 3
@@ -108,17 +117,17 @@ def test_an_engine_has_workers_on_two_hosts(job: Job, transport: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_both_parts_of_an_engine_start_again_when_a_worker_has_died(job: Job) -> None:
-    if "vllm" not in available_engines():
-        pytest.skip("vllm is not installed; `make env` brings it")
-    with job.launch(
-        "worker_lost", steps=4, extra=SPANNING, hosts=2, ranks=1, preloaded=True
-    ) as run:
-        run.wait_for_steps(1)
+@pytest.mark.parametrize(("engine", "title"), [("vllm", "VLLM"), ("sglang", "sglang::scheduler")])
+def test_both_parts_of_an_engine_start_again_when_a_worker_has_died(
+    job: Job, engine: str, title: str
+) -> None:
+    extra, name = spanning(engine), f"{engine}_worker_lost"
+    with job.launch(name, steps=4, extra=extra, hosts=2, ranks=1, preloaded=True) as run:
+        run.wait_for(lambda: len(run.metrics()) >= 1, within=SLOW)
         # A worker's title is where its environment was.
         there = {network_of(p) for p in run.look() if host_of(p) == "1"}
         (worker,) = (
-            p for p in run.look() if "VLLM" in " ".join(p.cmdline()) and network_of(p) in there
+            p for p in run.look() if title in " ".join(p.cmdline()) and network_of(p) in there
         )
         worker.kill()
         assert run.ends(SLOW) == 0, run.output()[-8000:]
@@ -155,6 +164,13 @@ def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> N
     assert sorted({record["step"] for record in run.metrics()}) == list(range(1, 13))
     assert starts(run)[1] > alone, "all ranks ran on one host for a step"
     assert_same_steps(run, whole, rel=1e-5)
+
+
+def spanning(engine: str) -> tuple[str, ...]:
+    """The settings of one engine with a worker on each of two hosts."""
+    if engine not in available_engines():
+        pytest.skip(f"{engine} is not installed; `make env` brings it")
+    return (*SPANNING, f"actor_rollout_ref.rollout.name={engine}")
 
 
 def starts(run: Run) -> list[int]:

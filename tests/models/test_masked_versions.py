@@ -20,7 +20,7 @@ MASK = 99
 
 
 def masked(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    batch = ragged(seed, rows)
+    batch = ragged(seed, rows, holes=0)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.rand((rows, P + R), generator=generator) < 0.5
     share = 0.2 + 0.6 * torch.rand(rows, generator=generator)
@@ -99,7 +99,7 @@ def test_every_response_token_is_predicted_where_it_is_masked(
 def test_a_single_version_predicts_its_masked_tokens_once(
     seed: int, rows: int, budget: int, shifted: bool
 ) -> None:
-    batch = ragged(seed, rows)
+    batch = ragged(seed, rows, holes=0)
     batch["masked"], batch["mask_level"] = draw_denoising_masks(
         batch["attention_mask"], R, [seed + row for row in range(rows)]
     )

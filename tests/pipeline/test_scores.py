@@ -29,10 +29,10 @@ def scores_of(
     )
     worker.means = lambda values: DAGWorker.means(worker, values)
     rows = len(rewards)
-    fields: dict[str, Any] = {"score": torch.tensor(rewards), **more}
+    mask = torch.ones(rows, 2, dtype=torch.bool)
+    fields: dict[str, Any] = {"score": torch.tensor(rewards), "response_mask": mask, **more}
     if parts:
         fields[f"reward/{name}"] = fields["score"]
-    fields["response_mask"] = torch.ones(rows, 2, dtype=torch.bool)
     batch = TensorDict(fields, batch_size=[rows])
     batch["uid"] = NonTensorStack(*"a" * rows)
     output = place_scores(worker, batch)
@@ -45,6 +45,12 @@ def test_a_row_without_a_reward_leaves_loss_and_group() -> None:
     assert list(batch["uid"]) == ["a", "a/unjudged/1", "a"]
     assert batch["token_level_scores"].tolist() == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     assert metrics["reward/masked_rate"] == pytest.approx(1 / 3)
+
+
+def test_the_reward_is_on_the_last_token_that_the_model_drew() -> None:
+    masks = [[True, False, True, False], [False, True, False, False], [True, True, True, True]]
+    batch, _ = scores_of([1.0, 2.0, 3.0], response_mask=torch.tensor(masks))
+    assert batch["token_level_scores"].tolist() == [[0, 0, 1, 0], [0, 2, 0, 0], [0, 0, 0, 3]]
 
 
 def test_a_step_without_any_reward_ends_the_run() -> None:

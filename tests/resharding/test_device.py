@@ -167,7 +167,7 @@ class Bench:
 @pytest.fixture(autouse=True)
 def one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models and directories have one tensor."""
-    monkeypatch.setattr(device_file, "MegatronSource", lambda model, layout: OneTensor(model))
+    monkeypatch.setattr(device_file, "ModelSource", lambda model, layout: OneTensor(model))
     monkeypatch.setattr(device_file, "DirectorySource", lambda *_, **__: OneTensor(None))
 
 

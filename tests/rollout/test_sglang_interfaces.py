@@ -23,7 +23,7 @@ SCRIPT = """
 import inspect, json, sys
 from dataclasses import replace
 from ctrl_megatron.rollout import sglang_engine, sglang_worker
-from ctrl_megatron.rollout.engine import EngineSpec
+from ctrl_megatron.rollout.engine import EnginePart, EngineSpec
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler import Scheduler
@@ -58,6 +58,7 @@ requests = ("PauseGenerationReqInput ContinueGenerationReqInput BeginWeightUpdat
     "EndWeightUpdateReqInput UpdateWeightVersionReqInput CheckWeightsReqInput "
     "ReleaseMemoryOccupationReqInput ResumeMemoryOccupationReqInput RpcReqInput")
 gpu = on_a_gpu(spec)
+part = EnginePart(number=1, of=2, first=sys.argv[2], group_port=7001, watch_port=7002, token="t")
 print(json.dumps({
     "control": {name: names(getattr(TokenizerManager, name)) for name in control.split()},
     "requests": {n: getattr(io_struct, n).__struct_fields__ for n in requests.split()},
@@ -71,12 +72,18 @@ print(json.dumps({
     "unknown": [name for name in gpu if name not in ServerArgs.__struct_fields__],
     "gpu": {name: str(value) for name, value in gpu.items()},
     "cpu": {name: str(value) for name, value in sglang_engine.server_args(spec).items()},
+    "formats": [sglang_engine.server_args(replace(spec, awaits_weights=awaits))["load_format"]
+        for awaits in (True, False)],
     "amx": cpu_has_amx_support(),
     "refused": refusal({"atention_backend": "triton"}),
     "taken": sglang_engine.server_args(replace(spec, extra={"page_size": 16}))["page_size"],
+    "part": sglang_engine.server_args(replace(spec, part=part)),
     "prepared": sglang_worker.prepare(),
 }))
 """
+
+FIRST = "fd00::7"
+"""The host of an engine's first part."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)],
+        [sys.executable, "-c", SCRIPT, str(folder), FIRST],
         env=engine_environment(EngineSpec(name="sglang", model_path="", threads=1)),
         capture_output=True,
         text=True,
@@ -130,6 +137,17 @@ def test_a_cpu_gets_plain_torch_and_a_cache_of_the_size_asked_for(found: dict[st
     # Keys and values of 2 layers, 4 heads of 16, fp32.
     assert int(cpu["max_total_tokens"]) == 2**29 // (2 * 2 * 4 * 16 * 4)
     assert found["amx"] is False
+
+
+def test_a_part_of_an_engine_meets_the_others_at_the_first(found: dict[str, Any]) -> None:
+    part = found["part"]
+    assert (part["nnodes"], part["node_rank"]) == (2, 1)
+    assert part["dist_init_addr"] == f"[{FIRST}]:7001"
+    assert found["cpu"].keys() == part.keys() - {"nnodes", "node_rank", "dist_init_addr"}
+
+
+def test_weights_that_a_push_brings_are_not_read(found: dict[str, Any]) -> None:
+    assert found["formats"] == ["dummy", "auto"]
 
 
 def test_engine_kwargs_are_checked_by_name(found: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.shard_buckets import ShardBuckets
-from ctrl_megatron.resharding.sources import MegatronSource
+from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shards import Lend, ShardsSender
 from ctrl_megatron.rollout.device_memory import DriverName, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
@@ -30,7 +30,7 @@ _RECEIVER = "ctrl_megatron.rollout.transports.cuda_ipc:CudaIpcReceiver"
 class CudaIpcSender(ShardsSender):
     """``ShardsSender`` into memory that engines map; it has no names and ends with its process."""
 
-    def _prepare(self, source: MegatronSource) -> tuple[ShardBuckets, Lend]:
+    def _prepare(self, source: ModelSource) -> tuple[ShardBuckets, Lend]:
         buckets = ShardBuckets(source, self.groups, source.layout.placement)
         memory = _MappedBuckets(buckets, self.groups)
         return buckets, lambda: nullcontext(memory)

@@ -31,7 +31,7 @@ from ctrl_megatron.resharding.shard_buckets import (
     run_push,
 )
 from ctrl_megatron.resharding.shard_plan import Transfer
-from ctrl_megatron.resharding.sources import MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import ModelSource, WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.communicator import (
@@ -58,7 +58,7 @@ class NcclSender:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[MegatronSource, _Messages] | None = None
+        self._prepared: tuple[ModelSource, _Messages] | None = None
         self._store: Any = None
         self._session, self._pushes = "", 0
 
@@ -69,7 +69,7 @@ class NcclSender:
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
         """Groups and memory of messages are kept from one push to the next, unless a push fails."""
-        if not isinstance(source, MegatronSource):
+        if not isinstance(source, ModelSource):
             with self._whole.send(source, wait_until_read) as sent:
                 yield sent
             return
@@ -188,7 +188,7 @@ class _Messages:
     A member that is lost ends the messages of this rank; its engine reports the loss.
     """
 
-    def __init__(self, source: MegatronSource, groups: ProcessGroups) -> None:
+    def __init__(self, source: ModelSource, groups: ProcessGroups) -> None:
         self.buckets = buckets = ShardBuckets(
             source, groups, source.layout.placement, directly=True
         )

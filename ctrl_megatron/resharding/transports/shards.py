@@ -23,7 +23,7 @@ from ctrl_megatron.resharding.shard_buckets import (
     run_push,
 )
 from ctrl_megatron.resharding.shard_plan import one_engine_of_each_host
-from ctrl_megatron.resharding.sources import MegatronSource, WeightSource
+from ctrl_megatron.resharding.sources import ModelSource, WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.resharding.transports.shared_memory import (
     HostSegments,
@@ -49,7 +49,7 @@ class ShardsSender:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[MegatronSource, ShardBuckets, Lend] | None = None
+        self._prepared: tuple[ModelSource, ShardBuckets, Lend] | None = None
 
     @contextmanager
     def send(
@@ -58,7 +58,7 @@ class ShardsSender:
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
         """The memory of the buckets is kept from one push to the next."""
-        if not isinstance(source, MegatronSource):
+        if not isinstance(source, ModelSource):
             with self._whole.send(source, wait_until_read) as sent:
                 yield sent
             return
@@ -69,7 +69,7 @@ class ShardsSender:
             phases = HostExchange(buckets, self.groups, memory)
             yield run_push(len(buckets.parts), phases, self.groups, wait_until_read)
 
-    def _prepare(self, source: MegatronSource) -> tuple[ShardBuckets, Lend]:
+    def _prepare(self, source: ModelSource) -> tuple[ShardBuckets, Lend]:
         """The buckets of a source, and their memory for a push, whose segments have names only
         meanwhile. Collective."""
         engines, workers = source.layout.placement, source.layout.cut.tensor
