@@ -1,8 +1,12 @@
-"""The study: what a critic of 135M parameters learns, in nine arms on two test sets.
+"""The study: what a critic of 135M parameters learns (docs/study.md).
 
 ``python tools/study.py`` makes every missing piece, ``--piece grpo.seed1`` makes one and the pieces
-that it needs, ``--list`` lists all, ``--tables`` only rewrites tables and plots from the
-transcripts beside the configuration. A killed piece continues where it was.
+that it needs (``--piece 'measure.*.SFT_PPO.*'`` several), ``--list`` lists all, ``--tables`` only
+rewrites tables and figures from the files beside the configuration. A killed piece continues where
+it was.
+
+Arms, test sets and proxies are records in ``tools/study_plan.py``; ``tools/study_tables.py`` makes
+the tables.
 """
 
 from __future__ import annotations
@@ -11,11 +15,10 @@ import asyncio
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,25 +28,46 @@ from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.resampling import Estimate
-from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
-from ctrl_megatron.metrics.json_lines import read_json_lines
+from tools.study_plan import (
+    ARMS,
+    CONFIG,
+    DATA,
+    HOME,
+    KEPT,
+    MODEL,
+    OTHER_FAMILY,
+    REAL,
+    ROUNDS,
+    RUNS,
+    SAMPLES,
+    SEEDS,
+    TASKS,
+    TESTED,
+    TESTS,
+    TUNED,
+    UNSEEN_MUTANTS,
+    WRITTEN,
+    Arm,
+    Proxy,
+    TestSet,
+)
+from tools.study_tables import (
+    KEPT_METRICS,
+    ROUNDS_SETTING,
+    TASK,
+    curve_file,
+    kept_file,
+    public_file,
+    setting_of,
+    write_tables,
+)
 
-HOME = Path("examples/study_smollm2")
-CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
-RUNS, DATA, MODEL = Path("runs/study"), Path("runs/study/data"), Path("runs/models/smollm2")
-SEEDS, TESTS = (1, 2, 3), ("unseen_mutants", "unseen_problems")
-STEPS = 10
-"""Steps of RL, and of the control: further fine-tuning instead."""
-SAMPLES = 4
-"""Critiques of each first solution, each with its revision."""
-TESTED = 100
-"""Most first solutions of each test set."""
+SOLUTIONS = Path("../shared/data/initial_solutions/initial_solutions.jsonl.gz")
+HUMANEVALPACK = Path("../shared/data/humanevalpack/humanevalpack_python.jsonl")
 _PYTHON = sys.executable
-_RATES = ("pass_rate", "pass@1", f"pass@{SAMPLES}", "f1_macro", "valid_critique_rate")
-_SECONDS, _GAIN = "time/step", "group/reward_minus_first"
-Work = Callable[[], None]
+_WEIGHTS = "model.safetensors"
+_TASK_ROWS = RUNS / "task_rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,75 +78,163 @@ class Piece:
     product: Path
     """The file that appears when the piece is finished."""
     needs: tuple[str, ...]
-    work: Work
+    work: Callable[[], None]
+    given: tuple[Path, ...] = ()
+    """Files of the user's that it reads and no piece makes."""
 
 
-def pieces() -> dict[str, Piece]:
-    """All pieces by name, each after the pieces that it needs."""
-    found: dict[str, Piece] = {}
+class _Pieces:
+    """Collects pieces, each after the pieces that it needs."""
 
-    def add(name: str, product: Path, work: Work, *needs: str) -> None:
-        found[name] = Piece(name=name, product=product, needs=needs, work=work)
+    def __init__(self) -> None:
+        self.found: dict[str, Piece] = {}
 
-    data = [_PYTHON, "tools/prepare_mutants.py", "--out", str(DATA), "--overwrite"]
-    data += ["--test-size", str(TESTED)]
-    add("data", DATA / "bland.jsonl", lambda: _run(data))
-    for test in TESTS:
-        product = DATA / f"{test}.feedback.jsonl"
-        add(f"feedback.{test}", product, lambda t=test, p=product: _feedback(t, p), "data")
-    proxy = _model("proxy")
-    add("proxy", proxy / _WEIGHTS, lambda: _run(_sft("proxy", MODEL, 1, "proxy_sft", 12)), "data")
-    for seed in SEEDS:
-        sft, more = f"sft.seed{seed}", f"more_sft.seed{seed}"
-        start = _model(sft)
-        first, then = (
-            _sft(sft, MODEL, seed, "critic_sft", 12),
-            _sft(more, start, seed + 100, "critic_sft", STEPS),
+    def add(
+        self,
+        name: str,
+        product: Path,
+        work: Callable[[], None],
+        *needs: str,
+        given: Sequence[Path] = (),
+    ) -> str:
+        """Add a piece and return its name."""
+        self.found[name] = Piece(
+            name=name,
+            product=product,
+            work=work,
+            needs=tuple(dict.fromkeys(needs)),
+            given=tuple(given),
         )
-        add(sft, start / _WEIGHTS, lambda c=first: _run(c), "data")
-        add(more, _model(more) / _WEIGHTS, lambda c=then: _run(c), sft)
-        for arm, estimator in (("grpo", "grpo"), ("ppo", "gae")):
-            name = f"{arm}.seed{seed}"
-            train = _rl(name, start, seed, estimator)
-            add(name, _model(name) / _WEIGHTS, lambda c=train: _run(c), sft, "proxy")
-            curve = curve_file(KEPT, arm, seed)
-            add(f"curve.{name}", curve, lambda n=name, p=curve: _keep_curve(n, p), name)
+        return name
+
+
+def pieces(solutions: Path = SOLUTIONS, humanevalpack: Path = HUMANEVALPACK) -> dict[str, Piece]:
+    """All pieces by name, each after the pieces that it needs."""
+    every = _Pieces()
+    _add_inputs(every, solutions, humanevalpack)
     for test in TESTS:
-        feedback = f"feedback.{test}"
-        told = found[feedback].product
-        critics = (DATA / "bland.jsonl", MODEL, proxy, told, DATA / "oracle.jsonl")
-        for arm, critic in zip(LINES, critics, strict=True):
-            need = [feedback] if critic == told else []
-            _add_measure(add, test, arm, critic, SEEDS[0], "data", "proxy", *need)
-    for arm, name in ARMS.items():
+        if not test.judged:
+            product = test.folder / f"{test.name}.feedback.jsonl"
+            data = _maker_of(product)
+            work = lambda t=test, p=product: _feedback(t, p)  # noqa: E731
+            every.add(f"feedback.{test.name}", product, work, data)
+    for arm in ARMS.values():
         for seed in SEEDS:
-            run = f"{name}.seed{seed}"
-            for test in TESTS:
-                _add_measure(add, test, arm, _model(run), seed, run, "data", "proxy")
-    return found
+            _add_run(every, arm, seed)
+    for test in TESTS:
+        for name in ("bland", "zero-shot") if test.judged else WRITTEN:
+            _add_measure(every, test, name, SEEDS[0])
+    for arm in ARMS.values():
+        for seed in SEEDS:
+            for test in arm.tests:
+                _add_measure(every, test, arm.name, seed)
+    for arm in ARMS.values():
+        for seed in SEEDS:
+            for proxy in arm.proxies:
+                _add_measure(every, UNSEEN_MUTANTS, arm.name, seed, proxy)
+            if arm.rounds:
+                _add_rounds(every, arm, seed)
+    return every.found
 
 
-_WEIGHTS = "model.safetensors"
-LINES = ("bland", "zero-shot", "self-critique", "execution feedback", "oracle")
-"""Arms without training, from the lower baseline to the upper one."""
-ARMS = {"SFT": "sft", "SFT + GRPO": "grpo", "SFT, more steps": "more_sft", "SFT + PPO": "ppo"}
-"""Trained arm -> prefix of its runs' names, in the order of measurement."""
+def _add_inputs(every: _Pieces, solutions: Path, humanevalpack: Path) -> None:
+    model = [_PYTHON, "tools/prepare_smollm2.py", "--out", str(MODEL)]
+    every.add("model.smollm2", MODEL / "prepared_from.json", lambda: _run(model))
+    other = OTHER_FAMILY.path / "config.json"
+    every.add(_made(OTHER_FAMILY), other, lambda: None, given=(other,))
+    mutants = [_PYTHON, "tools/prepare_mutants.py", "--overwrite"]
+    data = [*mutants, "--out", str(DATA), "--test-size", str(TESTED)]
+    every.add("data", DATA / "bland.jsonl", lambda: _run(data))
+    mixed = [*mutants, "--out", str(_TASK_ROWS), "--right-share", "0.5"]
+    every.add("data.tasks", TASKS / "solving.parquet", lambda: _task_rows(mixed))
+    real = [_PYTHON, "tools/prepare_real_faults.py", "--out", str(REAL), "--overwrite"]
+    real += ["--solutions", str(solutions), "--humanevalpack", str(humanevalpack)]
+    real += ["--tokenizer", str(MODEL), "--test-size", str(TESTED)]
+    given = (solutions, humanevalpack)
+    every.add("data.real", REAL / "bland.jsonl", lambda: _run(real), "model.smollm2", given=given)
+    words = _sft("proxy", MODEL, 1, (DATA / "proxy_sft.parquet",), 12)
+    every.add(_made(TUNED), TUNED.path / _WEIGHTS, lambda: _run(words), "model.smollm2", "data")
 
 
-def _add_measure(
-    add: Callable[..., None], test: str, arm: str, critic: Path, seed: int, *needs: str
-) -> None:
-    plain = part_file(Path(), arm, seed).name.removesuffix(f".seed{seed}.jsonl")
-    product = KEPT / f"{test}.{plain}.seed{seed}.jsonl.gz"
-    name = f"measure.{test}.{plain}.seed{seed}"
-    work = lambda: _measure(test, arm, critic, seed, product)  # noqa: E731
-    add(name, product, work, *dict.fromkeys(needs))
+def _made(proxy: Proxy) -> str:
+    """The piece that makes a proxy."""
+    pieces_of = {TUNED.name: "proxy", OTHER_FAMILY.name: f"model.{OTHER_FAMILY.name}"}
+    return pieces_of.get(proxy.name, "model.smollm2")
 
 
-def _model(run: str) -> Path:
+def _maker_of(file: Path) -> str:
+    """The piece that makes a file of rows or critiques."""
+    return {DATA: "data", TASKS: "data.tasks", REAL: "data.real"}[file.parent]
+
+
+def _add_run(every: _Pieces, arm: Arm, seed: int) -> None:
+    run = f"{arm.run}.seed{seed}"
+    needs = ["model.smollm2", *map(_maker_of, arm.files)]
+    needs += [f"{arm.start}.seed{seed}"] if arm.start else []
+    if not arm.reinforced:
+        words = _sft(run, _start(arm, seed), arm.seed_of(seed), arm.files, arm.steps)
+    else:
+        words = _rl(arm, seed)
+        needs.append(_made(arm.proxy))
+    every.add(run, model_of(arm, seed) / _WEIGHTS, lambda: _run(words), *needs)
+    if arm.reinforced:
+        curve = curve_file(KEPT, arm.run, seed)
+        every.add(f"curve.{run}", curve, lambda: _keep_curve(run, curve), run)
+
+
+def _add_measure(every: _Pieces, test: TestSet, name: str, seed: int, proxy: Proxy = TUNED) -> None:
+    product = kept_file(KEPT, setting_of(test.name, proxy.name), name, seed)
+    critic, needs = _critic(test, name, seed)
+    work = lambda: _measure(test, name, critic, seed, proxy, product)  # noqa: E731
+    every.add(_measured(product), product, work, *needs, _made(proxy))
+
+
+def _add_rounds(every: _Pieces, arm: Arm, seed: int) -> None:
+    product = kept_file(KEPT, ROUNDS_SETTING, arm.name, seed)
+    critic, needs = _critic(UNSEEN_MUTANTS, arm.name, seed)
+    turns = ("--turns", str(ROUNDS))
+    work = lambda: _measure(UNSEEN_MUTANTS, arm.name, critic, seed, TUNED, product, *turns)  # noqa: E731
+    name = every.add(_measured(product), product, work, *needs, _made(TUNED))
+    public = public_file(KEPT, ROUNDS_SETTING, arm.name, seed)
+    judge = lambda: _judge_public(UNSEEN_MUTANTS, product, public)  # noqa: E731
+    every.add(name.replace("measure.", "public.", 1), public, judge, name)
+
+
+def _measured(product: Path) -> str:
+    return f"measure.{product.name.removesuffix('.jsonl.gz')}"
+
+
+def _critic(test: TestSet, name: str, seed: int) -> tuple[Path, list[str]]:
+    """The critic of an arm (a model's directory or a file of critiques), and the pieces that it
+    and the rows need.
+    """
+    data = _maker_of(test.folder / "any")
+    if name in ARMS:
+        return model_of(ARMS[name], seed), [data, f"{ARMS[name].run}.seed{seed}"]
+    feedback = test.folder / f"{test.name}.feedback.jsonl"
+    critics = {
+        "bland": (test.folder / "bland.jsonl", data),
+        "oracle": (test.folder / "oracle.jsonl", data),
+        "zero-shot": (MODEL, "model.smollm2"),
+        "self-critique": (TUNED.path, _made(TUNED)),
+        "execution feedback": (feedback, f"feedback.{test.name}"),
+    }
+    critic, needed = critics[name]
+    return critic, [data, needed]
+
+
+def model_of(arm: Arm, seed: int) -> Path:
     """The directory of the weights that a run exports."""
-    last = f"hf_exports/global_step_{STEPS}"
-    return RUNS / run / (last if run.startswith(("grpo", "ppo")) else "hf")
+    last = f"hf_exports/global_step_{arm.steps}" if arm.reinforced else "hf"
+    return RUNS / f"{arm.run}.seed{seed}" / last
+
+
+def _start(arm: Arm, seed: int) -> Path:
+    """The directory of the weights that a run starts from."""
+    if arm.start is None:
+        return MODEL
+    (before,) = (a for a in ARMS.values() if a.run == arm.start)
+    return model_of(before, seed)
 
 
 def _common(run: str, model: Path, seed: int) -> list[str]:
@@ -135,29 +247,33 @@ def _common(run: str, model: Path, seed: int) -> list[str]:
     ]
 
 
-def _sft(run: str, model: Path, seed: int, data: str, steps: int) -> list[str]:
+def _sft(run: str, model: Path, seed: int, files: Sequence[Path], steps: int) -> list[str]:
     return [
         *(_PYTHON, "tools/train_sft.py", "--nproc-per-node", "2", "--config", str(CONFIG)),
         *_common(run, model, seed),
-        f"sft.train_files={DATA / data}.parquet",
+        f"sft.train_files={_listed(files)}",
         f"sft.total_training_steps={steps}",
     ]
 
 
-def _rl(run: str, model: Path, seed: int, estimator: str) -> list[str]:
-    # Differences within a group count as they are: that of a repair more than that of a mishap.
-    scale = ["algorithm.norm_adv_by_std_in_grpo=false"] if estimator == "grpo" else []
+def _rl(arm: Arm, seed: int) -> list[str]:
     return [
         *(_PYTHON, "tools/train_rl.py", "--nproc-per-node", "2", "--config", str(CONFIG)),
-        *_common(run, model, seed),
-        f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
+        *_common(f"{arm.run}.seed{seed}", _start(arm, seed), seed),
+        *arm.proxy.settings,
         f"actor_rollout_ref.rollout.seed={seed}",
-        f"algorithm.adv_estimator={estimator}",
-        *scale,
-        *(f"data.train_files={DATA / 'rl'}.parquet", "data.val_files=[]"),
-        f"trainer.total_training_steps={STEPS}",
-        f"trainer.save_hf_freq={STEPS}",
+        *arm.settings,
+        *(f"data.train_files={_listed(arm.files)}", "data.val_files=[]"),
+        f"trainer.total_training_steps={arm.steps}",
+        f"trainer.save_hf_freq={arm.steps}",
     ]
+
+
+def _listed(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"[{','.join(map(str, files))}]"
+
+
+# The work of pieces
 
 
 def _run(words: Sequence[str]) -> None:
@@ -169,13 +285,22 @@ def _run(words: Sequence[str]) -> None:
         )
 
 
-def _feedback(test: str, product: Path) -> None:
+def _task_rows(mutants: Sequence[str]) -> None:
+    """Write rows of judging and solving, from mutants and as many right programs."""
+    _run(mutants)
+    for task in ("judging", "solving"):
+        words = [_PYTHON, "tools/make_task_rows.py", "--rows", str(_TASK_ROWS / "rl.parquet")]
+        _run([*words, "--task", task, "--out", str(TASKS / f"{task}.parquet")])
+
+
+def _feedback(test: TestSet, product: Path) -> None:
     """Write the critiques of templates, from execution feedback, for every first solution."""
     from ctrl_megatron.generation.solutions import judge_attempts
     from ctrl_megatron.preparation.synthesis import synthesise_critique
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
-    attempts = [row.attempt() for row in read_rows([str(DATA / f"{test}.parquet")])]
+    rows = read_rows([str(test.folder / f"{test.name}.parquet")])
+    attempts = [row.attempt() for row in rows]
 
     async def judge(endpoint: str) -> list[str]:
         async with SandboxClient(endpoint) as client:
@@ -187,198 +312,81 @@ def _feedback(test: str, product: Path) -> None:
         write_whole(product, "".join(asyncio.run(judge(sandbox.endpoint))))
 
 
-def _measure(test: str, arm: str, critic: Path, seed: int, product: Path) -> None:
+def _measure(
+    test: TestSet, arm: str, critic: Path, seed: int, proxy: Proxy, product: Path, *turns: str
+) -> None:
     """Evaluate one arm and keep the transcript, compressed reproducibly."""
-    written = critic.suffix == ".jsonl"
-    out = RUNS / f"{product.name.removesuffix('.jsonl.gz')}"
+    out = RUNS / product.name.removesuffix(".jsonl.gz")
+    samples = ROUNDS if turns else SAMPLES
+    drawn = ["--samples", str(samples), "--temperature", "1.0", *turns]
     _run(
         [
             *(_PYTHON, "-m", "ctrl_megatron.commands.evaluate"),
             *("--config", str(CONFIG), f"{arm}={critic}"),
             *("--out", str(out), "--seeds", str(seed)),
-            *([] if written else ["--samples", str(SAMPLES), "--temperature", "1.0"]),
+            *([] if critic.suffix == ".jsonl" else drawn),
             "--set",
-            *(f"data.train_files={DATA / 'rl'}.parquet", f"data.val_files={DATA / test}.parquet"),
+            f"data.train_files={DATA / 'rl.parquet'}",
+            f"data.val_files={test.folder / test.name}.parquet",
             f"actor_rollout_ref.model.path={MODEL}",
-            f"actor_rollout_ref.proxy.model.path={_model('proxy')}",
+            *proxy.settings,
         ]
     )
+    _keep(product, part_file(out, arm, seed).read_bytes())
+
+
+def _keep(product: Path, content: bytes) -> None:
     product.parent.mkdir(parents=True, exist_ok=True)
     part = product.with_name(product.name + ".part")
-    part.write_bytes(gzip.compress(part_file(out, arm, seed).read_bytes(), mtime=0))
+    part.write_bytes(gzip.compress(content, mtime=0))
     part.rename(product)
 
 
-def curve_file(folder: Path, arm: str, seed: int) -> Path:
-    """The file with the steps of an RL run."""
-    return folder / f"curve.{arm}.seed{seed}.jsonl"
+def _judge_public(test: TestSet, transcript: Path, product: Path) -> None:
+    """Keep which revisions of the first round pass the public test."""
+    from ctrl_megatron.generation.solutions import judge_attempts
+    from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+
+    turns = [turn_from(record, place) for place, record in read_placed_lines(transcript)]
+    first = [turn for turn in turns if turn.turn == 1]
+    rows = read_rows([str(test.folder / f"{test.name}.parquet")])
+    attempts = {row.id: row.attempt() for row in rows}
+
+    async def judge(endpoint: str) -> list[bool]:
+        asked = []
+        for turn in first:
+            attempt = attempts[turn.attempt]
+            public = replace(attempt.problem, selected_uts=attempt.problem.selected_uts[:1])
+            asked.append(replace(attempt, problem=public, solution=turn.revision))
+        async with SandboxClient(endpoint) as client:
+            return [verdict.accepted for _, verdict in await judge_attempts(client, asked)]
+
+    with EmbeddedSandbox.start() as sandbox:
+        passed = asyncio.run(judge(sandbox.endpoint))
+    _keep(product, "".join(map(public_line, first, passed)).encode())
+
+
+def public_line(turn: Turn, passed: bool) -> str:
+    """The line that keeps whether a revision passes the public test."""
+    place = {"critic": turn.critic, "attempt": turn.attempt, "seed": turn.seed}
+    return json.dumps({**place, "sample": turn.sample, "passed": passed}) + "\n"
 
 
 def _keep_curve(run: str, product: Path) -> None:
-    """Write the seconds and the reward of each step."""
+    """Write ``KEPT_METRICS`` and those of tasks of every step that has been made."""
     from ctrl_megatron.metrics.report.run_files import read_run_files
 
     series = read_run_files(RUNS / run).series or {}
-    lines = [
-        json.dumps({"step": step, _SECONDS: seconds, _GAIN: gain}) + "\n"
-        for (step, seconds), (_, gain) in zip(series[_SECONDS], series[_GAIN], strict=True)
-    ]
+    steps: dict[int, dict[str, float]] = {}
+    for name, points in series.items():
+        if name in KEPT_METRICS or name.startswith(TASK):
+            for step, value in points:
+                steps.setdefault(step, {"step": step})[name] = value
+    lines = [json.dumps(steps[step]) + "\n" for step in sorted(steps)]
     write_whole(product, "".join(lines))
 
 
-# Tables
-
-
-def kept_turns(folder: Path, test: str) -> list[Turn]:
-    """All transcripts of a test set: baselines first, then SFT and the arms compared with it."""
-    turns = []
-    for path in sorted(folder.glob(f"{test}.*.jsonl.gz")):
-        turns += [turn_from(record, place) for place, record in read_placed_lines(path)]
-    return turns
-
-
-def results_of(turns: Sequence[Turn]) -> list[CriticResult]:
-    """Results of all arms; gains of trained arms are over SFT, for the seeds of both."""
-    trained = [t for t in turns if t.critic in ARMS]
-    order = {arm: place for place, arm in enumerate(ARMS)}
-    trained.sort(key=lambda t: order[t.critic])
-    found: list[CriticResult] = []
-    for name in LINES:
-        line = [t for t in turns if t.critic == name]
-        found += evaluate_turns(line, ks=(1, SAMPLES)) if line else []
-    return found + (evaluate_turns(trained, ks=(1, SAMPLES)) if trained else [])
-
-
-def markdown(test: str, turns: Sequence[Turn]) -> str:
-    """The tables of a test set, without columns for rates that no arm has."""
-    results = results_of(turns)
-    known = [name for name in _RATES if any(name in r.last for r in results)]
-    heads = ("arm", "seeds", *known, "pass_rate over SFT")
-    lines = [f"## {test.replace('_', ' ').capitalize()}", "", _counted(turns), "", _row(heads)]
-    lines.append(_row(["---"] * len(heads)))
-    before = results[0].curves[0]
-    lines.append(_row(["first solutions", "", *(_told(before.get(name)) for name in known), ""]))
-    for r in results:
-        rates = [_told(r.last.get(name)) for name in known]
-        seeds = ", ".join(map(str, r.seeds))
-        lines.append(_row([r.critic, seeds, *rates, _told(r.gains.get("pass_rate"))]))
-    lines += ["", "Gains by seed:", "", _row(("arm", *(f"seed {s}" for s in SEEDS)))]
-    lines.append(_row(["---"] * (1 + len(SEEDS))))
-    for arm in [arm for arm in ARMS if arm != "SFT"]:
-        gains = [_gain(turns, arm, seed) for seed in SEEDS]
-        lines.append(_row([arm, *("open" if gain is None else _told(gain) for gain in gains)]))
-    return "\n".join(lines) + "\n"
-
-
-def _counted(turns: Sequence[Turn]) -> str:
-    """The sentence that says what the rates count."""
-    attempts = {turn.attempt for turn in turns}
-    problems = {turn.problem_id for turn in turns}
-    return (
-        f"{len(attempts)} first solutions of {len(problems)} problems; every problem counts the "
-        f"same. pass@{SAMPLES} is shown if every problem has {SAMPLES} chains, F1 if some first "
-        "solutions are right and some wrong."
-    )
-
-
-def _gain(turns: Sequence[Turn], arm: str, seed: int) -> Estimate | None:
-    both = [t for name in ("SFT", arm) for t in turns if (t.critic, t.seed) == (name, seed)]
-    found = {r.critic: r for r in evaluate_turns(both)} if both else {}
-    return found[arm].gains.get("pass_rate") if len(found) == 2 else None
-
-
-def _told(rate: Estimate | None) -> str:
-    if rate is None:
-        return ""
-    around = "" if rate.low is None else f" [{rate.low:.3f}, {rate.high:.3f}]"
-    return f"{rate.value:.3f}{around}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def plot(test: str, results: Sequence[CriticResult], path: Path) -> None:
-    """Draw the share of tests that revisions pass, one bar per arm with its 90 % interval, from the
-    highest to the lowest. A vertical line marks the pass rate before any critique.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = test
-    from matplotlib import pyplot
-
-    ordered = sorted(results, key=lambda result: result.last["pass_rate"].value)
-    figure, axes = pyplot.subplots(figsize=(7, 0.38 * len(ordered) + 1.6))
-    for place, result in enumerate(ordered):
-        rate = result.last["pass_rate"]
-        low = rate.value if rate.low is None else rate.low
-        high = rate.value if rate.high is None else rate.high
-        color = "#1f5fa8" if result.critic in ARMS else "#a8b4c2"
-        axes.barh(place, rate.value, height=0.62, color=color)
-        axes.plot([low, high], [place, place], color="#222222", linewidth=1.2)
-        axes.annotate(
-            f"{rate.value:.0%}", (high, place), (5, 0), textcoords="offset points", va="center"
-        )
-    before = ordered[0].curves[0]["pass_rate"].value
-    axes.axvline(before, color="#b3261e", linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"before critique: {before:.0%}",
-        (before, len(ordered) - 0.4),
-        (4, 0),
-        textcoords="offset points",
-        color="#b3261e",
-        va="bottom",
-    )
-    axes.set_ylim(-0.6, len(ordered) + 0.2)
-    axes.set_xlim(0, 1)
-    axes.xaxis.set_major_formatter("{x:.0%}")
-    axes.set_yticks(range(len(ordered)), [result.critic for result in ordered])
-    axes.set_xlabel("share of tests passed after revision, with 90 % intervals")
-    axes.set_title(f"What the critique is worth: {test.replace('_', ' ')}")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-
-
-def kept_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Seconds of reinforcement and what critiques earn beyond the first solutions, step by step:
-    the means of the seeds that are kept, by estimator.
-    """
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for arm, name in (("grpo", "GRPO"), ("ppo", "PPO")):
-        seeds = [seed for seed in SEEDS if curve_file(folder, arm, seed).exists()]
-        runs = [read_json_lines(curve_file(folder, arm, seed)) for seed in seeds]
-        ended = [accumulate(step[_SECONDS] for step in run) for run in runs]
-        earned = [[step[_GAIN] for step in run] for run in runs]
-        if runs:
-            label = f"{name}, seeds {', '.join(map(str, seeds))}"
-            seconds = [round(fmean(at)) for at in zip(*ended, strict=True)]
-            gains = [fmean(at) for at in zip(*earned, strict=True)]
-            curves[label] = list(zip(seconds, gains, strict=True))
-    return curves
-
-
-def write_tables(folder: Path, out: Path) -> None:
-    """``tables.md`` and a plot of each test set in ``out``, and one of the RL runs where their
-    steps are kept. UserError without any transcript.
-    """
-    parts = []
-    for test in TESTS:
-        turns = kept_turns(folder, test)
-        if turns:
-            parts.append(markdown(test, turns))
-            plot(test, results_of(turns), out / f"{test}.svg")
-    if not parts:
-        raise UserError(f"{folder} holds no transcript yet", remedy="run tools/study.py first")
-    if curves := kept_curves(folder):
-        from ctrl_megatron.metrics.report.figures import curve_svg
-
-        label = "seconds; reward beyond the first solutions'"
-        write_whole(out / "curves.svg", curve_svg(curves, x_label=label))
-    write_whole(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))
+# The command
 
 
 def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
@@ -388,32 +396,65 @@ def in_order(wanted: str, known: dict[str, Piece]) -> Iterator[Piece]:
     yield known[wanted]
 
 
+def lacking(pieces: Iterable[Piece]) -> list[Path]:
+    """The user's files that unfinished pieces read and that are not there."""
+    given = (file for p in pieces if not p.product.exists() for file in p.given)
+    return list(dict.fromkeys(file for file in given if not file.exists()))
+
+
 @command("study", stopped="the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the missing pieces. Exit codes: 0 done, 2 wrong input or a failed piece, 130."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--piece", help="make this one and what it needs")
+    parser.add_argument("--piece", help="make this one and what it needs; * matches any text")
     parser.add_argument("--list", action="store_true", help="say which pieces are there")
     parser.add_argument("--tables", action="store_true", help="only tables and plots, of what is")
+    parser.add_argument(
+        "--solutions", type=Path, default=SOLUTIONS, help="programs that models wrote, with tests"
+    )
+    parser.add_argument(
+        "--humanevalpack", type=Path, default=HUMANEVALPACK, help="HumanEvalPack's Python file"
+    )
     options = parser.parse_args(arguments)
-    known = pieces()
-    if options.piece is not None and options.piece not in known:
+    known = pieces(options.solutions, options.humanevalpack)
+    named = [name for name in known if options.piece and fnmatchcase(name, options.piece)]
+    if options.piece is not None and not named:
         raise UserError(f"--piece: there is no {options.piece!r}", remedy="see --list")
     if options.list:
         for piece in known.values():
             print(f"{'there' if piece.product.exists() else 'open':<6} {piece.name}")
         return 0
     if not options.tables:
-        measured = [name for name in known if name.startswith(("measure.", "curve."))]
-        for wanted in [options.piece] if options.piece else measured:
-            for piece in in_order(wanted, known):
-                if not piece.product.exists():
-                    print(f"study: {piece.name}", flush=True)
-                    piece.work()
+        kept = [name for name in known if name.startswith(("measure.", "curve.", "public."))]
+        for wanted in named or kept:
+            _make(list(in_order(wanted, known)), required=bool(named))
     if options.piece is None:
         write_tables(KEPT, HOME)
         print(f"wrote {HOME / 'tables.md'}")
     return 0
+
+
+def _make(order: Sequence[Piece], *, required: bool) -> None:
+    """Make the missing ones of ``order``. Where a file of the user's is not there, the last piece
+    is left out, or UserError is raised if it is ``required``.
+    """
+    wanted = order[-1]
+    if wanted.product.exists():
+        return
+    if missing := lacking(order):
+        files = ", ".join(map(str, missing))
+        if required:
+            raise UserError(
+                f"{wanted.name} reads {files}, which is not there",
+                remedy="docs/study.md says where it comes from; --solutions and --humanevalpack "
+                "name other places",
+            )
+        print(f"study: {wanted.name} is left out: {files} is not there", flush=True)
+        return
+    for piece in order:
+        if not piece.product.exists():
+            print(f"study: {piece.name}", flush=True)
+            piece.work()
 
 
 if __name__ == "__main__":

@@ -51,14 +51,15 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
     reduce: Reduce = nothing_to_add,
+    whiten: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: (whitened advantages, returns).
 
     With the valid tokens of a row numbered 0, 1, ..., and V = 0 after the last:
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t.
-    The advantages are whitened over all tokens of the batch (``masked_whiten``), returns are not.
-    Source: arXiv 1506.02438, equation 16. Raises ValueError for shapes that differ and if the mask
-    selects fewer than two tokens.
+    ``whiten`` whitens the advantages over all tokens of the batch (``masked_whiten``); returns are
+    as they are. Source: arXiv 1506.02438, equation 16. Raises ValueError for shapes that differ and
+    if the mask selects fewer than two tokens to whiten.
     """
     check_shapes(
         response_mask=response_mask, token_level_rewards=token_level_rewards, values=values
@@ -68,7 +69,9 @@ def compute_gae_advantage_return(
     sums = discounted_sums(deltas, response_mask, gamma * lam)
     dtype = floating_dtype(token_level_rewards)
     advantages, returns = sums.to(dtype), (sums + own).to(dtype)
-    return masked_whiten(advantages, response_mask, reduce=reduce), returns
+    if whiten:
+        advantages = masked_whiten(advantages, response_mask, reduce=reduce)
+    return advantages, returns
 
 
 @register_adv_est("reinforce_plus_plus")

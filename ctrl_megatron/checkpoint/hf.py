@@ -20,7 +20,7 @@ from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -45,7 +45,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """
     given = read_shape(directory, model.shape.strategy)
     starts = model.shape.value_head and not given.value_head
-    filled = value_shape(given) if starts and isinstance(given, ModelShape) else given
+    filled = value_shape(given) if starts else given
     if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
         wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]

@@ -184,6 +184,20 @@ class Megatron:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpConfig:
+    """How ranks share the models with ``actor_rollout_ref.actor.strategy=fsdp``."""
+
+    fsdp_size: int = key(
+        -1,
+        COUNT_OR_MINUS_1,
+        read=when("actor_rollout_ref.actor.strategy", "fsdp"),
+        stage="both",
+    )
+    """Consecutive ranks that share one copy of every model; several copies are hybrid sharding.
+    -1: all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
     """The policy update; the value model's update uses these keys unless ``critic`` has its own."""
 
@@ -239,6 +253,7 @@ class Actor:
     """Largest global gradient norm."""
     optim: Optim = group(Optim)
     megatron: Megatron = group(Megatron, stage="both")
+    fsdp_config: FsdpConfig = group(FsdpConfig, stage="both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

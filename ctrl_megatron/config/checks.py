@@ -141,6 +141,12 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"pipeline_model_parallel_size={pipeline} does not divide the {world_size} ranks that "
             f"were started; start a multiple of {model_size} ranks or change the sizes"
         )
+    copy = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if copy != -1 and world_size % copy:
+        raise UserError(
+            f"{_A}fsdp_config.fsdp_size={copy} does not divide the {world_size} ranks that were "
+            f"started; choose a divisor of {world_size}, or -1"
+        )
     expert, stage = megatron.expert_tensor_parallel_size or tensor, world_size // pipeline
     if stage % (expert * megatron.expert_model_parallel_size):
         raise UserError(
@@ -226,7 +232,16 @@ def _names(config: Config) -> Iterator[str]:
             one_of(names, value_of(config, key))
         except ValueError as error:
             own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
-            yield f"{key} {error}; {own}"
+            yield f"{key} {error}; {loss_hint(key, config) or own}"
+
+
+def loss_hint(key: str, config: Config) -> str:
+    """A remedy where the estimator has the name of a policy loss, as gspo in siiRL's guide; empty
+    for any other key and name."""
+    name = config.algorithm.adv_estimator
+    if key != "algorithm.adv_estimator" or name not in POLICY_LOSSES:
+        return ""
+    return f"{name} is a policy loss: set {_A}policy_loss={name}, and {key}=grpo for its advantages"
 
 
 def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
@@ -312,6 +327,14 @@ def _parallelism(config: Config) -> Iterator[str]:
             "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
             f"{_R}placement=dedicated"
         )
+    placement = config.placement
+    if placement.auto and (placement.critic or placement.reference):
+        yield (
+            "placement.auto=true chooses the ranks of both roles; leave placement.critic and "
+            "placement.reference out, or placement.auto"
+        )
+    if placement.auto and config.trainer.min_nnodes is not None:
+        yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"
     yield from _engine(config, _R, rollout)
     yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
@@ -329,8 +352,6 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if family.actor.strategy == "megatron":
         return
     megatron = f"set {_A}strategy=megatron"
-    if purpose == "rl" and config.needs_values:
-        yield f"{key} has no value models, which algorithm.adv_estimator=gae trains; {megatron}"
     if family.model.lora_rank:
         rank = f"actor_rollout_ref.model.lora_rank={family.model.lora_rank}"
         yield f"{key} has no adapters, of {rank}; set it to 0, or {megatron}"
@@ -339,18 +360,22 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
             f"{_M}recompute_granularity=selective is not possible with {key}, which recomputes "
             "whole layers; set it to full, or leave it out"
         )
-    if config.trainer.nnodes > 1:
+    size, each = family.actor.fsdp_config.fsdp_size, config.trainer.n_gpus_per_node
+    if config.trainer.nnodes > 1 and (size == -1 or each % size):
         yield (
-            f"{key} shards weights over all ranks, and engines get them from one host; set "
-            f"trainer.nnodes=1, or {megatron}"
+            f"{_A}fsdp_config.fsdp_size={size} spreads a copy of the weights over several hosts, "
+            "each of which fills its own engines and files; set it to "
+            f"trainer.n_gpus_per_node={each} or a divisor of that"
         )
     rollout = family.rollout
     if purpose == "sft":
         return
-    if config.placement.reference:
-        yield f"{key} has all models on all ranks; leave placement.reference out, or {megatron}"
-    if rollout.name != "hf":
-        yield f"{key} trains with {_R}name=hf only; set that, or {megatron}"
+    for name in ("reference", "critic", "auto"):
+        if getattr(config.placement, name):
+            yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
+    if ENGINES[rollout.name].denoises:
+        able = ", ".join(name for name, kind in ENGINES.items() if not kind.denoises)
+        yield f"{key} has no masked-diffusion models; set {_R}name to one of {able}, or {megatron}"
     if rollout.weight_transport in _CUT:
         yield (
             f"{key} does not know how engines cut a model, which {_R}weight_transport="
@@ -534,8 +559,9 @@ def _coupled(config: Config) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "remax":
         yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
-    if config.placement.reference:
-        yield f"{why}, whose masks stay on the actor's ranks; leave placement.reference out"
+    for name in ("reference", "auto"):
+        if getattr(config.placement, name):
+            yield f"{why}, whose masks stay on the actor's ranks; leave placement.{name} out"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name) != "none":
             yield (
@@ -547,11 +573,12 @@ def _coupled(config: Config) -> Iterator[str]:
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
     key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
-    if config.refreshes_reference and config.placement.reference:
-        yield (
-            f"{key} copies weights from the actor's ranks, and placement.reference puts the "
-            "reference on others; leave one of them out"
-        )
+    for name in ("reference", "auto"):
+        if config.refreshes_reference and getattr(config.placement, name):
+            yield (
+                f"{key} copies weights from the actor's ranks, and placement.{name} puts the "
+                "reference on others; leave one of them out"
+            )
     if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
         yield (
             f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="

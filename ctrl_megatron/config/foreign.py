@@ -22,6 +22,10 @@ RENAMED: Mapping[str, str] = {
     _OPTIM + "warmup_style": _OPTIM + "lr_scheduler_type",
     _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
     _OPTIM + "lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
+    **{
+        f"{_ACTOR}fsdp_config.{name}": _MEGATRON + name
+        for name in ("param_offload", "optimizer_offload")
+    },
     "data.seed": "trainer.seed",
     "algorithm.f_norm": "algorithm.adv_estimator_options",
     "sft.max_token_len_per_gpu": _TOKENS,
@@ -92,6 +96,7 @@ RENAMED: Mapping[str, str] = {
     "dataset_prompt_column": "data.prompt_key",
     "beta": _ACTOR + "kl_loss_coef",
     "epsilon": _ACTOR + "clip_ratio",
+    "epsilon_high": _ACTOR + "clip_ratio_high",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "num_generations": _ROLLOUT + "n",
     "num_iterations": _ACTOR + "ppo_epochs",
@@ -119,7 +124,8 @@ RENAMED: Mapping[str, str] = {
 """Keys of CTRL, siiRL, verl or DiffuCoder -> the key with the same meaning here."""
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
-_NO_FSDP_KEYS = f"{_ACTOR}strategy=fsdp shards over all ranks and has no keys of its own"
+_FSDP = _ACTOR + "fsdp_config."
+_OTHER_FSDP = f"{_FSDP}fsdp_size and the keys of {_MEGATRON} that are read are all there is to set"
 _WHOLE_RUN = "the schedule lasts the whole run"
 _EVERY_STEP = "every step is logged"
 _WANDB = "the libraries of wandb read their own variables, WANDB_ENTITY among them"
@@ -135,8 +141,14 @@ ABSENT: Mapping[str, str] = {
         (f"{_LORA}.adapter_path", f"{_LORA}_adapter_path"),
         "adapters begin anew; merge older ones into the model directory",
     ),
-    _ACTOR + "fsdp_config": _NO_FSDP_KEYS,
-    "actor_rollout_ref.ref.fsdp_config": _NO_FSDP_KEYS,
+    **{
+        _FSDP + name: _OTHER_FSDP
+        for name in (
+            *("wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch"),
+            *("model_dtype", "use_orig_params", "mixed_precision", "use_torch_compile"),
+        )
+    },
+    "actor_rollout_ref.ref.fsdp_config": "the reference is shared like the actor",
     **dict.fromkeys(
         map(
             "actor_rollout_ref.ref.megatron.{}".format,
@@ -171,7 +183,7 @@ ABSENT: Mapping[str, str] = {
     ),
     "trainer.log_val_generations": "runs/NAME/examples.jsonl has texts of every step",
     "trainer.val_only": "ctrl-evaluate scores models without training",
-    "ray_kwargs": "torchrun, srun or --nproc-per-node start the ranks",
+    "ray_kwargs": "torchrun, srun, or --launcher ray with RAY_ADDRESS start the ranks",
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
@@ -226,6 +238,8 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
     siblings = list(field_types(group))
     if near := nearest(last, siblings):
         candidates = [f"{prefix}.{near}" if prefix else near]
+    elif last in RENAMED:  # a name without groups, as TRL has them
+        return f"unknown key {name!r}: here that is {RENAMED[last]}"
     else:
         elsewhere = nearest(last, {k.rpartition(".")[2] for k in keys})
         candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]

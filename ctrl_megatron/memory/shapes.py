@@ -69,9 +69,13 @@ def trained_shapes(config: Config, purpose: Purpose) -> list[AnyShape]:
     """The shapes of the models that the run trains, of either strategy; raises as
     ``model_shapes``."""
     family = config.actor_rollout_ref
-    if family.actor.strategy == "fsdp":
-        return [read_shape(family.model.path, family.actor.strategy)]
-    return [*model_shapes(config, purpose).trained]
+    own, strategy = family.model.path, family.actor.strategy
+    if strategy == "megatron":
+        return [*model_shapes(config, purpose).trained]
+    shapes = [read_shape(own, strategy)]
+    if purpose == "rl" and config.needs_values:
+        shapes.append(value_shape(read_shape(config.critic.model.path or own, strategy)))
+    return shapes
 
 
 def _shape(directory: str, same: Path | None) -> ModelShape:

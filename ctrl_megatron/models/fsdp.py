@@ -1,5 +1,4 @@
-"""The strategy ``fsdp``: transformers' own modules, whose rows torch's FSDP2 shares among the data
-ranks.
+"""The strategy ``fsdp``: transformers' own modules, whose rows torch's FSDP2 shares among ranks.
 
 The whole model computes on every rank: before a layer its weights are gathered, after it they are
 freed. A rank keeps its rows of every weight in float32; they are cast to the model's type where
@@ -16,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -28,7 +28,11 @@ from ctrl_megatron.models.shape import TransformersShape
 from ctrl_megatron.models.sharded_adam import ShardedAdam
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
-from ctrl_megatron.models.transformers_model import empty_model, register_attention
+from ctrl_megatron.models.transformers_model import (
+    ReadsValues,
+    empty_model,
+    register_attention,
+)
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
@@ -83,6 +87,20 @@ def _attention(
 register_attention(_PACKED, _attention)
 
 
+def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
+    """torch's mesh of the ranks: those that share a copy, and the copies where there are several
+    (hybrid sharding)."""
+    layout, device = groups.layout, groups.device.type
+    if layout.copies == 1:
+        return DeviceMesh.from_group(groups.shards, device, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(
+        [groups.copies, groups.shards],
+        device,
+        mesh=torch.tensor(groups.ranks).view(layout.copies, layout.copy_size),
+        mesh_dim_names=("copy", "shard"),
+    )
+
+
 class FsdpStrategy:
     """A ``models.strategy.Strategy``."""
 
@@ -93,16 +111,18 @@ class FsdpStrategy:
         self._shape, self._groups, self._options = shape, groups, options
         self._dtype = DTYPES[options.build.dtype]
         self.packs = True
-        self._module, self._blocks = empty_model(shape.config, torch.float32)
-        self._project()
+        model, self._blocks = empty_model(shape.config, torch.float32)
+        self._config = model.config
+        self._module: Any = ReadsValues(model) if shape.value_head else model
+        self._head: Any = self._module.score if shape.value_head else model.get_output_embeddings()
+        if not shape.value_head:
+            self._project()
         if options.build.recompute_granularity == "full" and options.optimizer is not None:
-            self._module.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
             for block in self._blocks:
                 # transformers recomputes a layer that trains; what is in it has no dropout so.
                 block.training = True
-        mesh = DeviceMesh.from_group(
-            groups.megatron.dp, groups.device.type, mesh_dim_names=("data",)
-        )
+        mesh = _device_mesh(groups)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         modules: Any = (*self._blocks, self._module)
         for module in modules:
@@ -120,8 +140,7 @@ class FsdpStrategy:
     def _project(self) -> None:
         """Let the output layer pass on its input in packed passes: vocabulary and softmax are
         computed together (``parallel.vocab``), from the hidden states as the family scales them."""
-        head = self._module.get_output_embeddings()
-        project = head.forward
+        head, project = self._head, self._head.forward
         head.forward = lambda hidden: hidden if self.packs else project(hidden)
 
     @cached_property
@@ -183,22 +202,25 @@ class FsdpStrategy:
         return reports
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
-        """(1, T, H) hidden states before the output layer of a packed pass, else (1, N, V) logits
-        for the response tokens of one row."""
-        arguments: dict[str, Any] = {"packed": micro.packed}
+        """(1, T, H) hidden states before the output layer of a packed pass and of a value model,
+        else (1, N, V) logits for the response tokens of one row."""
+        self._config._attn_implementation = self._attention_name
+        arguments: dict[str, Any] = {"input_ids": micro.tokens, "position_ids": micro.positions}
+        arguments["use_cache"] = False
+        if self.packs:
+            arguments["packed"] = micro.packed
+        if self._shape.value_head:
+            return self._module(**arguments)
         if not self.packs:
-            arguments = {"logits_to_keep": micro.predictors}
-        self._module.config._attn_implementation = self._attention_name
-        return self._module(
-            input_ids=micro.tokens, position_ids=micro.positions, use_cache=False, **arguments
-        ).logits
+            arguments["logits_to_keep"] = micro.predictors
+        return self._module(**arguments).logits
 
     @property
     def _attention_name(self) -> str:
         if self.packs:
             return _PACKED
         # torch's own attention leaves soft caps out.
-        capped = getattr(self._module.config, "attn_logit_softcapping", None) is not None
+        capped = getattr(self._config, "attn_logit_softcapping", None) is not None
         return "eager" if capped else "sdpa"
 
     def log_probs(
@@ -211,7 +233,7 @@ class FsdpStrategy:
             return chosen, -(logs.exp() * logs).sum(-1)
         return linear_log_probs(
             output.squeeze(0)[micro.predictors],
-            self._module.get_output_embeddings().weight,
+            self._head.weight,
             micro.targets,
             vocab_size=self._shape.vocab_size,
             temperature=temperature,
@@ -219,8 +241,10 @@ class FsdpStrategy:
         )
 
     def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-        """NotImplementedError: value models are built by Megatron."""
-        raise NotImplementedError("strategy 'fsdp' has no value models")
+        """As in ``Strategy``."""
+        hidden = output.squeeze(0)[micro.predictors].float()
+        head = self._head
+        return F.linear(hidden, head.weight.float(), head.bias.float()).squeeze(-1)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -241,9 +265,10 @@ class FsdpStrategy:
         plain = self._sample()
         self.packs = True
         gap = float((packed - plain).abs().max())
+        what = "hidden states" if self._shape.value_head else "log-probs"
         if not gap <= _GAPS[self._dtype]:
             raise UserError(
-                f"log-probs of packed rows of a {self._shape.family!r} model differ by {gap:.2g} "
+                f"{what} of packed rows of a {self._shape.family!r} model differ by {gap:.2g} "
                 "from those of the same rows apart: strategy 'fsdp' does not compute this model",
                 key="actor_rollout_ref.actor.strategy",
                 remedy="set it to megatron if that knows the family, or name another model",
@@ -251,23 +276,26 @@ class FsdpStrategy:
 
     def _obstacles(self) -> dict[str, None]:
         """What config.json and the modules say against packed passes."""
-        config, head = self._module.config, self._module.get_output_embeddings()
-        found = {}
+        config, found = self._config, {}
         kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
         if kinds:
             found[f"layer_types has {', '.join(sorted(kinds))}"] = None
+        if self._shape.value_head:
+            return found
         if getattr(config, "final_logit_softcapping", None) is not None:
             found["its logits have soft caps"] = None
-        if getattr(head, "bias", None) is not None:
+        if getattr(self._head, "bias", None) is not None:
             found["its output layer has a bias"] = None
         return found
 
     def _sample(self) -> torch.Tensor:
-        """Log-probs of three short rows with one prompt. Collective."""
+        """Log-probs of three short rows with one prompt, or a random projection of a value model's
+        hidden states, whose head is zero at first. Collective."""
         generator = torch.Generator().manual_seed(0)
         prompt, width, rows = 7, 6, 3
         tokens = torch.randint(self._shape.vocab_size, (rows, prompt + width), generator=generator)
         tokens[:, :prompt] = tokens[0, :prompt]
+        direction = F.normalize(torch.randn(self._shape.hidden_size, generator=generator), dim=0)
         answered = torch.arange(width) < torch.tensor([[6], [3], [5]])
         attended = torch.cat([torch.ones(rows, prompt, dtype=torch.bool), answered], dim=1)
         found = torch.zeros(rows, width, device=self._groups.device)
@@ -281,7 +309,12 @@ class FsdpStrategy:
             apart=not self.packs,
         ):
             output = self.forward(micro)
-            found[micro.rows] = micro.to_rows(self.log_probs(None, micro, output, 1.0)[0])
+            if self._shape.value_head:
+                hidden = output.squeeze(0)[micro.predictors].float()
+                numbers = hidden @ direction.to(hidden.device)
+            else:
+                numbers, _ = self.log_probs(None, micro, output, 1.0)
+            found[micro.rows] = micro.to_rows(numbers)
         self._module.reshard()
         return found
 

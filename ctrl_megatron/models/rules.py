@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ctrl_megatron.models.shape import (
+    VALUE_HEAD,
     AnyShape,
     Attention,
     Dense,
@@ -31,10 +32,11 @@ from ctrl_megatron.models.shape import (
 from ctrl_megatron.parallel.layout import MeshName
 from ctrl_megatron.types import Lora
 
-Kind = Literal["replicated", "row", "vocab", "qkv", "column", "data"]
+Kind = Literal["replicated", "row", "vocab", "qkv", "column", "shard"]
 """How the tensor ranks share a parameter: each has its part of the columns (``row``), or of the
-rows of every tensor, one after the other (``column``) or by query group (``qkv``). The data ranks
-share the rows of a ``data`` parameter, of which the last may have fewer or none."""
+rows of every tensor, one after the other (``column``) or by query group (``qkv``). The ranks of a
+copy of whole modules share the rows of a ``shard`` parameter, of which the last may have fewer or
+none."""
 Part = Literal["embedding", "layer", "final_norm", "output"]
 
 
@@ -73,8 +75,6 @@ class ParamRule:
             yield HfTensor(tensor.name.format(i=layer, e=expert), tensor.shape)
 
 
-VALUE_HEAD = "score"
-"""The name of the head in transformers' token classification models."""
 ADAPTED = "base_model.model."
 """The beginning of the names of PEFT's tensors."""
 LORA_A = ".lora_A.weight"
@@ -115,14 +115,16 @@ def rules(shape: AnyShape) -> tuple[ParamRule, ...]:
 
 
 def _as_they_are(shape: TransformersShape) -> Iterator[ParamRule]:
-    """The parameters of a module tree: each is one tensor, and the data ranks share its rows."""
+    """The parameters of a module tree: each is one tensor, and the ranks of a copy share its
+    rows."""
     before: Part = "embedding"
     for layer, tensor in shape.tensors:
         if layer is not None:
             before = "final_norm"
-            yield ParamRule("layer", tensor.name, (tensor,), "data", layers=(layer,))
+            layers, part = (layer,), "layer"
         else:
-            yield ParamRule(before, tensor.name, (tensor,), "data")
+            layers, part = (0,), before
+        yield ParamRule(part, tensor.name, (tensor,), "shard", layers=layers, mesh="module")
 
 
 def _in_files(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.types import Lora, StrategyName
@@ -191,6 +191,8 @@ class HfTensor:
     shape: tuple[int, ...]
 
 
+VALUE_HEAD = "score"
+"""The name of the head in transformers' token classification models."""
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -278,8 +280,11 @@ class TransformersShape:
     tensors: tuple[tuple[int | None, HfTensor], ...]
     """Every parameter with the layer that has it, in the order of the modules; None outside
     layers."""
+    outputs: tuple[str, ...] = ()
+    """The names of the output layer's parameters; a tied one is none of ``tensors``."""
+    value_head: bool = False
+    """As in ``ModelShape``."""
     strategy: ClassVar[StrategyName] = "fsdp"
-    value_head: ClassVar[bool] = False
     lora: ClassVar[None] = None
     diffusion: ClassVar[None] = None
     layers_left_out: ClassVar[int] = 0
@@ -292,8 +297,18 @@ class TransformersShape:
 
 AnyShape = ModelShape | TransformersShape
 """A model of either strategy."""
+_S = TypeVar("_S", bound=AnyShape)
 
 
-def value_shape(shape: ModelShape) -> ModelShape:
+def value_shape(shape: _S) -> _S:
     """The value model with the same decoder."""
+    if isinstance(shape, TransformersShape):
+        kept = [(layer, own) for layer, own in shape.tensors if own.name not in shape.outputs]
+        sizes = {"weight": (1, shape.hidden_size), "bias": (1,)}
+        head = [HfTensor(f"{VALUE_HEAD}.{leaf}", size) for leaf, size in sizes.items()]
+        shape = replace(
+            shape,
+            tensors=(*kept, *((None, tensor) for tensor in head)),
+            outputs=tuple(tensor.name for tensor in head),
+        )
     return replace(shape, value_head=True, tied_embeddings=False)

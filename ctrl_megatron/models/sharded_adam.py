@@ -20,7 +20,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 
 
 class ShardedAdam:
-    """A ``models.strategy.Optimizer`` of parameters whose rows the data ranks share."""
+    """A ``models.strategy.Optimizer`` of parameters whose rows the ranks of a copy share."""
 
     def __init__(
         self,
@@ -81,6 +81,8 @@ class ShardedAdam:
         """The norm over all ranks. Collective."""
         norms = [tensor.norm() for tensor in tensors if tensor is not None]
         squares = torch.stack(norms).double().square().sum() if norms else torch.zeros(())
+        # All copies have the same.
+        squares = squares / self._groups.layout.copies
         return math.sqrt(float(self._groups.sum_over_data(squares)))
 
     @torch.no_grad()

@@ -105,8 +105,8 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
 
 def _axes(rule: ParamRule) -> tuple[Axis, ...]:
     """The axes of the rule's mesh that cut its parameter."""
-    if rule.kind == "data":
-        return ("dp",)
+    if rule.kind == "shard":
+        return ("shard",)
     split: Axis = "tp" if rule.mesh == "dense" else "etp"
     own: tuple[Axis, ...] = () if rule.kind == "replicated" else (split,)
     return own if rule.mesh == "dense" else (*own, "ep")
@@ -126,7 +126,7 @@ def _pieces(
     if kind == "vocab":
         begin, real, share = vocab_range(full[0], index, parts)
         return (share, *tail), [_rows(first, begin, 0, real, tail)] if real else []
-    if kind == "data":
+    if kind == "shard":
         most = -(-full[0] // parts)
         begin = min(index * most, full[0])
         count = min(most, full[0] - begin)

@@ -13,11 +13,24 @@ import torch
 import transformers
 
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.shape import GroupedQueryAttention, HfTensor, TransformersShape
+from ctrl_megatron.models.shape import (
+    GroupedQueryAttention,
+    HfTensor,
+    TransformersShape,
+    value_shape,
+)
 
 _OF_FILES = (
     *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+    *(
+        "id2label",
+        "label2id",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+    ),
 )
 """Keys of config.json that change no forward pass."""
 _SIZES = ("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads")
@@ -79,9 +92,11 @@ def _shape(text: str, where: str) -> TransformersShape:
             )
         layer = next((layer_of[begin] for begin in layer_of if name.startswith(begin)), None)
         tensors.append((layer, HfTensor(name, tuple(weight.shape))))
+    head = model.get_output_embeddings()
+    (output,) = [name for name, module in model.named_modules() if module is head]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TransformersShape(
+    shape = TransformersShape(
         family=family,
         config=text,
         computed=json.dumps({k: v for k, v in given.items() if k not in _OF_FILES}, sort_keys=True),
@@ -96,7 +111,21 @@ def _shape(text: str, where: str) -> TransformersShape:
         tied_embeddings=bool(config.tie_word_embeddings),
         num_layers=len(blocks),
         tensors=tuple(tensors),
+        outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
     )
+    return value_shape(shape) if _has_value_head(given, where) else shape
+
+
+def _has_value_head(given: dict[str, Any], where: str) -> bool:
+    """Whether config.json describes a token classification model; UserError if it has several
+    labels."""
+    (architecture, *_) = given.get("architectures") or ("",)
+    if not architecture.endswith("ForTokenClassification"):
+        return False
+    # transformers writes no id2label for its default of two labels.
+    if (labels := len(given.get("id2label") or (0, 1))) != 1:
+        raise UserError(f"{where}: a value model has 1 label, this model has {labels}")
+    return True
 
 
 def _config(text: str) -> Any:
@@ -119,6 +148,25 @@ def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Mod
     names = model._no_split_modules or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     return model.eval(), blocks
+
+
+class ReadsValues(torch.nn.Module):
+    """The decoder of a language model with a head for values, under the names of transformers'
+    token classification models.
+
+    Its forward pass returns hidden states (1, T, H) after the final norm, as the decoder takes its
+    arguments; ``score`` is applied by its caller.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder_name: str = model.base_model_prefix
+        self.add_module(self.decoder_name, model.base_model)
+        self.score = torch.nn.Linear(model.config.hidden_size, 1, device="meta")
+
+    def forward(self, **arguments: Any) -> torch.Tensor:
+        """As described above."""
+        return getattr(self, self.decoder_name)(**arguments).last_hidden_state
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.devices import local_device
 from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Layout, World
@@ -102,6 +103,10 @@ class ProcessGroups(RankSet):
     """The groups that Megatron's parts are given."""
     alone: Any
     """This rank; for code of Megatron's that would cut sequences over context ranks itself."""
+    shards: Any
+    """The ranks that share one copy of FSDP's modules with this one."""
+    copies: Any
+    """The ranks that have this one's part of the other copies."""
     host_model: Any
     """The ranks of this model copy, which have this rank's data index, over gloo."""
     host_data: Any
@@ -216,9 +221,9 @@ def join(
         host_memory.keep()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=timeout, **rendezvous(launch, timeout)
-        )
+        met = rendezvous(launch, timeout)
+        _require_same(worlds, met["store"], launch.rank)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, **met)
     needed = sum(len(world.ranks) for world in worlds)
     if dist.get_world_size() != needed:
         raise ValueError(f"{dist.get_world_size()} ranks were started, the layout needs {needed}")
@@ -231,6 +236,20 @@ def join(
     )
     joined.groups.hosts.require_whole_tensor_groups(joined.world.layout)
     return joined
+
+
+def _require_same(worlds: Sequence[World], store: Any, rank: int) -> None:
+    """UserError where this rank has other worlds than rank 0, whose groups would never meet."""
+    own = repr([world.ranks for world in worlds])
+    if rank == 0:
+        store.set("worlds", own)
+    elif (first := store.get("worlds").decode()) != own:
+        raise UserError(
+            f"rank {rank} places its worlds on {own}, and rank 0 on {first}",
+            key="placement",
+            remedy="give all ranks the same settings; with placement=auto on machines of different "
+            "GPUs set placement.gpu_memory",
+        )
 
 
 def _collect(
@@ -291,6 +310,8 @@ def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
         "host_data": make.host.group_of(layout.split("dp")),
         "writers": make.writers.group_of(every),
         "megatron": megatron_groups(layout, make.devices),
+        "shards": make.devices.group_of(layout.split("shard")),
+        "copies": make.devices.group_of(layout.split("copy")),
         "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
     }
 

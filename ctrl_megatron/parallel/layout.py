@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from ctrl_megatron.config import Config
     from ctrl_megatron.config.actor_rollout_ref import Megatron
 
-Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
-"""Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks."""
-MeshName = Literal["dense", "expert"]
-REPLICAS: Mapping[MeshName, tuple[Axis, ...]] = {"dense": ("cp", "dp"), "expert": ("edp",)}
+Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp", "shard", "copy"]
+"""Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks; ranks that
+share one copy of whole modules, and the copies."""
+MeshName = Literal["dense", "expert", "module"]
+REPLICAS: Mapping[MeshName, tuple[Axis, ...]] = {
+    **{"dense": ("cp", "dp"), "expert": ("edp",)},
+    # Its optimizer keeps the state of what a rank holds.
+    "module": (),
+}
 """The axes over whose ranks a mesh's weights are always replicated, so that the distributed
 optimizer divides their state."""
 Indices = tuple[tuple[Axis, int], ...]
@@ -63,7 +68,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """The index of one rank on every axis of both meshes."""
+    """The index of one rank on every axis of all meshes."""
 
     tp: int
     cp: int
@@ -72,6 +77,8 @@ class Coordinates:
     etp: int
     ep: int
     edp: int
+    shard: int
+    copy: int
 
     def on(self, *axes: Axis) -> Indices:
         """The indices on ``axes``."""
@@ -80,11 +87,12 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel dimensions, which two meshes arrange in Megatron's default order.
+    """Sizes of the parallel dimensions, which meshes arrange in Megatron's default order.
 
     The mesh of dense weights counts tensor, context, data and pipeline ranks, that of expert
-    weights expert tensor, expert, expert data and pipeline ranks; both count the same ranks. Raises
-    UserError if the sizes of the expert mesh do not divide a pipeline stage.
+    weights expert tensor, expert, expert data and pipeline ranks, that of FSDP's modules the ranks
+    of a copy, copies and pipeline ranks; all count the same ranks. Raises UserError if the sizes of
+    a mesh do not divide a pipeline stage.
     """
 
     tensor: int = 1
@@ -97,6 +105,8 @@ class Layout:
     expert_tensor: int | None = None
     """Ranks that split one expert's weights; None: as many as ``tensor``."""
     sequence_parallel: bool = False
+    sharded: int | None = None
+    """Consecutive ranks that share one copy of whole modules; None: all."""
 
     def __post_init__(self) -> None:
         stage = self.tensor * self.context * self.data
@@ -107,6 +117,22 @@ class Layout:
                 f"expert_model_parallel_size={self.expert}; choose sizes whose product divides "
                 f"{stage}"
             )
+        if stage % self.copy_size:
+            raise UserError(
+                f"the {stage} ranks do not divide over copies of "
+                f"actor_rollout_ref.actor.fsdp_config.fsdp_size={self.copy_size} ranks",
+                remedy=f"choose a divisor of {stage}, or -1 for one copy",
+            )
+
+    @property
+    def copy_size(self) -> int:
+        """Number of ranks that share one copy of whole modules."""
+        return self.sharded or self.tensor * self.context * self.data
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of whole modules."""
+        return self.tensor * self.context * self.data // self.copy_size
 
     @property
     def expert_tensor_ranks(self) -> int:
@@ -152,6 +178,10 @@ class Layout:
                     ("pp", self.pipeline),
                 )
             )
+        if name == "module":
+            return Mesh(
+                sizes=(("shard", self.copy_size), ("copy", self.copies), ("pp", self.pipeline))
+            )
         rest = self.tensor * self.context * self.data // self.expert_ranks
         return Mesh(
             sizes=(
@@ -171,7 +201,9 @@ class Layout:
         """The coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
-        indices = self.mesh("dense").indices(rank) | self.mesh("expert").indices(rank)
+        indices: dict[Axis, int] = {}
+        for mesh in map(self.mesh, get_args(MeshName)):
+            indices |= mesh.indices(rank)
         return Coordinates(**indices)
 
     def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0, cp: int = 0) -> int:
@@ -259,8 +291,9 @@ class World:
         return self.roles[0]
 
 
-def layout_for(world_size: int, keys: Megatron) -> Layout:
-    """The layout of ``world_size`` ranks; the other sizes leave the data-parallel one."""
+def layout_for(world_size: int, keys: Megatron, fsdp_size: int = -1) -> Layout:
+    """The layout of ``world_size`` ranks; the other sizes leave the data-parallel one.
+    ``fsdp_size`` is the key of that name."""
     tensor, pipeline = keys.tensor_model_parallel_size, keys.pipeline_model_parallel_size
     context = keys.context_parallel_size
     model_size = tensor * context * pipeline
@@ -279,6 +312,7 @@ def layout_for(world_size: int, keys: Megatron) -> Layout:
         expert=keys.expert_model_parallel_size,
         expert_tensor=keys.expert_tensor_parallel_size,
         sequence_parallel=keys.sequence_parallel,
+        sharded=None if fsdp_size == -1 else fsdp_size,
     )
 
 
@@ -286,10 +320,13 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first."""
     from ctrl_megatron.config.placement import roles_apart
 
-    keys, apart = config.actor_rollout_ref.actor.megatron, roles_apart(config, world_size)
+    actor, apart = config.actor_rollout_ref.actor, roles_apart(config, world_size)
+    keys = actor.megatron
     taken = {rank for one in apart for rank in one.ranks}
     others = tuple(rank for rank in range(world_size) if rank not in taken)
-    worlds = [World(ranks=others, layout=layout_for(len(others), keys))]
+    worlds = [
+        World(ranks=others, layout=layout_for(len(others), keys, actor.fsdp_config.fsdp_size))
+    ]
     for one in apart:
         layout = Layout(
             tensor=one.layout.tensor_model_parallel_size,

@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.graph_file import pipeline_from_file
 from ctrl_megatron.pipeline.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
@@ -39,11 +40,13 @@ if TYPE_CHECKING:
         grpo_pipeline,
         ppo_pipeline,
     )
+    from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.repair import repair_pipeline
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DAGWorker",
     "DataCoordinator",
     "Environment",
     "Episodes",
@@ -72,6 +75,7 @@ __all__ = [
     "make_batch",
     "node_fields",
     "node_keys",
+    "pipeline_from_file",
     "ppo_pipeline",
     "repair_pipeline",
     "step_performance",
@@ -87,6 +91,7 @@ _LATER = {
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
     ),
     "step_performance": "performance",
+    "DAGWorker": "guide_worker",
     **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
     "embodied_srpo_pipeline": "embodied",
     "repair_pipeline": "repair",

@@ -21,7 +21,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
-from ctrl_megatron.models.hf_config import read_model_shape, read_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import Part
@@ -32,6 +32,7 @@ from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.guide_worker import GuideWorker
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
@@ -77,7 +78,7 @@ def build_worker(
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
             device.adopt(value)
-    worker = DAGWorker(
+    worker = GuideWorker(
         config=config,
         groups=groups,
         background=run.background,
@@ -116,7 +117,7 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         reference = build_reference(config, groups)
     if run.is_here("critic"):
         value = build_value_model(config, groups, steps)
-    worker = DAGWorker(
+    worker = GuideWorker(
         config=config,
         groups=groups,
         background=run.background,
@@ -362,7 +363,9 @@ def build_value_model(
         budget=config.actor_rollout_ref.update_token_budget,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    shape = adapted(value_shape(read_model_shape(path)), configured(config, value=True))
+    shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
+    if isinstance(shape, ModelShape):
+        shape = adapted(shape, configured(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()

@@ -203,7 +203,8 @@ def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer 
 
 
 def _worlds(config: Config, *, apart: bool) -> tuple[World, ...]:
-    size, megatron = read_launch().world_size, config.actor_rollout_ref.actor.megatron
+    size, actor = read_launch().world_size, config.actor_rollout_ref.actor
     if apart:
         return worlds_of(size, config)
-    return (World(ranks=tuple(range(size)), layout=layout_for(size, megatron)),)
+    layout = layout_for(size, actor.megatron, actor.fsdp_config.fsdp_size)
+    return (World(ranks=tuple(range(size)), layout=layout),)

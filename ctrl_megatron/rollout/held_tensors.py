@@ -68,8 +68,11 @@ def held_tensors(
             if (bias := getattr(module, "bias", None)) is not None:
                 held["bias"] = bias
             for kind, local in held.items():
+                names = fused.get(leaf, [leaf])
                 wholes = _hf_tensors(module, local, gather)
-                for name, whole in zip(fused.get(leaf, [leaf]), wholes, strict=True):
+                if len(names) == 1:  # also of projections that the files have in one tensor
+                    wholes = [torch.cat(wholes)]
+                for name, whole in zip(names, wholes, strict=True):
                     yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
             for name, state in module.named_parameters(recurse=False):
                 if name not in ("weight", "bias"):  # such as the bias of a router's choice

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged_batches import leaves_as_it_is, normal, ragged_mask, seeds, spoil, tokens
+from ragged_batches import normal, ragged_mask, seeds, spoil, tokens
 
 from ctrl_megatron.algorithms import (
     compute_gae_advantage_return,
@@ -159,8 +159,9 @@ def test_gae_equals_plain_python(seed: int, discount: tuple[float, float]) -> No
     rewards, values = normal(generator, 4, 6), normal(generator, 4, 6)
     want, want_returns = gae_oracle(rewards, values, mask, *discount)
     dirty = spoil(rewards, mask), spoil(values, mask), mask.float()
-    advantages, returns = compute_gae_advantage_return(*dirty, *discount, leaves_as_it_is)
+    advantages, returns = compute_gae_advantage_return(*dirty, *discount, whiten=False)
     torch.testing.assert_close(advantages, want, rtol=1e-6, atol=1e-9)
+    assert torch.all(advantages[~mask] == 0)
     torch.testing.assert_close(returns, want_returns, rtol=1e-6, atol=1e-9)
     whitened, returns = compute_gae_advantage_return(*dirty, *discount)
     torch.testing.assert_close(returns, want_returns, rtol=1e-6, atol=1e-9)
@@ -180,7 +181,7 @@ def test_gae_of_pieces_with_the_moments_of_the_whole() -> None:
     mask = ragged_mask(generator, 6, 5)
     rewards, values = normal(generator, 6, 5), normal(generator, 6, 5)
     whole, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
-    raw, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8, leaves_as_it_is)
+    raw, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8, whiten=False)
     total = moment_sums(raw, mask)
     parts = [
         compute_gae_advantage_return(rewards[s], values[s], mask[s], 0.9, 0.8, lambda _: total)[0]

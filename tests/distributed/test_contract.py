@@ -123,6 +123,49 @@ def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("ranks", "sharded"), [(2, 1), (4, 2)])
+def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharded: int) -> None:
+    """Hybrid sharding: gradients are summed over the copies."""
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    batch = random_batch(seed=3, rows=8, group=4)
+    case = {"fsdp": {"strategy": "fsdp", "directory": str(source)}}
+    for copy, out in ((sharded, tmp_path / "copies"), (None, tmp_path / "whole")):
+        results = run_world(
+            "promised:keep",
+            ranks,
+            layout={"data": ranks, "sharded": copy},
+            cases=case,
+            batch=batch,
+            out=str(out),
+        )
+        check("llama", source, batch, results, out, "fsdp")
+        found = [step for result in results for step in result["fsdp"]["metrics"]]
+        if copy:
+            expected = found
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
+    assert_same(tmp_path / "whole/after/fsdp", tmp_path / "copies/after/fsdp", 1e-5)
+
+
+@pytest.mark.long
+def test_bfloat16_keeps_steps_that_only_float32_holds(tmp_path: Path) -> None:
+    """Shards are float32, and gradients are summed in it: those of bfloat16 passes point where
+    float32's do, and a step of 1e-5 on weights around 1 is not rounded away."""
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    for result in run_world(
+        "promised:masters",
+        2,
+        layout={"data": 2},
+        directory=str(source),
+        batch=random_batch(seed=3, rows=8, group=4),
+    ):
+        assert result["types"] == {torch.float32}
+        assert 0.0 < result["gap"] < 0.1
+        assert result["norms"]["bfloat16"] == pytest.approx(result["norms"]["float32"], rel=0.03)
+        assert result["change"] == pytest.approx(1e-5, rel=0.05)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", *ANY])
 def test_any_family_keeps_it(tmp_path: Path, family: str) -> None:
     source = a_model(family, tmp_path / family)

@@ -423,14 +423,19 @@ def make_policy(
 
 
 def make_value_model(
-    groups: Any, directory: str, *, optimizer: dict[str, Any] | None = None, **options: Any
+    groups: Any,
+    directory: str,
+    *,
+    strategy: Any = "megatron",
+    optimizer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """A value model with the weights of the HF ``directory``, of either kind."""
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
 
-    shape = value_shape(read_model_shape(directory))
+    shape = value_shape(read_shape(directory, strategy))
     return _filled(ValueModel(shape, groups, _model_options(optimizer, options)), directory)
 
 
@@ -839,14 +844,19 @@ def objectives(
 
 
 def value_parity(
-    rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    out: str,
+    strategy: str = "megatron",
 ) -> dict[str, Any]:
     """Per model its values of the batch; every model exported below ``out``."""
     from ctrl_megatron.checkpoint.hf import save_hf
 
     groups, results = start(layout), {}
     for name, directory in directories.items():
-        model = make_value_model(groups, directory, token_budget=64)
+        model = make_value_model(groups, directory, strategy=strategy, token_budget=64)
         results[name] = model.values(batch)
         model.options = replace(model.options, shared_prefix=False)
         torch.testing.assert_close(model.values(batch), results[name], atol=5e-6, rtol=1e-5)
@@ -870,6 +880,7 @@ def value_steps(
     steps: int,
     out: str,
     resume_at: int | None,
+    strategy: str = "megatron",
 ) -> dict[str, Any]:
     """Optimizer steps; before step ``resume_at`` a new model continues from a checkpoint."""
     from ctrl_megatron.checkpoint.hf import save_hf
@@ -878,7 +889,11 @@ def value_steps(
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     options = {"lr": 1e-3, "total_steps": steps, "clip_grad": 0.5, "eps": 1e-4}
-    make = partial(make_value_model, groups, directory, optimizer=options, token_budget=64)
+    make = partial(
+        make_value_model,
+        *(groups, directory),
+        **{"strategy": strategy, "optimizer": options, "token_budget": 64},
+    )
     model, metrics = make(), []
     for step in range(steps):
         if step == resume_at:

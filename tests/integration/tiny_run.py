@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,28 +51,31 @@ def chain_model(
     probability: float,
     *,
     experts: int = 0,
+    family: str = "",
+    **keys: Any,
 ) -> Path:
     """A tiny fp32 Llama that says one of ``texts`` and ends, each token with ``probability``; with
-    ``experts`` a Qwen3-MoE with so many of them.
+    ``experts`` a Qwen3-MoE with so many of them; of another ``family`` with these ``keys``.
 
     Attention starts out switched off, so the next token depends on the last one only, whatever the
     prompt is.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(tokenizer_from)
     if experts:
+        family, keys = (
+            "qwen3_moe",
+            {
+                # SGLang reads no tied head of this family.
+                **{"tie_word_embeddings": False, "num_experts": experts, "num_experts_per_tok": 2},
+                **{"moe_intermediate_size": 48, "norm_topk_prob": True},
+            },
+        )
+    if family:
         kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
         kept += ("max_position_embeddings",)
-        config = Qwen3MoeConfig(
-            **{key: getattr(config, key) for key in kept},
-            # SGLang reads no tied head of this family.
-            tie_word_embeddings=False,
-            num_experts=experts,
-            num_experts_per_tok=2,
-            moe_intermediate_size=48,
-            norm_topk_prob=True,
-        )
+        config = CONFIG_MAPPING[family](**{key: getattr(config, key) for key in kept}, **keys)
     config.update(
         {
             "hidden_size": 64,

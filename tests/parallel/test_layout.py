@@ -67,11 +67,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     stage = tensor * context * data
     expert_tensor = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
     left = stage // expert_tensor
+    stage = tensor * context * data
     return Layout(
         tensor=tensor,
         context=context,
         data=data,
         pipeline=pipeline,
+        sharded=draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0])),
         expert_tensor=expert_tensor,
         expert=draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])),
     )
@@ -104,7 +106,7 @@ def test_megatron_has_the_same_groups(layout: Layout) -> None:
 
 @given(layouts(), st.data())
 def test_holders_are_the_ranks_with_these_indices(layout: Layout, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(MESHES)))
+    name = data.draw(st.sampled_from(sorted([*MESHES, "module"])))
     axes = data.draw(st.sets(st.sampled_from(sorted(layout.mesh(name).axes))))
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     found = {layout.holders(name, place.on(*axes)) for place in places}
