@@ -36,7 +36,8 @@ LOSSES = ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean")
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Others may use the memory of this machine, for which Ray would kill actors.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}
