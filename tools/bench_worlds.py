@@ -218,7 +218,7 @@ def _rank(
         load_config(None, [], "none"),
     )
     between = Worlds(joined, worlds, config, stop, 0)
-    worker = SimpleNamespace(
+    worker: Any = SimpleNamespace(
         groups=joined.groups,
         background=BackgroundLoop(),
         timeline=Timeline(),

@@ -40,10 +40,11 @@ def ray_address() -> Iterator[str]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
     found = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         found.add_node(**node)
+        assert found.address is not None
         yield found.address
     finally:
         found.shutdown()
