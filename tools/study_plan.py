@@ -22,7 +22,8 @@ TESTED = 100
 """Most first solutions of each test set."""
 
 
-WRITTEN = ("bland", "zero-shot", "self-critique", "execution feedback", "oracle")
+ORACLE = "oracle"
+WRITTEN = ("bland", "zero-shot", "self-critique", "execution feedback", ORACLE)
 """Arms without training, from the lower baseline to the upper one."""
 
 

@@ -179,6 +179,8 @@ def _cluster() -> Iterator[None]:
     ray = _ray()
     package = {"py_modules": [str(Path(__file__).resolve().parents[1])]}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A cluster that is started here would give the ranks the least of the processor (nice 15).
+    os.environ.setdefault("RAY_worker_niceness", "0")
     address = read_ray_address()
     alone = {} if address else {"include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
