@@ -167,7 +167,9 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     for name in names:
         remove_segment(name)
     total = sum(p.numel() * p.element_size() for p in policy.models[0].parameters())
-    parts = [torch.ones(min(size, total - at), dtype=torch.uint8) for at in range(0, total, size)]
+    # A bucket is larger than the processor's caches, so that one does for all of the bytes.
+    whole = torch.ones(size, dtype=torch.uint8)
+    parts = [whole[: total - at] for at in range(0, total, size)]
 
     def pushed(version: str, *, verify: bool, of: WeightSource = source) -> float:
         waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
