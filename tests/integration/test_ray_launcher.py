@@ -38,7 +38,7 @@ def ray_address() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine."""
     # Others may use the memory of this machine, for which Ray would kill actors.
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ |= {"RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
