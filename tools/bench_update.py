@@ -4,8 +4,9 @@ Runs optimizer steps of the actor as in a run (GRPO's loss with its KL, Megatron
 distributed optimizer) on random tokens of a given shape; a group's prompt is computed once
 (``--group``). Prints tokens per second, the rate as a share of the rate of matrix products of the
 same type in the same processes, the kernel's share of processor time, and memory. ``--baseline
-DIR`` also measures another checkout: both stay in memory and alternate steps, so that a slower
-phase of the machine affects both.
+DIR`` also measures another checkout, and ``--strategies megatron fsdp`` both ways of computing the
+model: both stay in memory and alternate steps, so that a slower phase of the machine affects both.
+``--phases`` also says what part of a step each phase takes, on a CPU.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ HERE = Path(__file__).resolve().parents[1]
 class Trainer:
     """The ranks of one checkout; each runs one step per line of input."""
 
-    def __init__(self, root: Path, options: argparse.Namespace) -> None:
-        ranks, arguments = options.nproc_per_node, sys.argv[1:]
+    def __init__(self, root: Path, strategy: str, options: argparse.Namespace) -> None:
+        ranks, arguments = options.nproc_per_node, [*sys.argv[1:], "--strategies", strategy]
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         launch = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
@@ -44,7 +45,7 @@ class Trainer:
         launch |= (
             {"OMP_NUM_THREADS": 1} if ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
         )
-        self.name, self.ranks = str(root), []
+        self.name, self.ranks = f"{root}, {strategy}", []
         for rank in range(ranks):
             own = {**launch, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
             self.ranks.append(
@@ -86,8 +87,8 @@ def learner(
     """The actor of ``options.model`` with its optimizer, and GRPO's loss with its KL."""
     from ctrl_megatron.checkpoint.hf import load_hf
     from ctrl_megatron.config import load_config
+    from ctrl_megatron.models import hf_config
     from ctrl_megatron.models.build import BuildOptions
-    from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.optimizer import OptimizerOptions
     from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
@@ -95,8 +96,12 @@ def learner(
     # Older checkouts define the actor's loss in a file of its own.
     home = "losses" if find_spec("ctrl_megatron.pipeline.losses") else "actor_loss"
     losses = import_module(f"ctrl_megatron.pipeline.{home}")
+    (strategy, *_) = getattr(options, "strategies", ["megatron"])
     policy = Policy(
-        read_model_shape(options.model),
+        # Older checkouts have one strategy.
+        hf_config.read_model_shape(options.model)
+        if strategy == "megatron"
+        else hf_config.read_shape(options.model, strategy),
         groups,
         ModelOptions(
             build=BuildOptions(dtype=options.dtype),
@@ -134,6 +139,63 @@ def random_batch(
     return batch
 
 
+class Phases:
+    """Attributes a thread's time to the innermost of the phases that it is in."""
+
+    def __init__(self) -> None:
+        self.seconds = dict[str, float]()
+        self._stack, self._since = ["rest"], time.perf_counter()
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        phase = self._stack[-1]
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
+
+    def watch(self, owner: Any, name: str, phase: str) -> None:
+        """Count what ``owner.name`` does as ``phase``."""
+        inner = getattr(owner, name)
+
+        def outer(*arguments: Any, **named: Any) -> Any:
+            self._turn()
+            self._stack.append(phase)
+            try:
+                return inner(*arguments, **named)
+            finally:
+                self._turn()
+                self._stack.pop()
+
+        setattr(owner, name, outer)
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        self._turn()
+        taken, self.seconds = self.seconds, {}
+        return {f"in {phase}": seconds for phase, seconds in taken.items()}
+
+
+def watched(policy: Policy) -> Phases:
+    """The phases of the optimizer steps of ``policy`` from now on."""
+    import torch
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from ctrl_megatron.models import parallel_model
+
+    phases = Phases()
+    phases.watch(parallel_model, "forward_with_loss", "forward")
+    phases.watch(torch.autograd, "backward", "backward")
+    for name in ("grad_norm", "step"):
+        phases.watch(policy.optimization, name, "optimizer")
+    # Copies into and out of what is sent.
+    for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+        phases.watch(FSDPParamGroup, name, "gathering and summing")
+    for name in ("start_grad_sync", "finish_grad_sync"):
+        phases.watch(_ParamAndGradBucketGroup, name, "gathering and summing")
+    phases.watch(torch.distributed.Work, "wait", "waiting for other ranks")
+    return phases
+
+
 def rank_of(root: Path, options: argparse.Namespace) -> None:
     """Run steps with the package of ``root`` until standard input ends."""
     sys.path.insert(0, str(root))
@@ -152,6 +214,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     policy, loss = learner(options, groups, chunk=options.chunk, lr=1e-6)
     batch = random_batch(options, policy, options.rows // ranks, seed=groups.rank)
     policy.step(batch, loss)
+    phases = watched(policy) if options.phases else None
     groups.barrier()
     # Older checkouts do not count floating-point operations.
     counted = policy.take_flops()[1] if hasattr(policy, "take_flops") else 0
@@ -162,6 +225,8 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     )
     for word in sys.stdin:
         groups.barrier()
+        if phases:
+            phases.take()
         used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         if word.strip() == "profile":
             with torch.profiler.profile(record_shapes=options.shapes) as found:
@@ -174,6 +239,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
         else:
             policy.step(batch, loss)
         took, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+        parts = phases.take() if phases else {}
         pages = Path("/proc/self/statm").read_text().split()
         answer(
             seconds=took,
@@ -181,6 +247,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
             system=now.ru_stime - used.ru_stime,
             peak_gib=now.ru_maxrss / 2**20,
             resident_gib=int(pages[1]) * resource.getpagesize() / 2**30,
+            **parts,
         )
     shutdown()
 
@@ -199,6 +266,25 @@ def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[An
         f"{max(one['resident_gib'] for one in own):.2f} GiB a rank "
         f"(most {max(one['peak_gib'] for one in own):.2f})"
     )
+
+
+def compare_phases(names: list[str], rounds: list[Any]) -> None:
+    """Print the mean seconds of each phase of a step, over ranks and turns, for both trainers and
+    the difference, which the phases explain."""
+    sums: list[dict[str, float]] = []
+    for number in range(len(names)):
+        own = [one for turn in rounds for one in turn[number]]
+        phases = sorted({key for one in own for key in one if key.startswith("in ")})
+        sums.append({p: sum(one.get(p, 0.0) for one in own) / len(own) for p in phases})
+    for name, phases in zip(names, sums, strict=True):
+        words = ", ".join(f"{phase.removeprefix('in ')} {s:.3f}" for phase, s in phases.items())
+        print(f"{name}: {sum(phases.values()):.3f} s: {words}")
+    if len(sums) == 2:
+        first, second = sums
+        whole = sum(second.values()) - sum(first.values())
+        for phase in sorted(first.keys() | second.keys()):
+            more = second.get(phase, 0.0) - first.get(phase, 0.0)
+            print(f"  {phase.removeprefix('in ')}: {more:+.3f} s of {whole:+.3f} s")
 
 
 def main() -> None:
@@ -221,14 +307,26 @@ def main() -> None:
     parser.add_argument("--forward", action="store_true", help="log-probs instead of updates")
     parser.add_argument("--profile", action="store_true", help="print one step's profile instead")
     parser.add_argument("--shapes", action="store_true", help="with --profile: by input shapes")
+    parser.add_argument("--phases", action="store_true", help="also print the time by phase")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=("megatron", "fsdp"),
+        default=["megatron"],
+        help="what computes the model; two are measured in turns",
+    )
     parser.add_argument("--baseline", type=Path, help="another checkout, measured in turns")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         rank_of(options.rank_of, options)
         return
-    roots = [HERE, *([options.baseline.resolve()] if options.baseline else [])]
-    starts, trainers = [], [Trainer(root, options) for root in roots]
+    if options.baseline and len(options.strategies) > 1:
+        parser.error("--baseline compares one of --strategies")
+    sources = [(HERE, strategy) for strategy in options.strategies]
+    if options.baseline:
+        sources.append((options.baseline.resolve(), options.strategies[0]))
+    starts, trainers = [], [Trainer(root, strategy, options) for root, strategy in sources]
     for trainer in trainers:
         starts.append(trainer.answers())
     if options.profile:
@@ -242,17 +340,20 @@ def main() -> None:
     if not rounds:
         return
     tokens = options.rows * (options.prompt + options.response)
-    for number, name in enumerate(map(str, roots)):
+    names = [trainer.name for trainer in trainers]
+    for number, name in enumerate(names):
         for own, ours in zip(starts[number], starts[0], strict=True):
             own["flops"] = ours["flops"]
         report(name, tokens, starts[number], [one[number] for one in rounds])
-    if options.baseline:
+    if options.phases:
+        compare_phases(names, rounds)
+    if len(trainers) == 2:
         slow, fast = (
             [max(one["seconds"] for one in turn[number]) for turn in rounds] for number in (1, 0)
         )
         ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
         print(
-            f"{statistics.median(ratios):.2f} times the baseline's rate (median of turns, "
+            f"{statistics.median(ratios):.2f} times the rate of {names[1]} (median of turns, "
             f"{ratios[0]:.2f} to {ratios[-1]:.2f})"
         )
 

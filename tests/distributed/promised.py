@@ -114,6 +114,29 @@ def resume(
     return metrics
 
 
+def masters(
+    rank: int, layout: dict[str, Any], directory: str, batch: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Of a model that computes in bfloat16: the types of its shards, the largest difference of
+    log-probs to float32, the norms of the first gradient in both, and the median change of a norm's
+    weights in a step with the learning rate 1e-5."""
+    groups, found, log_probs = start(layout), dict[str, Any](norms={}), {}
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = {"lr": 1e-5, "total_steps": 10, "weight_decay": 0.0}
+        policy = make_policy(
+            groups, directory, strategy="fsdp", dtype=dtype, optimizer=optimizer, token_budget=64
+        )
+        log_probs[dtype] = policy.log_probs(batch, 0.7)[0]
+        norms = next(w for p, w in policy.shards() if "norm" in p.name)
+        before = norms.clone()
+        found["norms"][dtype] = policy.step(mine, weighted_loss)["grad_norm"]
+        found["change"] = float((norms - before).abs().median())
+        found["types"] = {weight.dtype for weight in policy.strategy.weights()}
+    found["gap"] = float((log_probs["bfloat16"] - log_probs["float32"]).abs().max())
+    return found
+
+
 def refuse(rank: int, directory: str) -> str:
     """What is said of a model whose attention would be computed with another scale."""
     from ctrl_megatron.errors import UserError

@@ -148,6 +148,24 @@ def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharde
 
 
 @pytest.mark.long
+def test_bfloat16_keeps_steps_that_only_float32_holds(tmp_path: Path) -> None:
+    """Shards are float32, and gradients are summed in it: those of bfloat16 passes point where
+    float32's do, and a step of 1e-5 on weights around 1 is not rounded away."""
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    for result in run_world(
+        "promised:masters",
+        2,
+        layout={"data": 2},
+        directory=str(source),
+        batch=random_batch(seed=3, rows=8, group=4),
+    ):
+        assert result["types"] == {torch.float32}
+        assert 0.0 < result["gap"] < 0.1
+        assert result["norms"]["bfloat16"] == pytest.approx(result["norms"]["float32"], rel=0.03)
+        assert result["change"] == pytest.approx(1e-5, rel=0.05)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", *ANY])
 def test_any_family_keeps_it(tmp_path: Path, family: str) -> None:
     source = a_model(family, tmp_path / family)

@@ -41,6 +41,11 @@ STAGES = (
 )
 # One rank and one engine a host: each holds a whole copy. No weights travel.
 COPIES = ()
+# Two ranks of a host share a copy of the weights, of which each host has one.
+SHARDS = (
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +53,9 @@ COPIES = ()
     [
         (STAGES, 2, {"engine.log", "engine.1.log", "engine.2.log", "engine.3.log"}),
         pytest.param(COPIES, 1, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
+        pytest.param(SHARDS, 2, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
     ],
-    ids=["stages", "copies"],
+    ids=["stages", "copies", "shards"],
 )
 def test_engines_follow_a_trainer_that_is_spread_over_hosts(
     job: Job, extra: tuple[str, ...], ranks: int, engines: set[str]
@@ -58,7 +64,7 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         *("trainer.nnodes=2", f"trainer.n_gpus_per_node={ranks}"),
         "actor_rollout_ref.rollout.update_bucket_megabytes=1",
     )
-    name = f"hosts_of_{ranks}"
+    name = f"hosts_of_{ranks}_{len(extra)}"
     given = (*extra, *settings)
     with job.launch(name, steps=2, extra=given, hosts=2, ranks=ranks, preloaded=True) as run:
         assert run.ends() == 0, run.output()[-8000:]
