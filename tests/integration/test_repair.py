@@ -21,7 +21,6 @@ REPAIRED = (
     "reward.reward_funcs=[code]",
     "data.max_response_length=160",
     "actor_rollout_ref.rollout.n=4",
-    "data.val_batch_size=4",
 )
 UNREAD = ("actor_rollout_ref.proxy.model.path", "actor_rollout_ref.rollout.revision_max_tokens")
 
@@ -43,7 +42,8 @@ def run(job: Job, name: str, *, steps: int, extra: tuple[str, ...] = ()) -> Fork
 
 
 def test_programs_are_repaired_and_the_answers_are_trained_on(solver: Job) -> None:
-    done = run(solver, "short", steps=3, extra=(f"data.val_files={solver.data}",))
+    validation = (f"data.val_files={solver.data}", "data.val_batch_size=4")
+    done = run(solver, "short", steps=3, extra=validation)
     steps = [record["metrics"] for record in done.metrics()]
     trained = [step for step in steps if "actor/grad_norm" in step]
     assert len(trained) == 3
