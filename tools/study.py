@@ -47,7 +47,6 @@ from tools.study_plan import (
     TESTS,
     TUNED,
     UNSEEN_MUTANTS,
-    WRITTEN,
     Arm,
     Proxy,
     TestSet,
@@ -122,7 +121,7 @@ def pieces(solutions: Path = SOLUTIONS, humanevalpack: Path = HUMANEVALPACK) -> 
         for seed in SEEDS:
             _add_run(every, arm, seed)
     for test in TESTS:
-        for name in ("bland", "zero-shot") if test.judged else WRITTEN:
+        for name in test.untrained:
             _add_measure(every, test, name, SEEDS[0])
     for arm in ARMS.values():
         for seed in SEEDS:
