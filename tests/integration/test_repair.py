@@ -15,6 +15,8 @@ from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.preparation.task_rows import solving_rows
 
+pytestmark = pytest.mark.timeout(900)
+
 REPAIRED = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:repair_pipeline",
     "dag.options={turns: 3, turn_tokens: 12, feedback: 40}",
