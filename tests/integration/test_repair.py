@@ -15,13 +15,14 @@ from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.preparation.task_rows import solving_rows
 
+pytestmark = pytest.mark.timeout(900)
+
 REPAIRED = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:repair_pipeline",
     "dag.options={turns: 3, turn_tokens: 12, feedback: 40}",
     "reward.reward_funcs=[code]",
     "data.max_response_length=160",
     "actor_rollout_ref.rollout.n=4",
-    "data.val_batch_size=4",
 )
 UNREAD = ("actor_rollout_ref.proxy.model.path", "actor_rollout_ref.rollout.revision_max_tokens")
 
@@ -43,7 +44,8 @@ def run(job: Job, name: str, *, steps: int, extra: tuple[str, ...] = ()) -> Fork
 
 
 def test_programs_are_repaired_and_the_answers_are_trained_on(solver: Job) -> None:
-    done = run(solver, "short", steps=3, extra=(f"data.val_files={solver.data}",))
+    validation = (f"data.val_files={solver.data}", "data.val_batch_size=4")
+    done = run(solver, "short", steps=3, extra=validation)
     steps = [record["metrics"] for record in done.metrics()]
     trained = [step for step in steps if "actor/grad_norm" in step]
     assert len(trained) == 3
