@@ -405,7 +405,7 @@ def _box(
             return _part_of(tensor, 0, worker // _divided(cut.tensor, groups, "workers"), groups)
         case "vocab":
             return _part_of(tensor, 0, worker, cut.tensor, _VOCABULARY_MULTIPLE)
-        case "data":
+        case "shard":
             raise ValueError("engines' parts of a model are known only for strategy 'megatron'")
         case other:
             assert_never(other)
