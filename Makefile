@@ -1,6 +1,6 @@
 # make demo   train a small model to criticise code on a CPU, and write a report;
 #             ENGINE=sglang or ENGINE=hf generates with another engine than vLLM
-# make study  compare critics with controls and three seeds: hours on a CPU; finished pieces are not
+# make study  compare critics with controls and three seeds: a day on a CPU; finished pieces are not
 #             repeated (docs/study.md)
 # make quick  check style and types, and run the tests that a change needs every few minutes
 # make test   style, types and all tests

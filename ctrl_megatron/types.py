@@ -133,6 +133,9 @@ class Verdict:
     """A short text per entry of ``passed``: why the test failed; empty if it passed."""
     timed_out: bool = False
     """Whether a test ran out of time. A busy machine can cause this; another run may differ."""
+    scores: tuple[float, ...] = ()
+    """The share of each test's points, in [0, 1], one per entry of ``passed``; empty where a test
+    only passes or fails."""
 
     @property
     def pass_rate(self) -> float:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape, MultiLatentAttention
 from ctrl_megatron.resharding.shard_plan import EngineCut
 
 Weights = dict[str, torch.Tensor]
+_OF_HEADS = (".q_proj.weight", ".q_b_proj.weight", ".kv_b_proj.weight")
+"""What latent attention computes head by head; its short vectors are the same on all workers."""
 
 
 def fused(shape: ModelShape, cut: EngineCut, worker: int, hf: Weights) -> Weights:
     """What a worker computes with, as vLLM and SGLang fuse it; padding left out."""
     size, found = cut.tensor, Weights()
-    heads, groups, width = (getattr(shape.attention, x) for x in ("heads", "groups", "head_dim"))
+    attention = shape.attention
     padded = -(-shape.vocab_size // 64) * 64 // size
     for name, whole in hf.items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             found[name] = whole[worker * padded : (worker + 1) * padded]
-        elif ".q_proj." in name:
+        elif isinstance(attention, MultiLatentAttention) and name.endswith(_OF_HEADS):
+            found[name] = whole.chunk(size)[worker]
+        elif isinstance(attention, GroupedQueryAttention) and ".q_proj." in name:
+            heads, groups, width = attention.heads, attention.groups, attention.head_dim
             each = heads // size * width
             rows = [whole[worker * each : (worker + 1) * each]]
             count = max(1, groups // size)

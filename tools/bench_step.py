@@ -11,10 +11,13 @@ in an environment that the first use creates.
 Ours and TRL alternate, so that a slower phase of the machine affects both; the first step of a turn
 is not counted. A step contains everything between two batches of prompts: weights to the engine,
 completions, rewards, log-probs, update. ``--set`` and ``--against`` compare two configurations of
-ours in the same way.
+ours in the same way; with ``--config`` they are settings of that run, whatever it trains. Seeds
+make both draw the same, so its texts may have any length.
 
     python tools/bench_step.py --peer trl --ctrl
     python tools/bench_step.py --group 4 --prompt 1024 --response 256 --against KEY=VALUE
+    python tools/bench_step.py --config FILE --steps 3 \\
+        --against actor_rollout_ref.proxy.keep_in_host_memory=false
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ WORDS = (
         "story",
     ),
 )
+SENT, GEMM = "GB sent to engines", "GEMM share"
+"""Figures of a step that are no seconds."""
 UNDRAWN = "<jupyter_script>"
 """A token of SmolLM2's vocabulary that is never drawn."""
 
@@ -232,7 +237,37 @@ def our_phases(metrics: dict[str, float], task: Task) -> dict[str, float]:
     }
     for phase in ("old_log_prob", "ref_log_prob", "actor_update"):
         seconds[phase] = metrics.get(f"time/{phase}", 0.0)
-    return seconds | {"GEMM share": metrics["perf/mfu"]}
+    return seconds | {GEMM: metrics["perf/mfu"]}
+
+
+def configured(
+    config: str, ranks: int, steps: int, overrides: Sequence[str], through: list[str]
+) -> Turn:
+    """``tools/train_rl.py`` with a configuration file and these overrides."""
+    runs = FOLDER / "runs"
+    own = (
+        *(f"trainer.default_local_dir={runs}", "trainer.experiment_name=run"),
+        *(f"trainer.total_training_steps={steps}", f"trainer.n_gpus_per_node={ranks}"),
+        *("trainer.resume_mode=disable", "trainer.save_freq=-1", "data.val_files=[]"),
+    )
+    name = " ".join(["the run", *overrides])
+
+    def run() -> Iterator[dict[str, float]]:
+        shutil.rmtree(runs, ignore_errors=True)
+        command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks)]
+        command += ["--config", config, *overrides, *own]
+        for line in started([*through, *command], runs / "run/metrics.jsonl", name):
+            if "time/step" in line["metrics"]:
+                yield phases_of(line["metrics"])
+
+    return Turn(name=name, run=run)
+
+
+def phases_of(metrics: dict[str, float]) -> dict[str, float]:
+    """Seconds of the step, of its pushes and of its nodes, which contain pushes."""
+    pushes = {"step": metrics["time/step"], "weights to engine": metrics.get("sync/seconds", 0.0)}
+    nodes = {k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/")}
+    return {**pushes, **nodes, SENT: metrics.get("sync/gigabytes", 0.0)}
 
 
 # TRL
@@ -344,6 +379,7 @@ def train_with_trl(spec: dict[str, Any]) -> None:
 def started(command: list[str], lines: Path, name: str) -> Iterator[dict[str, Any]]:
     """Run the command; yields the JSON lines that it writes to ``lines``, as they come."""
     log = FOLDER / "log.txt"
+    FOLDER.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     seen = 0
@@ -367,7 +403,7 @@ def started(command: list[str], lines: Path, name: str) -> Iterator[dict[str, An
         raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{end}")
 
 
-def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dict[str, float]]]:
+def take_turns(turns: list[Turn], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
     """The counted steps of every program."""
     found: dict[str, list[dict[str, float]]] = {turn.name: [] for turn in turns}
     lasted: dict[str, float] = {}
@@ -380,7 +416,7 @@ def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dic
         began = time.monotonic()
         for step, seconds in enumerate(turn.run()):
             note = "" if step else " (not counted)"
-            print(f"  step {step + 1} of {task.steps}: {seconds['step']:.1f} s{note}", flush=True)
+            print(f"  step {step + 1} of {steps}: {seconds['step']:.1f} s{note}", flush=True)
             if step:
                 found[turn.name].append(seconds)
         if not found[turn.name]:
@@ -391,30 +427,39 @@ def take_turns(turns: list[Turn], rounds: int, task: Task) -> dict[str, list[dic
     return found
 
 
-def report(found: dict[str, list[dict[str, float]]], task: Task, peak: float) -> None:
-    """Print medians, rates, and ratios to the first program."""
-    print(f"\n{task}; matrix products reach {peak / 1e9:.0f} GFLOP/s here")
+def report(found: dict[str, list[dict[str, float]]], task: Task | None) -> None:
+    """Print medians, ratios to the first program, and the rates of ``task``."""
     medians = {
-        name: {phase: statistics.median(s[phase] for s in steps) for phase in steps[0]}
+        name: {
+            phase: statistics.median(s.get(phase, 0.0) for s in steps)
+            for phase in dict.fromkeys(phase for step in steps for phase in step)
+        }
         for name, steps in found.items()
     }
     first = next(iter(medians.values()))
     for name, median in medians.items():
-        share = median.pop("GEMM share", None)
+        share, sent = median.pop(GEMM, None), median.pop(SENT, None)
         step, all_steps = median["step"], sorted(s["step"] for s in found[name])
         span = f" ({all_steps[0]:.1f} to {all_steps[-1]:.1f})" if len(all_steps) > 1 else ""
         print(f"{name}: {step:.1f} s a step{span}, {step / first['step']:.2f} times the first")
-        prompts, responses = (task.rows * n / step for n in (task.prompt, task.response))
-        print(f"    {prompts:.0f} prompt and {responses:.0f} response tokens/s in the whole step")
+        if task is not None:
+            prompts, responses = (task.rows * n / step for n in (task.prompt, task.response))
+            print(f"    {prompts:.0f} prompt and {responses:.0f} response tokens/s in a whole step")
         for phase, seconds in median.items():
-            if phase == "step" or not seconds:
-                continue
-            drawn = phase == "generation"
-            tokens = task.rows * (task.response if drawn else task.prompt + task.response)
-            rate = "" if phase.startswith("weights") else f", {tokens / seconds:.0f} tokens/s"
-            print(f"    {phase:>17}: {seconds:5.1f} s{rate}")
+            if seconds and phase != "step":
+                print(f"    {phase:>17}: {seconds:5.1f} s{rate_of(phase, seconds, task)}")
+        if sent is not None:
+            print(f"    {SENT:>17}: {sent:.3f}")
         if share is not None:
             print(f"    log-probs and update at {share:.0%} of what matrix products reach")
+
+
+def rate_of(phase: str, seconds: float, task: Task | None) -> str:
+    """The tokens of a phase in a second, where the task says how many it has."""
+    if task is None or phase.startswith("weights"):
+        return ""
+    tokens = task.response if phase == "generation" else task.prompt + task.response
+    return f", {task.rows * tokens / seconds:.0f} tokens/s"
 
 
 def settings_of(given: Sequence[str]) -> dict[str, Any]:
@@ -442,6 +487,7 @@ def main() -> None:
     add("--prompt", type=int, default=45, help="tokens of a prompt")
     add("--response", type=int, default=168, help="tokens of a completion")
     add("--ctrl", action="store_true", help="8 x 4 completions, 400 + 100 tokens, as CTRL's")
+    add("--config", help="file of a run that is measured, in place of the task above")
     add("--steps", type=int, default=1, help="counted steps of a turn")
     add("--turns", type=int, default=2, help="of each")
     add("--ranks", type=int, default=2, help="processes of ours")
@@ -458,6 +504,11 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     from ctrl_megatron.metrics import measure_peak_flops
 
+    through, steps = options.through.split(), 1 + options.steps
+    if options.config:
+        keys = [options.set] + ([[*options.set, *options.against]] if options.against else [])
+        turns = [configured(options.config, options.ranks, steps, own, through) for own in keys]
+        return report(take_turns(turns, options.turns, steps), None)
     shape = (400, 100) if options.ctrl else (options.prompt, options.response)
     task = Task(
         model=options.model,
@@ -466,13 +517,13 @@ def main() -> None:
         group=options.group,
         prompt=shape[0],
         response=shape[1],
-        steps=1 + options.steps,
+        steps=steps,
     )
     prepare_model(ROOT / task.model, FOLDER / "model")
     asked = questions(FOLDER / "model", task)
     (FOLDER / "questions.json").write_text(json.dumps(asked))
     write_prompts(asked, FOLDER / "prompts.parquet")
-    through, turns = options.through.split(), list[Turn]()
+    turns = list[Turn]()
     if not options.only_peer:
         turns.append(ours(task, options.ranks, options.set, through))
         if options.against:
@@ -481,8 +532,10 @@ def main() -> None:
         make_trl(FOLDER / "trl")
         turns.append(trl(task, settings_of(options.peer_set), through))
     print(f"{task}", flush=True)
-    found = take_turns(turns, options.turns, task)
-    report(found, task, measure_peak_flops(task.dtype))
+    found = take_turns(turns, options.turns, steps)
+    peak = measure_peak_flops(task.dtype)
+    print(f"\n{task}; matrix products reach {peak / 1e9:.0f} GFLOP/s here")
+    report(found, task)
 
 
 if __name__ == "__main__":

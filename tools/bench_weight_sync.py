@@ -10,10 +10,14 @@ The following alternate in every round, so that a slower phase of the machine af
 - ``files``: a push of a shared proxy that is read from its directory for every step;
 - ``kept``: one whose weights stay in host memory (``proxy.keep_in_host_memory``).
 
-``--transport`` selects the medium of the pushes.
+``--transport`` selects the medium of the pushes. ``--shape FILE`` measures a model of a
+``config.json`` with random weights, which it writes to ``runs/models`` once;
+``--without-proxy`` leaves ``files`` and ``kept`` out, for models that fill the memory.
 
 Each push brings new weights, and a completion from the last ones checks that they arrived. Medians
 are reported; the goal is 60 % of the slower of ``raw`` and ``vLLM``.
+
+    python tools/bench_weight_sync.py --shape examples/shapes/tinyllama-1.1b.json --rounds 4
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -30,6 +35,7 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from safetensors.torch import save_file
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.hf import load_hf
@@ -42,7 +48,7 @@ from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.plan import EngineLayout, hf_specs
 from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, WeightSource
 from ctrl_megatron.resharding.transports import sender_class
@@ -97,10 +103,14 @@ def main() -> None:
     parser.add_argument("--bucket", type=int, default=128, help="in 2**20 bytes")
     parser.add_argument("--transport", default="shared_memory", help="medium of the pushes")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--shape", type=Path, help="config.json of a random model")
+    parser.add_argument("--without-proxy", action="store_true", help="leave files and kept out")
     parser.add_argument("--log", type=Path, default=Path("runs/bench_weight_sync.log"))
     options = parser.parse_args()
     if options.host_engine:
         asyncio.run(serve(given_spec()))
+    if options.shape:
+        options.model = str(random_model(options.shape, options.dtype))
     spec = EngineSpec(
         name="vllm",
         model_path=options.model,
@@ -114,6 +124,26 @@ def main() -> None:
         measure(options, process)
     finally:
         process.stop()
+
+
+def random_model(config: Path, dtype: str) -> Path:
+    """A directory under ``runs/models`` with the file ``config`` and random weights; written if it
+    is not there."""
+    folder = Path("runs/models") / f"random-{config.stem}"
+    file = folder / "model.safetensors"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(config, folder / "config.json")
+        draw = torch.Generator().manual_seed(0)
+        tensors = {
+            spec.name: torch.randn(spec.shape, generator=draw)
+            .mul_(0.02)
+            .to(getattr(torch, spec.dtype))
+            for spec in hf_specs(read_model_shape(folder), dtype)
+        }
+        save_file(tensors, folder / "partial")
+        (folder / "partial").rename(file)
+    return folder
 
 
 def measure(options: argparse.Namespace, process: HostedEngine) -> None:
@@ -145,7 +175,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
 
     proxies = {
         name: DirectorySource(options.model, layout, groups, kept=name == "kept")
-        for name in ("files", "kept")
+        for name in (() if options.without_proxy else ("files", "kept"))
     }
     names = ("raw", "vLLM", "push", *proxies, "verified")
     took: dict[str, list[float]] = {name: [] for name in names}
@@ -179,12 +209,14 @@ def change(policy: Policy) -> None:
 
 
 def report(seconds: dict[str, float], total: int) -> None:
-    """Print rates and the two ratios."""
+    """Print rates and their ratios."""
     for name, value in seconds.items():
         print(f"{name:>9}: {value:6.3f} s, {total / value / 1e9:5.2f} GB/s")
     limit = max(seconds["raw"], seconds["vLLM"])
-    print(f"push reaches {limit / seconds['push']:.0%} of the slower of raw and vLLM")
-    print(f"kept takes {seconds['kept'] / seconds['files']:.2f} times as long as files")
+    for name in ("push", "verified"):
+        print(f"{name} reaches {limit / seconds[name]:.0%} of the slower of raw and vLLM")
+    if "kept" in seconds:
+        print(f"kept takes {seconds['kept'] / seconds['files']:.2f} times as long as files")
     print(f"verified takes {seconds['verified'] / seconds['push']:.2f} times as long as push")
 
 

@@ -29,6 +29,7 @@ from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
+from ctrl_megatron.types import Problem
 from tools.study_plan import (
     ARMS,
     CONFIG,
@@ -47,7 +48,6 @@ from tools.study_plan import (
     TESTS,
     TUNED,
     UNSEEN_MUTANTS,
-    WRITTEN,
     Arm,
     Proxy,
     TestSet,
@@ -122,7 +122,7 @@ def pieces(solutions: Path = SOLUTIONS, humanevalpack: Path = HUMANEVALPACK) -> 
         for seed in SEEDS:
             _add_run(every, arm, seed)
     for test in TESTS:
-        for name in ("bland", "zero-shot") if test.judged else WRITTEN:
+        for name in test.untrained:
             _add_measure(every, test, name, SEEDS[0])
     for arm in ARMS.values():
         for seed in SEEDS:
@@ -356,7 +356,7 @@ def _judge_public(test: TestSet, transcript: Path, product: Path) -> None:
         asked = []
         for turn in first:
             attempt = attempts[turn.attempt]
-            public = replace(attempt.problem, selected_uts=attempt.problem.selected_uts[:1])
+            public = with_first_test(attempt.problem)
             asked.append(replace(attempt, problem=public, solution=turn.revision))
         async with SandboxClient(endpoint) as client:
             return [verdict.accepted for _, verdict in await judge_attempts(client, asked)]
@@ -364,6 +364,13 @@ def _judge_public(test: TestSet, transcript: Path, product: Path) -> None:
     with EmbeddedSandbox.start() as sandbox:
         passed = asyncio.run(judge(sandbox.endpoint))
     _keep(product, "".join(map(public_line, first, passed)).encode())
+
+
+def with_first_test(problem: Problem) -> Problem:
+    """The problem with its first test only."""
+    tests = problem.selected_uts
+    first = json.dumps(json.loads(tests)[:1]) if isinstance(tests, str) else tests[:1]
+    return replace(problem, selected_uts=first)
 
 
 def public_line(turn: Turn, passed: bool) -> str:

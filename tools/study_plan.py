@@ -22,6 +22,11 @@ TESTED = 100
 """Most first solutions of each test set."""
 
 
+ORACLE = "oracle"
+WRITTEN = ("bland", "zero-shot", "self-critique", "execution feedback", ORACLE)
+"""Arms without training, from the lower baseline to the upper one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestSet:
     """First solutions on which arms are measured."""
@@ -33,6 +38,8 @@ class TestSet:
     """The directory with NAME.parquet and the critiques of the oracle and of no change."""
     judged: bool = False
     """Whether it has right and wrong programs: it measures judgments only."""
+    untrained: Sequence[str] = WRITTEN
+    """Arms without training that are measured on it."""
 
     @property
     def title(self) -> str:
@@ -43,9 +50,13 @@ class TestSet:
 UNSEEN_MUTANTS = TestSet(name="unseen_mutants", folder=DATA)
 UNSEEN_PROBLEMS = TestSet(name="unseen_problems", folder=DATA)
 HUMAN_FAULTS = TestSet(name="human_faults", folder=REAL)
-MODEL_FAULTS = TestSet(name="model_faults", folder=REAL)
-JUDGING = TestSet(name="right_and_wrong", folder=REAL, judged=True)
-TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_FAULTS, JUDGING)
+MODEL_EDITS = TestSet(name="model_edits", folder=REAL)
+# For these no oracle critique is known.
+MODEL_FAULTS = TestSet(name="model_faults", folder=REAL, untrained=WRITTEN[:-1])
+JUDGING = TestSet(
+    name="right_and_wrong", folder=REAL, judged=True, untrained=("bland", "zero-shot")
+)
+TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +115,8 @@ class Arm:
 
 CRITIQUES = 96
 """Critiques of a step of reinforcement (mutants.yaml: 6 programs, 16 critiques each)."""
-WRITTEN = ("bland", "zero-shot", "self-critique", "execution feedback", "oracle")
-"""Arms without training, from the lower baseline to the upper one."""
 _OTHERS = (UNTUNED, OTHER_FAMILY)
-_REAL_TESTS = (HUMAN_FAULTS, MODEL_FAULTS, JUDGING)
+_REAL_TESTS = (HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
 _ON_MODELS = "SFT on models' programs"
 # Differences within a group count as they are: that of a repair more than that of a mishap.
 _GRPO = ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false")

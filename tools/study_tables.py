@@ -6,6 +6,7 @@ Every function maps transcripts or the kept steps of a run to rows of text.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ctrl_megatron.eval.resampling import Cells, Estimate, Resampling, cells_of,
 from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
 from ctrl_megatron.metrics.json_lines import read_json_lines
+from ctrl_megatron.preparation.mutations import occurrences
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
 from tools.study_plan import (
@@ -30,6 +32,7 @@ from tools.study_plan import (
     CRITIQUES,
     CURVES,
     JUDGING,
+    ORACLE,
     PROXIES,
     ROUNDS,
     SAMPLES,
@@ -224,6 +227,13 @@ def test_set_part(
         "the first solution takes the place of the revision of such a critique:\n",
         critiques_table(arms),
     ]
+    if edits := edits_table(arms):
+        parts += [
+            "Edits: the shares of critiques that ask for an edit which can be made, for one that "
+            "overlaps the fault, and for the oracle's repair; and the share of these edits that "
+            "the proxy makes, and nothing else:\n",
+            edits,
+        ]
     return "\n".join(parts)
 
 
@@ -275,6 +285,65 @@ def critiques_table(arms: Mapping[str, Sequence[Turn]]) -> str:
         rows.append([name, length, *shares, rest, gain_of(left, name)])
     heads = ("arm", "tokens", "most of the program", "all of it", "pass_rate without these")
     return table((*heads, "over its base without these"), rows)
+
+
+_QUOTED = r"`([^\n]+?)`"
+_EDIT = re.compile(
+    rf"Replace {_QUOTED} with {_QUOTED}\.|Change {_QUOTED} to {_QUOTED}\.|"
+    rf"Use {_QUOTED} instead of {_QUOTED}\."
+)
+
+
+def asked_edit(critique: str | None) -> tuple[str, str] | None:
+    """(what a critique asks to replace, what to put there), in the wordings of SFT's examples."""
+    found = _EDIT.search(critique or "")
+    if found is None:
+        return None
+    first, second, third, fourth, right, wrong = found.groups()
+    return (wrong, right) if wrong else (first or third, second or fourth)
+
+
+def edited(turn: Turn) -> str | None:
+    """The program after the edit that the critique asks for; None where it asks for none, or for
+    one that changes nothing or has no single place.
+    """
+    edit, code = asked_edit(turn.critique), extract_code(turn.solution)
+    if edit is None or edit[0] == edit[1] or occurrences(code, edit[0]) != 1:
+        return None
+    return code.replace(*edit)
+
+
+def edits_table(arms: Mapping[str, Sequence[Turn]]) -> str:
+    """What critiques ask for, against the oracle's edit, and whether the proxy does it; "" where
+    the oracle was not measured.
+    """
+    known = {
+        t.attempt: (asked_edit(t.critique), edited(t)) for t in arms.get(ORACLE, ()) if edited(t)
+    }
+    measures: tuple[Callable[[Turn], float | None], ...] = (
+        lambda t: edited(t) is not None,
+        lambda t: _at_the_fault(t, known[t.attempt][0]),
+        lambda t: edited(t) == known[t.attempt][1],
+        lambda t: None if edited(t) is None else extract_code(t.revision) == edited(t),
+    )
+    rows: Rows = []
+    for name in [name for name in arms if known and name in (ORACLE, *ARMS)]:
+        turns = [turn for turn in arms[name] if turn.attempt in known]
+        shares = (mean_over_problems(by_problem(turns, measure)) for measure in measures)
+        rows.append([name, *map(told, shares)])
+    heads = ("arm", "asks for an edit", "at the fault", "the oracle's repair")
+    return table((*heads, "of edits, done by the proxy"), rows) if rows else ""
+
+
+def _at_the_fault(turn: Turn, fault: tuple[str, str] | None) -> bool:
+    """Whether the critique asks for an edit that overlaps the faulty expression."""
+    edit, code = asked_edit(turn.critique), extract_code(turn.solution)
+    if edit is None or fault is None or edited(turn) is None:
+        return False
+    (start, end), (first, last) = (
+        (code.index(text), code.index(text) + len(text)) for text in (edit[0], fault[0])
+    )
+    return start < last and first < end
 
 
 # Tables across test sets

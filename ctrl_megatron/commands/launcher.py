@@ -24,7 +24,7 @@ import psutil
 from ctrl_megatron.config.environment import count_restart, read_launch
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
 
-_SHUTDOWN_SECONDS = 1800
+SHUTDOWN_SECONDS = 1800
 """Seconds that ranks have after a signal to finish the current update and to save."""
 _FROZEN_SECONDS = 10.0
 """Seconds that a suspended rank may outlive another one."""
@@ -103,10 +103,21 @@ def start_ranks(
     ``expected``, or they refuse their input or were stopped.
     """
 
+    return end_code(name, lambda: _start_once(ranks, arguments), restarts, expected)
+
+
+def end_code(
+    name: str,
+    once: Callable[[], End],
+    restarts: Restarts | None = None,
+    expected: Collection[int] = (),
+) -> int:
+    """The exit code of the ranks that ``once`` starts and waits for, reported as in
+    ``start_ranks``; with ``restarts`` it is called again after a failure.
+    """
+
     def start() -> End:
-        if restarts is None:
-            return _start_once(ranks, arguments)
-        return _start_again(name, ranks, arguments, restarts)
+        return once() if restarts is None else _start_again(name, once, restarts)
 
     return _exit_code(name, start, expected)
 
@@ -135,14 +146,14 @@ def _exit_code(name: str, start: Callable[[], End], expected: Collection[int] = 
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def _start_again(name: str, ranks: int, arguments: Sequence[str], restarts: Restarts) -> End:
-    """Start the ranks until they end in a way that no restart changes, or until there have been
-    too many restarts in a row.
+def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
+    """Start the ranks by ``once`` until they end in a way that no restart changes, or until there
+    have been too many restarts in a row.
     """
     _adopt_orphans()
     others = set(psutil.Process().children(recursive=True))
     total, in_a_row, newest = 0, 0, restarts.saved()
-    while (end := _start_once(ranks, arguments)).restarts:
+    while (end := once()).restarts:
         step = restarts.saved()
         in_a_row, newest = (1, step) if step > newest else (in_a_row + 1, newest)
         if in_a_row > restarts.most:
@@ -169,13 +180,17 @@ def _start_again(name: str, ranks: int, arguments: Sequence[str], restarts: Rest
 
 def _start_once(ranks: int, arguments: Sequence[str]) -> End:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
-    spec = sys.modules["__main__"].__spec__  # set by python -m
-    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     flags = ["--standalone", "--nproc-per-node", str(ranks)]
-    flags += ["--shutdown-timeout", str(_SHUTDOWN_SECONDS)]
+    flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
-    return _torchrun([*flags, *program, *arguments])
+    return _torchrun([*flags, *program(), *arguments])
+
+
+def program() -> list[str]:
+    """This program, as arguments of Python."""
+    spec = sys.modules["__main__"].__spec__  # set by python -m
+    return [sys.argv[0]] if spec is None else ["-m", spec.name]
 
 
 def _torchrun(words: Sequence[str]) -> End:

@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB
     from ctrl_megatron.memory.fit import require_fit
+    from ctrl_megatron.memory.proposal import placed
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import table
     from ctrl_megatron.models.shape import ModelShape
@@ -122,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.placement:
         print(_placement(config, shapes, memory, options.generation))
         return 0
+    if config.placement.auto:
+        config, _ = placed(config, shapes, gpu_memory=memory)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(table(config, budget, unknown=shapes.proxy_is_unknown))
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose)

@@ -41,6 +41,8 @@ _FIRST_WAITS, _OTHERS_WAIT = 10.0, 60.0
 """Seconds that the first rank of a machine, and its other ranks, wait for the launcher to end
 them.
 """
+_UNLIMITED = 1 << 60
+"""Bytes of a device that is not counted."""
 _AGAIN_SECONDS = 0.1
 """Pause before an interrupt that Python has discarded is raised again."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -271,10 +273,29 @@ def training_config(
         metavar="N",
         help="start the ranks again after a failure, N times in a row without a new checkpoint",
     )
+    parser.add_argument(
+        "--launcher",
+        choices=("torch", "ray"),
+        default="torch",
+        help="who starts the ranks of --nproc-per-node: torch on this machine, or ray on "
+        "trainer.nnodes machines of a cluster (RAY_ADDRESS)",
+    )
     options = parser.parse_intermixed_args(arguments)
-    launch, ranks = read_launch(), ranks_to_start(options)
-    world_size = launch.world_size if ranks is None else ranks
-    config = on_started(checked_config(options.config, options.overrides, purpose), world_size)
+    launch, ranks, on_ray = read_launch(), ranks_to_start(options), options.launcher == "ray"
+    if on_ray and ranks is None:
+        raise UserError(
+            "it starts the ranks that --nproc-per-node counts, those of one machine",
+            key="--launcher ray",
+            remedy="add --nproc-per-node",
+        )
+    config = checked_config(options.config, options.overrides, purpose)
+    hosts = config.trainer.nnodes if on_ray else 1
+    world_size = launch.world_size if ranks is None else ranks * hosts
+    config = on_started(config, world_size)
+    if purpose == "rl" and config.placement.auto:
+        config, considered = _placed(config)
+        if ranks is None and launch.rank == 0:
+            print(f"placement=auto:\n{considered}", flush=True)
     check_world_size(config, world_size, purpose)
     if ranks is None:
         keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
@@ -283,7 +304,30 @@ def training_config(
         check(config)
     restarts = _restarts(config, options.max_restarts) if options.max_restarts else None
     words = ["--config", options.config, *options.overrides]
+    if on_ray:
+        from ctrl_megatron.commands.ray_launcher import start_on_ray
+
+        gpus = ranks + (config.engine_gpus_per_node if purpose == "rl" else 0)
+        return start_on_ray(name, hosts, ranks, words, gpus=gpus, restarts=restarts)
     return start_ranks(name, ranks, words, restarts=restarts)
+
+
+def _placed(config: Config) -> tuple[Config, str]:
+    """The configuration with the ranks that ``placement.auto`` stands for here, and the table of
+    what was considered."""
+    from ctrl_megatron.memory.proposal import placed
+    from ctrl_megatron.memory.shapes import model_shapes
+    from ctrl_megatron.models.layer_spec import has_transformer_engine
+    from ctrl_megatron.pipeline.inputs import this_gpu
+
+    gib, gpu = config.placement.gpu_memory, this_gpu()
+    if gib is not None:
+        memory = int(gib * 2**30)
+    else:
+        # Devices of one kind differ by less than what is cut off here.
+        memory = _UNLIMITED if gpu is None else gpu[1] >> 30 << 30
+    kernels = "te" if has_transformer_engine() else "torch"
+    return placed(config, model_shapes(config, "rl"), gpu_memory=memory, kernels=kernels)
 
 
 def _restarts(config: Config, most: int) -> Restarts:

@@ -135,7 +135,15 @@ class RolePlacement:
     """The ranks of roles: a list of ranks, `{hosts: [1]}` for all ranks of hosts, or `{share:
     0.25}` for the last ranks of the run. Roles that are not named here share the other ranks, among
     them rank 0, with the engines and the sandbox. Two roles may name the same ranks. On every host
-    the ranks of these roles follow the others."""
+    the ranks of these roles follow the others. `placement: auto` is short for `placement.auto:
+    true`."""
+
+    auto: bool = False
+    """Let the memory plan choose the ranks of both when the run starts, as ctrl-plan --placement
+    does: one world where it fits, else the shortest step that fits."""
+    gpu_memory: float | None = key(None, ABOVE_0, read=when(".auto", True))
+    """Memory of a device that this plan counts with, in GiB; None for what the device has (a CPU's
+    is not limited)."""
 
     critic: Where = key((), read=VALUE_MODEL)
     """Ranks that have the value model; empty: with the actor."""

@@ -11,6 +11,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
     CTRL_PIPELINE,
+    ENVIRONMENT_PIPELINES,
     POLICY_LOSSES,
     EngineKeys,
 )
@@ -231,7 +232,16 @@ def _names(config: Config) -> Iterator[str]:
             one_of(names, value_of(config, key))
         except ValueError as error:
             own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
-            yield f"{key} {error}; {own}"
+            yield f"{key} {error}; {loss_hint(key, config) or own}"
+
+
+def loss_hint(key: str, config: Config) -> str:
+    """A remedy where the estimator has the name of a policy loss, as gspo in siiRL's guide; empty
+    for any other key and name."""
+    name = config.algorithm.adv_estimator
+    if key != "algorithm.adv_estimator" or name not in POLICY_LOSSES:
+        return ""
+    return f"{name} is a policy loss: set {_A}policy_loss={name}, and {key}=grpo for its advantages"
 
 
 def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
@@ -317,6 +327,14 @@ def _parallelism(config: Config) -> Iterator[str]:
             "colocated share those of the trainer, which NCCL refuses; use cuda_ipc, shards or "
             f"{_R}placement=dedicated"
         )
+    placement = config.placement
+    if placement.auto and (placement.critic or placement.reference):
+        yield (
+            "placement.auto=true chooses the ranks of both roles; leave placement.critic and "
+            "placement.reference out, or placement.auto"
+        )
+    if placement.auto and config.trainer.min_nnodes is not None:
+        yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"
     yield from _engine(config, _R, rollout)
     yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
@@ -349,7 +367,7 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
-    for name in ("reference", "critic"):
+    for name in ("reference", "critic", "auto"):
         if getattr(config.placement, name):
             yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
     if ENGINES[rollout.name].denoises:
@@ -538,8 +556,9 @@ def _coupled(config: Config) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "remax":
         yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
-    if config.placement.reference:
-        yield f"{why}, whose masks stay on the actor's ranks; leave placement.reference out"
+    for name in ("reference", "auto"):
+        if getattr(config.placement, name):
+            yield f"{why}, whose masks stay on the actor's ranks; leave placement.{name} out"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name) != "none":
             yield (
@@ -551,11 +570,12 @@ def _coupled(config: Config) -> Iterator[str]:
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
     key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
-    if config.refreshes_reference and config.placement.reference:
-        yield (
-            f"{key} copies weights from the actor's ranks, and placement.reference puts the "
-            "reference on others; leave one of them out"
-        )
+    for name in ("reference", "auto"):
+        if config.refreshes_reference and getattr(config.placement, name):
+            yield (
+                f"{key} copies weights from the actor's ranks, and placement.{name} puts the "
+                "reference on others; leave one of them out"
+            )
     if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
         yield (
             f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="
@@ -644,7 +664,8 @@ def _reward(config: Config) -> Iterator[str]:
             "(critic takes its options from reward.*)"
         )
     yield from _tasks(config)
-    if "critic" in names and not config.writes_revisions:
+    scored = config.dag.custom_pipeline_fn in ENVIRONMENT_PIPELINES
+    if "critic" in names and not config.writes_revisions and not scored:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{config.dag.custom_pipeline_fn} does not write; name code or functions of your own"

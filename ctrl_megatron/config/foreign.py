@@ -96,6 +96,7 @@ RENAMED: Mapping[str, str] = {
     "dataset_prompt_column": "data.prompt_key",
     "beta": _ACTOR + "kl_loss_coef",
     "epsilon": _ACTOR + "clip_ratio",
+    "epsilon_high": _ACTOR + "clip_ratio_high",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "num_generations": _ROLLOUT + "n",
     "num_iterations": _ACTOR + "ppo_epochs",
@@ -182,7 +183,7 @@ ABSENT: Mapping[str, str] = {
     ),
     "trainer.log_val_generations": "runs/NAME/examples.jsonl has texts of every step",
     "trainer.val_only": "ctrl-evaluate scores models without training",
-    "ray_kwargs": "torchrun, srun or --nproc-per-node start the ranks",
+    "ray_kwargs": "torchrun, srun, or --launcher ray with RAY_ADDRESS start the ranks",
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
@@ -194,7 +195,8 @@ ABSENT: Mapping[str, str] = {
     _ROLLOUT + "revision_n": "a critique's reward is that of one greedy revision",
     "algorithm.workflow_type": (
         f"DAPO is algorithm.filter_groups.enable=true with {_ACTOR}clip_ratio_high and "
-        "reward.overlong_buffer.enable=true"
+        "reward.overlong_buffer.enable=true; EMBODIED is "
+        "dag.custom_pipeline_fn=ctrl_megatron.pipeline:embodied_srpo_pipeline"
     ),
     "reward.num_examine": "runs/NAME/examples.jsonl and report.html have critiques of every step",
     "sandbox.attempts": "a request is tried five times",
@@ -236,6 +238,8 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
     siblings = list(field_types(group))
     if near := nearest(last, siblings):
         candidates = [f"{prefix}.{near}" if prefix else near]
+    elif last in RENAMED:  # a name without groups, as TRL has them
+        return f"unknown key {name!r}: here that is {RENAMED[last]}"
     else:
         elsewhere = nearest(last, {k.rpartition(".")[2] for k in keys})
         candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]

@@ -14,6 +14,11 @@ from zlib import crc32
 
 from ctrl_megatron.errors import UserError, line_of
 
+_SIIRL = (
+    "siiRL's names are here in ctrl_megatron.pipeline (Pipeline, NodeType, DAGWorker.generate) and "
+    "in ctrl_megatron.algorithms (register_adv_est, register_policy_loss)"
+)
+
 
 class UnresolvedReference(UserError, ImportError):
     """An import path that leads to no function: an ImportError caused by what the user wrote."""
@@ -40,9 +45,13 @@ def imported(path: str, what: str) -> Callable[..., Any]:
     try:
         found: Any = _module_at(Path(module)) if is_file else importlib.import_module(module)
     except (ImportError, FileNotFoundError) as error:
-        line = line_of(error)
+        line, hint = line_of(error), ""
         place = f" ({line})" if line else ""
-        raise UnresolvedReference(f"{what}: cannot import {path!r}: {error}{place}") from error
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "siirl":
+            hint = f"; {_SIIRL}"
+        raise UnresolvedReference(
+            f"{what}: cannot import {path!r}: {error}{place}{hint}"
+        ) from error
     try:
         for name in names.split("."):
             found = getattr(found, name)

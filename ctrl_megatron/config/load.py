@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -64,6 +65,7 @@ def load_config(
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
     for text in overrides:
         key, value = parse_override(text)
+        value = _spelt_out(key, value)
         try:
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, TypeError, AttributeError) as error:
@@ -119,13 +121,22 @@ def to_yaml(config: Config) -> str:
     return write_yaml(tree)
 
 
-def read_yaml(text: str, source: str) -> tuple[Any, dict[str, Place]]:
-    """The tree of ``text``, and the place of every dotted key.
+def read_yaml(
+    text: str, source: str, tags: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
+) -> tuple[Any, dict[str, Place]]:
+    """The tree of ``text``, and the place of every dotted key. ``tags``: a tag such as ``!Ref`` ->
+    what becomes of the text behind it.
 
     Raises UserError naming ``source`` and the line for text that is not YAML or repeats a key.
     """
+
+    class Tagged(_Loader):
+        """Knows the tags of this text."""
+
+    for tag, made in tags.items():
+        Tagged.add_constructor(tag, lambda loader, node, made=made: made(node.value))
     try:
-        node, tree = yaml.compose(text, _Loader), yaml.load(text, _Loader)
+        node, tree = yaml.compose(text, Tagged), yaml.load(text, Tagged)
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML: {_yaml_problem(error)}") from error
     places: dict[str, Place] = {}
@@ -186,7 +197,32 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
     tree, places = read_yaml(text, str(path))
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path} must hold groups of keys, not {type(tree).__name__}")
-    return DictConfig(tree or {}), places
+    return DictConfig(_nested(tree or {}, "", places)), places
+
+
+def _spelt_out(key: str, value: Any) -> Any:
+    """The value of a key, or the group that it is short for."""
+    return {"auto": True} if (key, value) == ("placement", "auto") else value
+
+
+def _nested(tree: Mapping[Any, Any], prefix: str, places: Mapping[str, Place]) -> dict[Any, Any]:
+    """The tree with a name such as ``kl_ctrl.kl_coef`` inside a group as a group of its own. What
+    is below a key, such as the options of a function, stays as it is.
+    """
+    found: dict[Any, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        value = _spelt_out(key, value)
+        if isinstance(value, Mapping) and key not in KEYS:
+            value = _nested(value, f"{key}.", places)
+        *above, last = name.split(".") if isinstance(name, str) else [name]
+        for part in reversed(above):
+            last, value = part, {last: value}
+        both = last in found
+        if both and not (isinstance(value, dict) and isinstance(found[last], dict)):
+            raise UserError(f"{places[key]}: {prefix}{last} is a value and a group of keys")
+        found[last] = _overlay(found[last], value) if both else value
+    return found
 
 
 def _overlay(below: Any, above: Any) -> Any:

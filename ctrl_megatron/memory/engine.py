@@ -125,8 +125,10 @@ def _use(
     graphs = 0 if keys.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
     share = int(keys.gpu_memory_utilization * gpu_memory)
     if not ENGINES[keys.name].reserves_cache:
-        # transformers takes what it needs, and has no graphs; a pass over canvases has no cache.
-        cached = 1 if ENGINES[keys.name].denoises else keys.max_num_seqs
+        # transformers takes what it needs, and has no graphs; a pass over canvases has a cache of
+        # all rows only if it keeps prefixes.
+        keeps = not ENGINES[keys.name].denoises or keys.engine_kwargs.get("keep_prefix")
+        cached = keys.max_num_seqs if keeps else 1
         cache = cached * longest * cache_per_token
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)

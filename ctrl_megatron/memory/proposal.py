@@ -25,6 +25,8 @@ from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.layout import World, world_with, worlds_of
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+GENERATION = 0.5
+"""Share of a step of one world that generates, where nothing else is known."""
 _SHARES = (1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
 
 
@@ -170,6 +172,21 @@ def propose(found: list[Candidate]) -> Candidate:
             remedy="take more GPUs, or see ctrl-plan without --placement for other remedies",
         )
     return min(fitting, key=lambda one: (one.step, len(one.worlds)))
+
+
+def placed(
+    config: Config, shapes: ModelShapes, *, gpu_memory: int, kernels: Kernels = "te"
+) -> tuple[Config, str]:
+    """The configuration with the placement that ``placement.auto`` stands for, written out, and the
+    table of what was considered. UserError as ``propose``.
+    """
+    found = candidates(
+        config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels=kernels
+    )
+    chosen = propose(found)
+    chosen_config = with_keys(replace(config, placement=RolePlacement()), chosen.keys)
+    object.__setattr__(chosen_config, "written", config.written)
+    return chosen_config, proposal_table(found, chosen, generation=GENERATION)
 
 
 def _placements(config: Config, size: int) -> Iterator[dict[str, Any]]:

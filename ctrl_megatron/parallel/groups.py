@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, read_launch
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.devices import local_device
 from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Layout, World
@@ -220,9 +221,9 @@ def join(
         host_memory.keep()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=timeout, **rendezvous(launch, timeout)
-        )
+        met = rendezvous(launch, timeout)
+        _require_same(worlds, met["store"], launch.rank)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, **met)
     needed = sum(len(world.ranks) for world in worlds)
     if dist.get_world_size() != needed:
         raise ValueError(f"{dist.get_world_size()} ranks were started, the layout needs {needed}")
@@ -235,6 +236,20 @@ def join(
     )
     joined.groups.hosts.require_whole_tensor_groups(joined.world.layout)
     return joined
+
+
+def _require_same(worlds: Sequence[World], store: Any, rank: int) -> None:
+    """UserError where this rank has other worlds than rank 0, whose groups would never meet."""
+    own = repr([world.ranks for world in worlds])
+    if rank == 0:
+        store.set("worlds", own)
+    elif (first := store.get("worlds").decode()) != own:
+        raise UserError(
+            f"rank {rank} places its worlds on {own}, and rank 0 on {first}",
+            key="placement",
+            remedy="give all ranks the same settings; with placement=auto on machines of different "
+            "GPUs set placement.gpu_memory",
+        )
 
 
 def _collect(

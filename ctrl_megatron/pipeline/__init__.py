@@ -16,6 +16,7 @@ from ctrl_megatron.pipeline.graph import (
     StepReport,
     TaskGraph,
 )
+from ctrl_megatron.pipeline.graph_file import pipeline_from_file
 from ctrl_megatron.pipeline.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
@@ -26,6 +27,7 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
+    from ctrl_megatron.pipeline.embodied import embodied_srpo_pipeline
     from ctrl_megatron.pipeline.episodes import (
         Environment,
         Episodes,
@@ -38,11 +40,13 @@ if TYPE_CHECKING:
         grpo_pipeline,
         ppo_pipeline,
     )
+    from ctrl_megatron.pipeline.guide_worker import DAGWorker
     from ctrl_megatron.pipeline.performance import step_performance
     from ctrl_megatron.pipeline.repair import repair_pipeline
     from ctrl_megatron.pipeline.sampling import balance, draw_samples
 
 __all__ = [
+    "DAGWorker",
     "DataCoordinator",
     "Environment",
     "Episodes",
@@ -65,11 +69,13 @@ __all__ = [
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
+    "embodied_srpo_pipeline",
     "environment_pipeline",
     "grpo_pipeline",
     "make_batch",
     "node_fields",
     "node_keys",
+    "pipeline_from_file",
     "ppo_pipeline",
     "repair_pipeline",
     "step_performance",
@@ -85,7 +91,9 @@ _LATER = {
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
     ),
     "step_performance": "performance",
+    "DAGWorker": "guide_worker",
     **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
+    "embodied_srpo_pipeline": "embodied",
     "repair_pipeline": "repair",
 }
 

@@ -32,6 +32,7 @@ from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.guide_worker import GuideWorker
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
@@ -77,7 +78,7 @@ def build_worker(
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
             device.adopt(value)
-    worker = DAGWorker(
+    worker = GuideWorker(
         config=config,
         groups=groups,
         background=run.background,
@@ -116,7 +117,7 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         reference = build_reference(config, groups)
     if run.is_here("critic"):
         value = build_value_model(config, groups, steps)
-    worker = DAGWorker(
+    worker = GuideWorker(
         config=config,
         groups=groups,
         background=run.background,

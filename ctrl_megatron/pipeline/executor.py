@@ -34,17 +34,18 @@ class Rank(Protocol):
 
 
 def check_calls(graph: TaskGraph) -> None:
-    """UserError for a node whose function does not accept the keyword arguments ``worker`` and
-    ``batch``.
+    """UserError for a node whose function has parameters other than those that ``run_in_step``
+    offers.
     """
     for node in graph.nodes.values():
         try:
-            node.check_call(worker=None, batch=None)
+            node.check_call()
         except TypeError as error:
             raise UserError(
                 f"the function of the node {node.node_id!r} cannot be called with worker and "
                 f"batch: {error}",
-                remedy="write it as (worker, batch), and a method of a class as a static one",
+                remedy="write it as (worker, batch), (batch, config) or, a method of a class, as "
+                "(self, config, batch)",
             ) from None
 
 
@@ -149,7 +150,7 @@ class Executor:
             totals = self._worker.groups.sum_over_data(kept)
             metrics[f"filter/{node.node_id}"] = float(totals[0] / totals[1].clamp(min=1))
         with self._worker.timeline.phase(node.node_id):
-            output = node.run(worker=self._worker, batch=batch)
+            output = node.run_in_step(self._worker, batch)
         batch = self._merge(batch, output, metrics)
         if output is not None and output.moved is not None:
             self._moves.append(output.moved)
@@ -158,7 +159,7 @@ class Executor:
     def _merge(
         self, batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]
     ) -> TensorDict:
-        if output is not None and output.batch is not None:
+        if output is not None and output.batch is not None and output.batch is not batch:
             self._between.new_rows()
         return _merge(batch, output, metrics)
 
@@ -172,7 +173,7 @@ class Executor:
         with self._worker.timeline.phase(node.node_id, kind="host"):
             for retries_left in range(node.retry_limit, -1, -1):
                 try:
-                    return await node.run(worker=self._worker, batch=batch)
+                    return await node.run_in_step(self._worker, batch)
                 except Exception:
                     if not retries_left:
                         raise

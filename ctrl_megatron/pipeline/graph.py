@@ -11,12 +11,19 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.config.import_path import imported
-from ctrl_megatron.config.options import accepted
+from ctrl_megatron.config.options import accepted, named_parameters
 from ctrl_megatron.errors import UserError, did_you_mean, place_of
-from ctrl_megatron.pipeline.siirl_names import GraphNeighbours, NodeRole, NodeStatus, NodeType
+from ctrl_megatron.pipeline.siirl_names import (
+    GraphNeighbours,
+    NodeLife,
+    NodeRole,
+    NodeStatus,
+    NodeType,
+)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -38,7 +45,7 @@ class NodeOutput:
     later for the former rows are brought to the new ones."""
 
 
-class Node:
+class Node(NodeLife):
     """A function with a name and dependencies.
 
     The function is ``func`` (a callable) or ``executable_ref`` (an import path, ``"module:name"``
@@ -89,7 +96,6 @@ class Node:
             func if executable_ref is None else imported(executable_ref, f"node {node_id!r}")
         )
         self.agent_group, self.agent_options = agent_group, agent_options
-        self.status = NodeStatus.PENDING
         _check_executable(self)
 
     @property
@@ -120,26 +126,47 @@ class Node:
         function returns None.
         """
         if self.executable is None:
-            self.status = NodeStatus.COMPLETED
+            self.update_status(NodeStatus.COMPLETED)
             return None
         bound = () if _dag_worker_instance is None else (_dag_worker_instance,)
         with self._watched():
             result = self.executable(*bound, **{**self._own_options(), **kwargs})
             if not inspect.isawaitable(result):
-                self.status = NodeStatus.COMPLETED
+                self.update_status(NodeStatus.COMPLETED)
                 return result
         return self._finish(result)
 
     async def _finish(self, result: Awaitable[Any]) -> Any:
         with self._watched():
             answer = await result
-            self.status = NodeStatus.COMPLETED
+            self.update_status(NodeStatus.COMPLETED)
             return answer
 
-    def check_call(self, **kwargs: Any) -> None:
-        """TypeError if the node's function cannot be called as ``run`` would with ``kwargs``."""
+    def run_in_step(self, worker: Any, batch: Any) -> Any:
+        """``run`` as a step does it: the function gets those of ``worker``, ``batch`` and the run's
+        ``config`` that its parameters name, and a method that was taken from its class gets the
+        worker as its ``self``, as siiRL's guide has it (section 5.5).
+        """
+        instance, given = self._step_call(worker, batch)
+        return self.run(_dag_worker_instance=instance, **given)
+
+    def check_call(self) -> None:
+        """TypeError if the node's function cannot be called as ``run_in_step`` does."""
         if self.executable is not None:
-            inspect.signature(self.executable).bind(**{**self._own_options(), **kwargs})
+            instance, given = self._step_call(SimpleNamespace(config=None), None)
+            bound = () if instance is None else (instance,)
+            inspect.signature(self.executable).bind(*bound, **{**self._own_options(), **given})
+
+    def _step_call(self, worker: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """(the ``self`` of a method, else None; the keyword arguments)."""
+        if self.executable is None:
+            return None, {}
+        names = named_parameters(self.executable)
+        offered = {"worker": worker, "batch": batch}
+        if "config" in names:
+            offered["config"] = worker.config
+        instance = worker if next(iter(names), None) == "self" else None
+        return instance, accepted(self.executable, offered)
 
     def _own_options(self) -> dict[str, Any]:
         if self.executable is None or not self.config:
@@ -148,18 +175,18 @@ class Node:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        self.status = NodeStatus.RUNNING
+        self.update_status(NodeStatus.RUNNING)
         try:
             yield
         except SystemExit as error:
-            self.status = NodeStatus.FAILED
+            self.update_status(NodeStatus.FAILED, f"sys.exit({error.code})")
             # It would end the event loop, which also serves the engines' clients.
             raise UserError(
                 f"node {self.node_id!r}: {place_of(self.executable)} calls sys.exit({error.code})",
                 remedy="raise an error instead",
             ) from error
         except BaseException as error:
-            self.status = NodeStatus.FAILED
+            self.update_status(NodeStatus.FAILED, f"{type(error).__name__}: {error}")
             error.add_note(f"in node {self.node_id!r}")
             raise
 
@@ -197,6 +224,25 @@ class TaskGraph(GraphNeighbours[Node]):
         self.graph_id = graph_id
         self.nodes: dict[str, Node] = {}
         self.report = report or StepReport()
+
+    @classmethod
+    def load_from_config(
+        cls,
+        graph_id: str,
+        config_data: Sequence[Mapping[str, Any]],
+        report: StepReport | None = None,
+    ) -> TaskGraph:
+        """The validated graph of nodes as a file describes them: the arguments of ``Node`` by name,
+        with the names of enumerations as text and ``filter_plugin`` as an import path. ValueError
+        names the node and the entry that is missing, unknown or wrong.
+        """
+        graph = cls(graph_id, report)
+        for number, described in enumerate(config_data, 1):
+            graph.add_node(_described(described, number, graph_id))
+        valid, reason = graph.validate_graph()
+        if not valid:
+            raise ValueError(reason)
+        return graph
 
     @property
     def draws_rows(self) -> bool:
@@ -363,6 +409,30 @@ class Pipeline:
         if not valid:
             raise ValueError(f"pipeline {self.pipeline_id!r}: {reason}")
         return graph
+
+
+def _described(described: Mapping[str, Any], number: int, graph_id: str) -> Node:
+    """The node of an entry of a file."""
+    where = f"graph {graph_id!r}: node {described.get('node_id', f'number {number}')!r}"
+    for name in ("node_id", "node_type"):
+        if not described.get(name):
+            raise ValueError(f"{where} has no {name}")
+    known = list(named_parameters(Node.__init__))[1:-1]
+    given = dict(described)
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where} cannot have the entry {name!r}{did_you_mean(name, known)}")
+    for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
+        if name in given and (text := str(given[name]).upper()) not in kind.__members__:
+            raise ValueError(
+                f"{where}: {name}={given[name]} is none of {', '.join(kind.__members__)}"
+                f"{did_you_mean(text, kind.__members__)}"
+            )
+        elif name in given:
+            given[name] = kind[text]
+    if isinstance(plugin := given.get("filter_plugin"), str):
+        given["filter_plugin"] = imported(plugin, f"{where}: filter_plugin")
+    return Node(**given)
 
 
 def _ids(dependencies: Sequence[str] | None, node_id: str) -> list[str]:

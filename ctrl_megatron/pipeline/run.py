@@ -24,6 +24,7 @@ from ctrl_megatron.checkpoint.store import (
     read_state,
 )
 from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
+from ctrl_megatron.config.checks import loss_hint
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
@@ -351,8 +352,11 @@ def _check_function(
         function = look_up(name)
     except ValueError as error:
         raise UserError(
-            f"{key}={name}: {error}; correct the name, or register it in the module of "
-            "dag.custom_pipeline_fn"
+            f"{key}={name}: {error}; "
+            + (
+                loss_hint(key, config)
+                or "correct the name, or register it in the module of dag.custom_pipeline_fn"
+            )
         ) from None
     own_options(
         function,

@@ -15,6 +15,7 @@ All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
@@ -57,10 +58,55 @@ class NodeStatus(Enum):
     SKIPPED = "SKIPPED"
 
 
+class NodeLife:
+    """The guide's questions about a node. A run asks none of them: it walks its nodes in one order
+    that is fixed when the graph is built, and ends where one fails."""
+
+    node_id: str
+    dependencies: list[str]
+    retry_limit: int
+    status = NodeStatus.PENDING
+    retries_done = 0
+    error_info: str | None = None
+
+    def add_dependency(self, dependency_id: str) -> None:
+        """Let the node wait for another one too."""
+        if dependency_id not in self.dependencies:
+            self.dependencies.append(dependency_id)
+
+    def remove_dependency(self, dependency_id: str) -> None:
+        """Let the node wait for another one no longer."""
+        if dependency_id in self.dependencies:
+            self.dependencies.remove(dependency_id)
+
+    def is_ready(self, completed_node_ids: Collection[str]) -> bool:
+        """Whether the node has not begun and waits for none but these."""
+        return self.status is NodeStatus.PENDING and {*self.dependencies} <= {*completed_node_ids}
+
+    def update_status(self, new_status: NodeStatus, error_info: str | None = None) -> None:
+        """Set the status, and why the node failed; a completed node has no such reason."""
+        self.status = new_status
+        self.error_info = None if new_status is NodeStatus.COMPLETED else error_info
+
+    def can_retry(self) -> bool:
+        """Whether the node failed and may be tried once more."""
+        return self.status is NodeStatus.FAILED and self.retries_done < self.retry_limit
+
+    def increment_retry_count(self) -> None:
+        """Count one more try."""
+        self.retries_done += 1
+
+    def reset(self) -> None:
+        """As if the node had never begun."""
+        self.status, self.retries_done, self.error_info = NodeStatus.PENDING, 0, None
+
+
 class Dependent(Protocol):
     """A node as far as the queries below need it."""
 
     dependencies: list[str]
+
+    def reset(self) -> None: ...
 
 
 N = TypeVar("N", bound=Dependent)
@@ -88,8 +134,22 @@ class GraphNeighbours(Generic[N]):
         """Nodes without dependencies."""
         return [node for node in self.nodes.values() if not node.dependencies]
 
+    def get_exit_nodes(self) -> list[N]:
+        """Nodes on which none depends."""
+        adjacent = self.adj
+        return [node for node_id, node in self.nodes.items() if not adjacent[node_id]]
+
+    def get_dependencies(self, node_id: str) -> list[N]:
+        """Nodes on which ``node_id`` depends directly."""
+        return [self.nodes[other] for other in self.rev_adj[node_id]]
+
     def get_dependents(self, node_id: str) -> list[N]:
         """Nodes that depend directly on ``node_id``."""
         return [self.nodes[other] for other in self.adj[node_id]]
 
     get_downstream_nodes = get_dependents
+
+    def reset_nodes_status(self) -> None:
+        """Let all nodes be as if they had never begun."""
+        for node in self.nodes.values():
+            node.reset()

@@ -29,6 +29,8 @@ from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.types import Attempt, Problem
 
 Split = Literal["train", "unseen_mutants", "unseen_problems"]
+FaultKind = MutationKind | Literal["human", "model"]
+"""The kind of an edit, or who made the fault."""
 
 BLAND = f"Analysis: The answer is right.\nImprovement suggestions: None.\n{JUDGED_CORRECT}"
 """A critique that asks for no change; right for a right program."""
@@ -44,7 +46,7 @@ class Mutant:
     split: Split
     """Problems of ``unseen_problems`` are in no other split; problems of ``unseen_mutants`` are
     also in ``train``, with other mutants."""
-    kind: MutationKind
+    kind: FaultKind
     code: str
     wrong: str
     """The expression with the fault, which occurs once in ``code``."""

@@ -207,6 +207,39 @@ def _named_expression(
     return None
 
 
+def named_edit(right: str, wrong: str) -> tuple[str, str] | None:
+    """(expression of ``wrong``, expression of ``right``): the smallest ones, or else lines, that
+    differ, where putting the second in place of the first turns ``wrong`` into ``right``. None
+    where the programs differ in more than one line, or the place occurs more than once.
+
+    Raises SyntaxError for a program that is no Python.
+    """
+    if right == wrong:
+        return None
+    start = _first_difference(right, wrong)
+    after = min(len(right), len(wrong)) - start
+    after = min(after, _first_difference(right[::-1], wrong[::-1]))
+    end, text = len(right) - after, wrong[start : len(wrong) - after]
+    if "\n" in right[start:end] + text:
+        return None
+    source, tree = _Source(right), ast.parse(right)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    spans = {node: source.span(node) for node in ast.walk(tree) if isinstance(node, ast.expr)}
+    around = [node for node, (first, last) in spans.items() if first <= start and end <= last]
+    if around:
+        smallest = min(around, key=lambda node: spans[node][1] - spans[node][0])
+        named = _named_expression(smallest, parents, source, (start, end, text), wrong)
+        if named is not None:
+            return named
+    line, repair = (_line_at(code, start).strip() for code in (wrong, right))
+    fits = len(line) >= _SHORTEST and repair and occurrences(wrong, line) == 1
+    return (line, repair) if fits and wrong.replace(line, repair) == right else None
+
+
+def _line_at(code: str, place: int) -> str:
+    return code[code.rfind("\n", 0, place) + 1 :].partition("\n")[0]
+
+
 def occurrences(code: str, expression: str) -> int:
     """The number of occurrences of ``expression`` in ``code``, overlapping ones included."""
     return sum(code.startswith(expression, at) for at in range(len(code)))
@@ -231,4 +264,5 @@ def _parses(code: str) -> bool:
 
 
 def _first_difference(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -108,7 +108,8 @@ class SynthesisStages:
 
         records = await self._stage("verdicts", attempts, self.open_judge, judge)
         verdicts = [
-            Verdict(**{**r, "passed": tuple(r["passed"]), "detail": tuple(r["detail"])})
+            # Journals of earlier versions have no scores.
+            Verdict(**{**r, **{n: tuple(r.get(n, ())) for n in ("passed", "detail", "scores")}})
             for r in records
         ]
         return [

@@ -167,8 +167,10 @@ class IoiCodeReward(CodeReward):
 
     The row has stdin/stdout cases in ``selected_uts`` and a column ``subtasks``, a list (or its
     JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where ``tests`` numbers the cases from 0; a
-    test may belong to several subtasks. ``language`` is the language of rows without a column of
-    that name. With ``normalise`` the points are divided by the problem's full points.
+    test may belong to several subtasks. A ``checker`` may give a test a part of its points, and
+    ``grader_files`` are compiled with the program (``grading.row_tests``). ``language`` is the
+    language of rows without a column of that name. With ``normalise`` the points are divided by the
+    problem's full points.
     """
 
     name = "ioi_code"
@@ -204,7 +206,7 @@ class IoiCodeReward(CodeReward):
         subtasks = subtasks_of(row, verdict.total)
         # A test without a verdict counts as failed.
         missing = [0.0] * (verdict.total - len(verdict.passed))
-        points = ioi_score(subtasks, [*map(float, verdict.passed), *missing])
+        points = ioi_score(subtasks, [*(verdict.scores or map(float, verdict.passed)), *missing])
         return points / sum(s.points for s in subtasks) if self._normalise else points
 
 

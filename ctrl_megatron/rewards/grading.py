@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 from ctrl_megatron.background import gathered, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.fields import json_field, object_field
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
@@ -36,6 +37,10 @@ MAX_REQUESTS = 256
 """Default of the number of requests of one batch that run at the same time."""
 TIMED_OUT = "TimeLimitExceeded"
 """``Verdict.detail`` of a test that timed out."""
+
+
+OLYMPIAD = "IOIDataset"
+"""The kind of tests that have programs of their own, and scores between 0 and 1."""
 
 
 class Judge(Protocol):
@@ -89,6 +94,8 @@ def row_tests(
     row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
 ) -> RowTests:
     """The tests of ``row``. A test may take ``run_timeout`` seconds where the row sets no limit.
+    Programs in the columns ``checker`` and ``grader_files`` of a stdin/stdout row, records of the
+    sandbox's ``IOIDataset`` or their JSON, judge with its tests.
 
     Raises ``UserError`` for a LiveCodeBench row without its columns and for a stdin/stdout row
     without cases.
@@ -164,6 +171,9 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
         return "MBPPDataset", {**data, **comparison}, len(reported_tests(data))
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
+        programs = _programs_of(row)
+        if programs:
+            return OLYMPIAD, {**_one_subtask(cases), **programs, **comparison}, len(cases)
         return "CommonOJDataset", {"test": cases, **comparison}, len(cases)
     names = ("content", "labels", "test")
     if missing := [name for name in names if name not in row.extra]:
@@ -172,6 +182,31 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
         )
     data = {"id": row.id, **{name: row.extra[name] for name in names}, **comparison}
     return "LiveCodeBenchDataset", data, 1
+
+
+def _programs_of(row: Row) -> dict[str, Any]:
+    """The programs in the columns ``checker`` and ``grader_files`` of ``row``, which judge with its
+    tests; JSON texts are read. UserError for other values.
+    """
+    found = {}
+    for name in ("checker", "grader_files"):
+        given = row.extra.get(name)
+        if given in (None, ""):
+            continue
+        try:
+            found[name] = object_field(json_field(given, name), name)
+        except ValueError as error:
+            raise UserError(f"{row.id!r}: column {error}", file=row.place) from error
+    return found
+
+
+def _one_subtask(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The cases as tests of a single subtask, in their order."""
+    tests = {
+        str(number): {"input": case["input"]["stdin"], "output": case["output"]["stdout"]}
+        for number, case in enumerate(cases)
+    }
+    return {"tests": tests, "subtasks": [{"points": 1, "tests": list(tests)}]}
 
 
 def descriptions_of_tests(problem: Problem) -> list[str]:
@@ -226,6 +261,7 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
         total=job.total,
         detail=tuple(map(_why, cases)),
         timed_out=any(case.timed_out for case in cases),
+        scores=tuple(map(_points, cases)) if job.request.config.dataset_type == OLYMPIAD else (),
     )
 
 
@@ -358,6 +394,10 @@ def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:
     """Take the error of a run that nothing awaits any more, which asyncio would print."""
     if not run.cancelled():
         run.exception()
+
+
+def _points(case: EvalTestCase) -> float:
+    return float((case.test_info or {})["score"])
 
 
 def _why(case: EvalTestCase) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -38,12 +38,19 @@ class DenoisingOptions:
     block_length: int | None = None
     """Blocks of so many tokens are denoised one after the other, each in its share of the steps
     (semi-autoregressive); None makes the canvas one block."""
+    keep_prefix: bool = False
+    """Compute the keys and values of prompt and finished blocks in a block's first pass only, and
+    keep them for its other passes (the prefix cache of Fast-dLLM, arXiv 2505.22618). This is an
+    approximation: all tokens see each other, so those keys change a little with every token that
+    the block commits."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "block_length"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not isinstance(self.keep_prefix, bool):
+            raise ValueError(f"keep_prefix must be true or false, got {self.keep_prefix!r}")
         if self.alg not in get_args(Order):
             raise ValueError(f"alg must be one of {', '.join(get_args(Order))}, got {self.alg!r}")
         if not self.alg_temp >= 0:
@@ -84,6 +91,17 @@ def committed(tokens: int, steps: int) -> list[int]:
     return counts
 
 
+class KeptPrefix(Protocol):
+    """The keys and values of all tokens of a pass before those that it predicted."""
+
+    def logits(
+        self, tokens: torch.Tensor, attended: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor:
+        """(B, places, V): as ``Denoiser.logits``, of the rows with these numbers in the pass that
+        made it. Only what follows the prefix is computed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Denoiser:
     """A masked-diffusion model as the sampler calls it."""
@@ -91,8 +109,20 @@ class Denoiser:
     logits: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     """(tokens (B, T), attended (B, T) bool, places) -> (B, places, V): the logits that predict the
     last ``places`` tokens."""
+    keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, KeptPrefix]]
+    """As ``logits``, with the pass's prefix."""
     mask_token: int
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A prefix with what it was computed for."""
+
+    block: slice
+    version: str
+    canvases: list[_Canvas]
+    prefix: KeptPrefix
 
 
 class DenoisingBatch:
@@ -111,6 +141,8 @@ class DenoisingBatch:
         self.alive = list(rows)
         self._plan, self._step = options.schedule(params.max_tokens), 0
         self._canvases = [_Canvas(row, params.max_tokens, model.mask_token) for row in rows]
+        self._width = params.max_tokens + max((len(row.prompt) for row in rows), default=0)
+        self._kept: _Kept | None = None
 
     def step(self, version: str) -> None:
         """Commit the next tokens of every unfinished row."""
@@ -118,9 +150,11 @@ class DenoisingBatch:
         canvases = [canvas for canvas in self._canvases if canvas.row.finish_reason is None]
         numbers = [canvas.numbers() for canvas in canvases]
         if count:
-            logits = self._logits(canvases)
+            logits = self._logits(canvases, block, version)
             places = [canvas.masked(block) for canvas in canvases]
-            wanted = torch.cat([row[own] for row, own in zip(logits, places, strict=True)])
+            wanted = torch.cat(
+                [row[own - block.start] for row, own in zip(logits, places, strict=True)]
+            )
             drawn = torch.cat([own[0, at] for own, at in zip(numbers, places, strict=True)])
             lengths = [len(own) for own in places]
             for canvas, own, at, *found in zip(
@@ -144,13 +178,27 @@ class DenoisingBatch:
             canvas.take(self._params)
         self.alive = [row for row in self.alive if row.finish_reason is None]
 
-    def _logits(self, canvases: list[_Canvas]) -> torch.Tensor:
+    def _logits(self, canvases: list[_Canvas], block: slice, version: str) -> torch.Tensor:
+        """(rows, places from the block's start, V)."""
+        tokens, attended = self._padded(canvases)
+        places, kept = self._params.max_tokens - block.start, self._kept
+        if not self._options.keep_prefix:
+            return self._model.logits(tokens, attended, places)
+        # Other weights have other keys.
+        if kept is None or (kept.block, kept.version) != (block, version):
+            logits, prefix = self._model.keep(tokens, attended, places)
+            self._kept = _Kept(block, version, canvases, prefix)
+            return logits
+        rows = [kept.canvases.index(canvas) for canvas in canvases]
+        return kept.prefix.logits(tokens, attended, rows)
+
+    def _padded(self, canvases: list[_Canvas]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, attended), each (rows, width), with the padding before the prompts."""
         texts = [[*canvas.row.prompt, *canvas.tokens.tolist()] for canvas in canvases]
-        width, device = max(map(len, texts)), self._model.device
+        width, device = self._width, self._model.device
         tokens = torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
         lengths = torch.tensor([[len(text)] for text in texts], device=device)
-        attended = torch.arange(width, device=device) >= width - lengths
-        return self._model.logits(tokens, attended, self._params.max_tokens)
+        return tokens, torch.arange(width, device=device) >= width - lengths
 
     def _propose(
         self, logits: torch.Tensor, numbers: torch.Tensor

@@ -4,17 +4,16 @@ which see all tokens. No code of the model's directory runs."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.rules import usual_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import MaskedDiffusion
 from ctrl_megatron.rollout.denoising import Denoiser, DenoisingBatch, DenoisingOptions
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import DEVICE, HfEngine, LoadedModel
@@ -52,8 +51,10 @@ def load_denoiser(spec: EngineSpec) -> LoadedModel:
     views, tensors = partial(_views, model, family), SafetensorsDirectory(spec.model_path)
     for name, view in views(read_manifest(spec.model_path, spec.dtype)).items():
         view.copy_(tensors.read(name))
+    passes = _FullPass(model, diffusion.shifted)
     denoiser = Denoiser(
-        logits=partial(_logits, model, diffusion),
+        logits=passes.logits,
+        keep=passes.keep,
         mask_token=diffusion.mask_token,
         device=torch.device(DEVICE),
     )
@@ -74,24 +75,67 @@ def _in_transformers_layers(config: dict[str, Any], family: Family, dtype: str) 
     return AutoModelForCausalLM.from_config(layers, dtype=getattr(torch, dtype))
 
 
-def _logits(
-    model: Any,
-    diffusion: MaskedDiffusion,
-    tokens: torch.Tensor,
-    attended: torch.Tensor,
-    places: int,
-) -> torch.Tensor:
-    """As ``Denoiser.logits``."""
-    width = tokens.shape[1]
-    # Padding sees itself, because a softmax over nothing would be undefined.
-    seen = attended[:, None, :] | torch.eye(width, dtype=torch.bool, device=tokens.device)
-    mask = torch.zeros(seen.shape, dtype=model.dtype, device=tokens.device)
-    mask = mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
-    logits = model(
-        input_ids=tokens,
-        attention_mask=mask[:, None],
-        position_ids=(attended.cumsum(-1) - 1).clamp(min=0),
-        use_cache=False,
-        logits_to_keep=places + diffusion.shifted,
-    ).logits
-    return logits[:, :places]
+@dataclass(frozen=True, slots=True)
+class _FullPass:
+    """Passes of a model in which every token sees all others."""
+
+    model: Any
+    shifted: bool
+    """Whether a token is predicted by the state before its place."""
+
+    def logits(self, tokens: torch.Tensor, attended: torch.Tensor, places: int) -> torch.Tensor:
+        """As ``Denoiser.logits``."""
+        return self.behind(tokens, attended, places, None)
+
+    def keep(
+        self, tokens: torch.Tensor, attended: torch.Tensor, places: int
+    ) -> tuple[torch.Tensor, _KeptStates]:
+        """As ``Denoiser.keep``."""
+        cache, end = DynamicCache(), tokens.shape[1] - places - self.shifted
+        logits = self.behind(tokens, attended, places, cache)
+        states = [(one.keys[:, :, :end], one.values[:, :, :end]) for one in cache.layers]
+        return logits, _KeptStates(self, places, states)
+
+    def behind(
+        self,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        places: int,
+        cache: DynamicCache | None,
+    ) -> torch.Tensor:
+        """As ``logits``, where the ``cache`` has the states of the first tokens already. It takes
+        those of the others too."""
+        width, start = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
+        # Padding sees itself, because a softmax over nothing would be undefined.
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device)[start:]
+        seen = attended[:, None, :] | own
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=tokens.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(self.model.dtype).min)
+        logits = self.model(
+            input_ids=tokens[:, start:],
+            attention_mask=mask[:, None],
+            position_ids=(attended.cumsum(-1) - 1).clamp(min=0)[:, start:],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=places + self.shifted,
+        ).logits
+        return logits[:, :places]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptStates:
+    """A ``denoising.KeptPrefix``."""
+
+    passes: _FullPass
+    places: int
+    states: list[tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values (B, heads, tokens of the prefix, head size) of every layer."""
+
+    def logits(
+        self, tokens: torch.Tensor, attended: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor:
+        """As ``KeptPrefix.logits``."""
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(self.states):
+            cache.update(keys[rows], values[rows], layer)
+        return self.passes.behind(tokens, attended, self.places, cache)

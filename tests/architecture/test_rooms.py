@@ -59,7 +59,7 @@ OWNERS = {
     ),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
-    "ray": ("sandbox/client/ray_cluster.py",),
+    "ray": ("sandbox/client/ray_cluster.py", "commands/ray_launcher.py"),
     "aiohttp": ("sandbox/", "rewards/providers/piston.py", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/figures.py",),
     "jinja2": ("data/tokens.py", "metrics/report/document.py"),

@@ -46,6 +46,8 @@ NOT_HERE = {
         for group in ("critic", "actor_rollout_ref.ref")
         for size in ("tensor", "pipeline")
     },
+    "placement.auto": "the start of a command, as in test_apart.py",
+    "placement.gpu_memory": "the same",
     "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",
     ACTOR + "random_masking": "coupled GRPO, as in test_coupled_grpo.py",
     ACTOR + "p_mask_prompt": "the same",

@@ -172,6 +172,35 @@ def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["shared", "api"])
+def test_a_run_learns_the_same_with_and_without_streaming(job: Job, kind: str) -> None:
+    drawn, learned, weights = [], [], []
+    for streaming in ("true", "false"):
+        with serving(fails=False) as server:
+            served = (f"{P}kind=api", f"{P}api.base_url={server.url}", f"{P}api.model=stranger")
+            run = run_forked(
+                job,
+                f"streaming_{kind}_{streaming}",
+                steps=3,
+                extra=(
+                    *(served if kind == "api" else ()),
+                    *(f"actor_rollout_ref.rollout.streaming={streaming}", "trainer.save_hf_freq=3"),
+                ),
+                without=_SHARED if kind == "api" else (),
+            )
+        assert run.codes == (0, 0), run.output[-6000:]
+        drawn.append(examples(run))
+        told = ("actor/loss", "actor/grad_norm", "reward/mean", "revision/length")
+        learned.append([{k: r["metrics"].get(k) for k in told} for r in run.metrics()])
+        file = run.folder / "hf_exports/global_step_3/model.safetensors"
+        weights.append(file.read_bytes())
+    assert drawn[0] and drawn[0] == drawn[1]
+    assert len(learned[0]) == 3 and learned[0] == learned[1]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_vllms_own_server_revises_in_the_models_template_and_may_fail(
     job: Job, stranger: Path, tmp_path: Path

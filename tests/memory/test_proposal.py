@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.commands.plan import main
+from ctrl_megatron.commands.start import _placed
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.engine import GIB
 from ctrl_megatron.memory.proposal import (
     StepWork,
     candidates,
+    placed,
     propose,
     times_of,
     work_of,
@@ -102,3 +104,43 @@ def test_the_command_prints_worlds_steps_and_keys(capsys: pytest.CaptureFixture[
     assert "\nproposal: one world" in out
     assert main([*given, "--gpu-memory", "88"]) == 0
     assert "\nproposal: 'placement.critic={share: 0.25}'" in capsys.readouterr().out
+
+
+def test_auto_is_the_proposal_written_out(tmp_path: Path) -> None:
+    config, shapes = example("actor_rollout_ref.ref.model.path=/other", "placement=auto")
+    assert config.placement.auto
+    found, table = placed(config, shapes, gpu_memory=88 * GIB)
+    tight = candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
+    written = propose(tight).overrides
+    same, _ = example("actor_rollout_ref.ref.model.path=/other", *written)
+    assert found == same and found.placement.critic == {"share": 0.25}
+    assert all(f"'{key}'" in table for key in written) and "idle" in table
+    assert "placement.auto" in found.written
+    roomy, table = placed(config, shapes, gpu_memory=100 * GIB)
+    assert roomy.placement == Config().placement and "proposal: one world" in table
+
+
+def test_a_command_places_by_the_memory_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((EXAMPLES / "shapes/qwen2.5-7b.json").read_text())
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    for gib, apart in ((90, True), (1000, False)):
+        config, shapes = example(model, "placement=auto", f"placement.gpu_memory={gib}")
+        found, table = _placed(config)
+        assert (found, table) == placed(config, shapes, gpu_memory=gib * GIB, kernels="torch")
+        assert bool(found.placement.critic) is apart
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("placement.critic=[1]",), "leave placement.critic and placement.reference out"),
+        (("trainer.min_nnodes=1",), "leave trainer.min_nnodes out"),
+        (("actor_rollout_ref.ref.sync_steps=2",), "leave one of them out"),
+    ],
+)
+def test_auto_excludes_what_it_decides(keys: tuple[str, ...], said: str) -> None:
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    with pytest.raises(ValueError, match=said):
+        load_config(None, [*PPO, kl, "placement.auto=true", *keys], "none")
+    with pytest.raises(ValueError, match=r"placement.gpu_memory"):
+        load_config(None, ["placement.gpu_memory=3"], "none")

@@ -201,11 +201,11 @@ class Tool:
 def test_a_node_that_cannot_be_called_ends_the_run_at_its_start() -> None:
     def by_other_names(w: object, b: object) -> None: ...
 
-    for function in (f"{__name__}:Tool.draw", by_other_names):
-        graph = Pipeline("own").add_node("draw", function).build()
-        with pytest.raises(UserError, match="the node 'draw' cannot be called with worker and"):
-            check_calls(graph)
-    check_calls(Pipeline("own").add_node("judge", f"{__name__}:Tool.judge").build())
+    graph = Pipeline("own").add_node("draw", by_other_names).build()
+    with pytest.raises(UserError, match="the node 'draw' cannot be called with worker and"):
+        check_calls(graph)
+    for method in ("draw", "judge"):
+        check_calls(Pipeline("own").add_node("n", f"{__name__}:Tool.{method}").build())
 
 
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline import (
     Node,
@@ -19,6 +22,7 @@ from ctrl_megatron.pipeline import (
     NodeType,
     Pipeline,
     TaskGraph,
+    pipeline_from_file,
 )
 
 
@@ -353,3 +357,88 @@ def test_wrong_pipelines_name_themselves() -> None:
         Pipeline("p").build()
     with pytest.raises(TypeError, match="only_foward_compute"):
         Pipeline("p").add_node("a", nothing, only_foward_compute=True)  # type: ignore[call-arg]
+
+
+def test_a_nodes_life_as_the_guide_has_it() -> None:
+    node = Node("n", NodeType.COMPUTE, func=later, dependencies=["a"], retry_limit=1)
+    for _ in range(2):
+        node.add_dependency("b")
+    assert node.dependencies == ["a", "b"]
+    for _ in range(2):
+        node.remove_dependency("a")
+    assert node.dependencies == ["b"]
+    assert not node.is_ready({"a"}) and node.is_ready({"a", "b"})
+    node.update_status(NodeStatus.RUNNING)
+    assert not node.is_ready({"b"}) and not node.can_retry()
+    node.update_status(NodeStatus.FAILED, "broken")
+    assert node.error_info == "broken" and node.can_retry()
+    node.increment_retry_count()
+    assert not node.can_retry()
+    node.update_status(NodeStatus.COMPLETED)
+    assert node.error_info is None
+    graph = TaskGraph("g")
+    graph.add_node(node)
+    graph.reset_nodes_status()
+    assert (node.status, node.retries_done) == (NodeStatus.PENDING, 0)
+
+
+def test_a_failed_node_knows_why() -> None:
+    node = Node("n", NodeType.COMPUTE, func=lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        node.run()
+    assert node.status is NodeStatus.FAILED and "ZeroDivisionError" in str(node.error_info)
+
+
+def test_exits_and_dependencies_of_a_diamond() -> None:
+    graph = graph_of({"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]})
+    assert graph.validate_graph() == (True, None)
+    assert ids(graph.get_exit_nodes()) == ["d"]
+    assert ids(graph.get_dependencies("d")) == ["b", "c"] and graph.get_dependencies("a") == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([{"node_type": "COMPUTE"}], "node 'number 1' has no node_id"),
+        ([{"node_id": "a"}], "node 'a' has no node_type"),
+        ([{"node_id": "a", "node_type": "COMPUT"}], "COMPUT is none of .*did you mean 'COMPUTE'"),
+        ([{"node_id": "a", "node_type": "CUSTOM", "node_role": "X"}], "node_role=X is none of"),
+        ([{"node_id": "a", "node_type": "CUSTOM", "deps": []}], "cannot have the entry 'deps'"),
+        ([{"node_id": "a", "node_type": "CUSTOM"}] * 2, "already has a node 'a'"),
+        ([{"node_id": "a", "node_type": "CUSTOM", "dependencies": ["a"]}], "circular|cycle"),
+    ],
+)
+def test_a_described_graph_names_what_is_wrong(nodes: list[dict], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TaskGraph.load_from_config("g", nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: [{node_id: a, node_type: COMPUTE}]", "has no dag_id"),
+        ("dag_id: g", "has no nodes"),
+        ("dag_id: g\nnodes: {a: 1}", "must be a list"),
+        ("dag_id: g\nnode: []", "cannot have the entry 'node'; did you mean 'nodes'"),
+        (
+            "dag_id: g\nnodes: [{node_id: a, node_type: CUSTOM, config: [!Ref global_config.y]}]",
+            r"!Ref global_config.y: there is no such value",
+        ),
+    ],
+)
+def test_a_file_of_a_graph_names_itself_and_what_is_wrong(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "graph.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as raised:
+        pipeline_from_file(Config(), file=str(file))
+    assert "graph.yaml" in str(raised.value)
+
+
+def test_a_graph_in_json_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "graph.json"
+    nodes = [{"node_id": "a", "node_type": "compute", "executable_ref": f"{__name__}:nothing"}]
+    file.write_text(json.dumps({"dag_id": "g", "nodes": nodes}))
+    graph = pipeline_from_file(Config(), file=str(file))
+    assert graph.graph_id == "g" and graph.nodes["a"].config == {"_node_id_": "a"}

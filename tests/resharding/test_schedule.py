@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_shard_plan import model, pushes
 
-from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.hf_config import parse_model_shape
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.schedule import WAYS, Speeds, simulate, steps
 from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan
 
 LAYERS = 40
+SHAPES = Path(__file__).parents[2] / "examples/shapes"
 
 
 @given(st.integers(1, 12))
@@ -87,57 +92,23 @@ def test_every_byte_is_on_one_link_and_none_is_faster_than_it(
     assert [total for total, _, _ in sums] == pytest.approx([got[way] for way in WAYS])
 
 
-def large(
-    layers: int, hidden: int, heads: tuple[int, int], vocabulary: int, kind: Dense | Experts
-) -> ModelShape:
-    attention = GroupedQueryAttention(heads=heads[0], groups=heads[1], head_dim=128)
-    shape = model(hidden=hidden, layers=layers, kind=kind)
-    return type(shape)(
-        **{name: getattr(shape, name) for name in shape.__slots__}
-        | {"attention": attention, "vocab_size": vocabulary}
-    )
-
-
-# The experts of DeepSeek-V3, with grouped-query attention of at least the bytes of its own.
 @pytest.mark.parametrize(
-    ("shape", "train", "cut", "most"),
+    ("name", "train", "cut", "most"),
     [
+        ("qwen2.5-72b", Layout(tensor=8, pipeline=8), EngineCut(tensor=8), 1.0),
         (
-            large(80, 8192, (64, 8), 152064, Dense(width=29568)),
-            Layout(tensor=8, pipeline=8),
-            EngineCut(tensor=8),
-            1.0,
-        ),
-        (
-            large(
-                94,
-                4096,
-                (64, 4),
-                151936,
-                Experts(count=128, expert_width=1536, top_k=8, renormalised=True),
-            ),
+            "qwen3-235b-a22b",
             Layout(tensor=4, pipeline=2, data=8, expert=8),
             EngineCut(tensor=8, spread_experts=True),
             2.0,
         ),
-        (
-            large(
-                64,
-                7168,
-                (128, 128),
-                129280,
-                Experts(count=256, expert_width=2048, top_k=8, renormalised=True),
-            ),
-            Layout(pipeline=16, data=16, expert=16),
-            EngineCut(tensor=32),
-            3.0,
-        ),
+        ("deepseek-v3", Layout(pipeline=16, data=16, expert=16), EngineCut(tensor=32), 3.0),
     ],
-    ids=["72B", "235B-A22B", "DeepSeek-V3"],
 )
 def test_large_models_are_pushed_in_seconds_and_near_the_floor(
-    shape: ModelShape, train: Layout, cut: EngineCut, most: float
+    name: str, train: Layout, cut: EngineCut, most: float
 ) -> None:
+    shape = parse_model_shape(json.loads((SHAPES / f"{name}.json").read_text()))
     ranks = train.world_size
     takers = tuple(tuple(range(i, i + cut.tensor)) for i in range(0, ranks, cut.tensor))
     hosts = tuple(rank // 8 for rank in range(ranks))

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import (
+    Dense,
+    Experts,
+    GroupedQueryAttention,
+    ModelShape,
+    MultiLatentAttention,
+)
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.shard_plan import EngineCut, ShardPlan, Transfer
@@ -49,6 +55,23 @@ def pushes(draw: st.DrawFn, *, unit: int = 1) -> tuple[ModelShape, ShardPlan]:
         expert_width=both * unit * draw(st.integers(1, 2)),
         top_k=1,
         renormalised=True,
+        correction_bias=draw(st.booleans()),
+        shared_width=both * unit * draw(st.integers(0, 2)),
+    )
+    grouped = GroupedQueryAttention(
+        heads=max(groups, cut.tensor) * draw(st.integers(1, 2)),
+        groups=groups,
+        head_dim=2 * unit,
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    latent = MultiLatentAttention(
+        heads=grouped.heads,
+        q_lora_rank=draw(st.sampled_from((None, 3 * unit))),
+        kv_lora_rank=2 * unit,
+        qk_nope_head_dim=unit,
+        qk_rope_head_dim=2,
+        v_head_dim=3 * unit,
     )
     layers = pipeline * virtual * draw(st.integers(1, 2))
     shape = ModelShape(
@@ -59,13 +82,7 @@ def pushes(draw: st.DrawFn, *, unit: int = 1) -> tuple[ModelShape, ShardPlan]:
         norm_epsilon=1e-5,
         rope=Rope(theta=1e4),
         tied_embeddings=draw(st.booleans()),
-        attention=GroupedQueryAttention(
-            heads=max(groups, cut.tensor) * draw(st.integers(1, 2)),
-            groups=groups,
-            head_dim=2 * unit,
-            qkv_bias=draw(st.booleans()),
-            qk_norm=draw(st.booleans()),
-        ),
+        attention=draw(st.sampled_from((grouped, latent))),
         feed_forward=tuple(
             draw(st.lists(st.sampled_from([dense, experts]), min_size=layers, max_size=layers))
         ),

@@ -113,15 +113,22 @@ TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too: pro
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), TEXT), min_size=1),
+    st.lists(st.tuples(st.booleans(), TEXT, st.floats(0, 1)), min_size=1),
     st.integers(0, 5),
+    st.booleans(),
     st.booleans(),
 )
 def test_a_verdict_survives_its_text(
-    cases: list[tuple[bool, str]], unseen: int, timed_out: bool
+    cases: list[tuple[bool, str, float]], unseen: int, timed_out: bool, partial: bool
 ) -> None:
-    passed, detail = tuple(p for p, _ in cases), tuple(d for _, d in cases)
-    verdict = Verdict(passed=passed, total=len(passed) + unseen, detail=detail, timed_out=timed_out)
+    passed, detail, scores = zip(*cases, strict=True)
+    verdict = Verdict(
+        passed=passed,
+        total=len(passed) + unseen,
+        detail=detail,
+        timed_out=timed_out,
+        scores=scores if partial else (),
+    )
     assert decode_verdict(encode_verdict(verdict)) == verdict
 
 
@@ -132,13 +139,14 @@ def test_a_verdict_survives_its_text(
         "x",
         "{}",
         "[]",
-        '[1, [true], [""]]',
+        '[1, [true], [""], false]',
         '[1, [true], [""], false, null]',
-        "[1, [], [], false]",
-        "[1, [1], [], false]",
-        "[1, [true, true], [], false]",
-        '[1, [true], [""], 0]',
-        '[true, [true], [""], false]',
+        "[1, [], [], false, []]",
+        "[1, [1], [], false, []]",
+        "[1, [true, true], [], false, []]",
+        '[1, [true], [""], 0, []]',
+        '[true, [true], [""], false, []]',
+        '[1, [true], [""], false, ["1"]]',
     ],
 )
 def test_a_text_that_is_no_verdict_is_refused(text: str) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ioi_records import ioi_files
 from reward_samples import CORRECT, INCORRECT, block, function_row, stdio_row
 
-from ctrl_megatron.data.rows import Row
+from ctrl_megatron.data.rows import Row, read_rows
 from ctrl_megatron.preparation.diagnosis import diagnose
-from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
+from ctrl_megatron.rewards import RewardItem, RewardModelForCritic, make_reward
 from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.client.embedded import EmbeddedSandbox
+from tools.prepare_ioi import main as prepare_ioi
 
 ADD = "def add(a, b):\n    return a + b"
 FUNCTION = {
@@ -143,3 +147,55 @@ def test_a_stopped_service_masks_the_sample(tmp_path: Path) -> None:
     with EmbeddedSandbox.start(workers=1) as service:
         endpoint = service.endpoint
     asyncio.run(main(endpoint))
+
+
+HALF = """
+#include "help.h"
+int main(int, char **names) { puts(read(names[3]) == read(names[2]) ? "1" : "0.5"); }
+"""
+"""A checker that gives half of the points to a wrong output."""
+HELP = """
+#include <cstdio>
+#include <fstream>
+static int read(const char *name) { int n = 0; std::ifstream(name) >> n; return n; }
+"""
+DOUBLE = """#include "double.h"
+int twice(int n) {{ return {}; }}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="this machine has no g++")
+def test_checkers_and_graders_of_an_olympiad_judge_programs(
+    sandbox: EmbeddedSandbox, tmp_path: Path
+) -> None:
+    """Rows in the published columns, written by the tool, and read as a run reads them."""
+    if sandbox.isolation["tier"] != "namespaces":
+        pytest.skip("C++ needs namespaces")
+    grader = '#include "double.h"\n#include <cstdio>\nint main() '
+    grader += '{ int n; scanf("%d", &n); printf("%d", twice(n)); }'
+    files = [
+        ["graders/grader.cpp", grader],
+        ["graders/double.h", "int twice(int n);"],
+        ["graders/grader.java", "class grader {}"],
+        ["checker/help.h", HELP],
+        ["checker/checker.cpp", HALF],
+    ]
+    given: dict[str, Any] = {"grader_files": files, "time_limit": 2.0}
+    problem, tests = ioi_files(tmp_path, **given)
+    out = tmp_path / "rows.parquet"
+    arguments = ["--problems", str(problem), "--tests", str(tests), "--out", str(out)]
+    assert prepare_ioi(arguments) == 0
+    (row,) = read_rows(out)
+
+    async def main() -> None:
+        async with SandboxClient(sandbox.endpoint) as client:
+            function, shares = (
+                make_reward("ioi_code", provider=client, normalise=n) for n in (False, True)
+            )
+            programs = {"2 * n": 60.0, "2 * n + (n == 3)": 30.0, "nothing": 0.0}
+            texts = [block(DOUBLE.format(p)).replace("```python", "```cpp") for p in programs]
+            items = [RewardItem(text=text, row=row) for text in texts]
+            assert await function(items) == [*programs.values()]
+            assert await shares(items) == [1.0, 0.5, 0.0]
+
+    asyncio.run(main())

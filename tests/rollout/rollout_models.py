@@ -187,32 +187,69 @@ def denoised(
     t: float,
     steps: int,
     alg_temp: float = 0.0,
+    block: int | None = None,
+    begin: Callable[[list[int], int], None] = lambda text, place: None,
 ) -> tuple[list[int], list[int], list[float]]:
-    """(tokens, the step of each, log-probs) of a row: time falls from 1 to 0.001 in equal steps;
-    from t to s a share of 1 - s/t of the masked places is committed; the last step commits the
-    rest."""
+    """(tokens, the step of each, log-probs) of a row: blocks one after the other, and in each of
+    them time falls from 1 to 0.001 in equal steps; from t to s a share of 1 - s/t of the masked
+    places is committed; the last step commits the rest. ``begin`` hears of the first pass of a
+    block, and where in the text it begins."""
     stream, text = torch.Generator().manual_seed(seed), prompt + [MASK] * length
-    times = torch.linspace(1, 1e-3, steps + 1, dtype=torch.float64)
+    starts, size = range(0, length, block or length), block or length
+    own = max(1, steps // len(starts))
+    times = torch.linspace(1, 1e-3, own + 1, dtype=torch.float64)
     order, log_probs = [-1] * length, [0.0] * length
-    for step in range(steps):
+    for start, step in ((start, step) for start in starts for step in range(own)):
         numbers = torch.rand(2, length, generator=stream, dtype=torch.float64)
-        masked = [p for p in range(length) if order[p] < 0]
+        masked = [p for p in range(start, min(start + size, length)) if order[p] < 0]
         share = 1 - float(times[step + 1] / times[step])
-        count = len(masked) if step == steps - 1 else int(len(masked) * share)
+        count = len(masked) if step == own - 1 else int(len(masked) * share)
         found = []
+        if count and len(masked) == min(size, length - start):
+            begin(text, len(prompt) + start)
         for place in masked if count else ():
             log_p = (logits(text, len(prompt) + place) / (t or 1)).log_softmax(-1)
             p = (log_p.exp() * (torch.arange(len(log_p)) != MASK)).double()
             at = numbers[0, place] * p.sum()
             token = int((p.cumsum(-1) > at).nonzero()[0]) if t else int(p.argmax())
             q = (p / p.sum()).sort(descending=True).values
-            sure = float({"entropy": (q * (q + 1e-10).log()).sum(), "margin": q[0] - q[1]}[alg])
-            if alg_temp:
+            entropy, chance = (q * (q + 1e-10).log()).sum(), numbers[1, place]
+            sure = float({"entropy": entropy, "margin": q[0] - q[1], "random": chance}[alg])
+            if alg_temp and alg != "random":
                 sure = sure / alg_temp - float((-numbers[1, place].log()).log())
             found.append((-sure, place, token, float(log_p[token])))
+        now = start // size * own + step
         for _, place, token, log_prob in sorted(found)[:count]:
-            text[len(prompt) + place], order[place], log_probs[place] = token, step, log_prob
+            text[len(prompt) + place], order[place], log_probs[place] = token, now, log_prob
     return text[len(prompt) :], order, log_probs
+
+
+class FrozenPrefix:
+    """The logits of a model whose every token sees all others, where the keys and values before a
+    place stay those of an earlier text."""
+
+    def __init__(self, model: torch.nn.Module, *, shifted: bool) -> None:
+        self._model, self._shifted = model, shifted
+        self._kept: dict[torch.nn.Module, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            if name.endswith(("k_proj", "v_proj")):
+                module.register_forward_hook(self._freeze)
+
+    def begin(self, text: list[int], place: int) -> None:
+        """Keep what lies before ``place``, as far as it does not predict it."""
+        self._kept, self._end = {}, place - self._shifted
+        self(text, place)
+
+    def __call__(self, text: list[int], place: int) -> torch.Tensor:
+        """(V,) logits for ``place``."""
+        everything = torch.zeros(1, 1, len(text), len(text))
+        with torch.no_grad():
+            logits = self._model(torch.tensor([text]), attention_mask=everything).logits
+        return logits[0, place - self._shifted]
+
+    def _freeze(self, module: torch.nn.Module, _: Any, states: torch.Tensor) -> torch.Tensor:
+        kept = self._kept.setdefault(module, states[:, : self._end])
+        return torch.cat([kept, states[:, self._end :]], dim=1)
 
 
 def denoised_log_probs(

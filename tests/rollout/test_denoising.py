@@ -4,12 +4,23 @@ transformers."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout_models import MASK, VOCAB, Sender, denoised, masked_dream, weights
+from rollout_models import (
+    MASK,
+    VOCAB,
+    FrozenPrefix,
+    Sender,
+    denoised,
+    masked_dream,
+    weights,
+)
 from torch.testing import assert_close
 
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
@@ -41,12 +52,23 @@ def toy_logits(tokens: torch.Tensor, attended: torch.Tensor, places: int) -> tor
     )
 
 
+def toy_keep(*given: Any) -> Any:
+    raise AssertionError("no prefix is kept unless an option says so")
+
+
+TOY = Denoiser(toy_logits, toy_keep, MASK, CPU)
+
+
 def sample(
-    prompts: list[list[int]], options: DenoisingOptions, seed: int = 0, **params: Any
+    prompts: list[list[int]],
+    options: DenoisingOptions,
+    seed: int = 0,
+    model: Denoiser = TOY,
+    version: Callable[[], str] = lambda: "v",
+    **params: Any,
 ) -> list[Completion]:
     streams = [torch.Generator().manual_seed(seed + 100 * row) for row in range(len(prompts))]
     rows = [DecodingRow(p, stream) for p, stream in zip(prompts, streams, strict=True)]
-    model = Denoiser(toy_logits, MASK, CPU)
     control = PauseControl()
     decode_all(
         lambda *given: DenoisingBatch(model, options, *given),
@@ -55,22 +77,33 @@ def sample(
         max_rows=8,
         control=control,
         token=control.begin_work(),
-        version=lambda: "v",
+        version=version,
     )
     return [row.completion() for row in rows]
 
 
-@pytest.mark.parametrize("alg", ["entropy", "margin"])
-@pytest.mark.parametrize(("steps", "alg_temp"), [(12, 0.0), (5, 0.0), (12, 0.3), (30, 0.0)])
+@pytest.mark.parametrize("alg", ["entropy", "margin", "random"])
+@pytest.mark.parametrize(
+    ("steps", "alg_temp", "block"),
+    [(12, 0.0, None), (5, 0.0, None), (12, 0.3, None), (30, 0.0, None), (9, 0.3, 5)],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_order_and_log_probs_are_those_of_the_reference(
-    alg: Any, steps: int, alg_temp: float, temperature: float
+    alg: Any, steps: int, alg_temp: float, block: int | None, temperature: float
 ) -> None:
-    options = DenoisingOptions(steps=steps, alg=alg, alg_temp=alg_temp)
+    options = DenoisingOptions(steps=steps, alg=alg, alg_temp=alg_temp, block_length=block)
     drawn = sample(PROMPTS, options, max_tokens=12, temperature=temperature)
     for row, (prompt, completion) in enumerate(zip(PROMPTS, drawn, strict=True)):
         tokens, order, log_probs = denoised(
-            toy, prompt, 12, alg=alg, seed=100 * row, t=temperature, steps=steps, alg_temp=alg_temp
+            toy,
+            prompt,
+            12,
+            alg=alg,
+            seed=100 * row,
+            t=temperature,
+            steps=steps,
+            alg_temp=alg_temp,
+            block=block,
         )
         assert (list(completion.token_ids), list(completion.order)) == (tokens, order)
         assert completion.log_probs == pytest.approx(log_probs, abs=1e-5)
@@ -174,6 +207,7 @@ def test_truncation_leaves_the_likeliest_tokens_and_log_probs_as_they_are() -> N
         ({"block_length": -1}, "block_length"),
         ({"alg": "maskgit"}, "alg must be one of entropy, margin, random"),
         ({"alg_temp": -0.1}, "alg_temp"),
+        ({"keep_prefix": 1}, "keep_prefix must be true or false, got 1"),
         ({"diffusion_steps": 4}, "knows no diffusion_steps; known: steps, alg"),
     ],
 )
@@ -182,15 +216,82 @@ def test_options_that_mean_nothing_are_refused(given: dict[str, Any], named: str
         DenoisingOptions.read(given)
 
 
+@pytest.mark.parametrize(
+    ("family", "steps", "block"), [("Dream", 9, 4), ("llada", 9, 4), ("llada", 12, None)]
+)
+def test_a_kept_prefix_is_that_of_the_blocks_first_pass(
+    tmp_path: Path, family: str, steps: int, block: int | None
+) -> None:
+    """Rows of unequal prompts together against one row whose keys and values are replaced."""
+    theirs, _ = masked_dream(3, tmp_path, family)
+    model = denoiser(tmp_path)
+    options = DenoisingOptions(steps=steps, block_length=block, keep_prefix=True)
+    drawn = sample(PROMPTS, options, model=model, max_tokens=12, temperature=0.8)
+    frozen, other = FrozenPrefix(theirs, shifted=family == "Dream"), 0
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, drawn, strict=True)):
+        tokens, order, log_probs = denoised(
+            frozen,
+            prompt,
+            12,
+            alg="entropy",
+            seed=100 * row,
+            t=0.8,
+            steps=steps,
+            block=block,
+            begin=frozen.begin,
+        )
+        assert (list(completion.token_ids), list(completion.order)) == (tokens, order)
+        assert completion.log_probs == pytest.approx(log_probs, abs=1e-4)
+    exact = replace(options, keep_prefix=False)
+    for one, two in zip(
+        drawn, sample(PROMPTS, exact, model=model, max_tokens=12, temperature=0.8), strict=True
+    ):
+        other += one.log_probs != pytest.approx(two.log_probs, abs=1e-3)
+    assert other, "the approximation should show somewhere"
+
+
+def test_rows_with_kept_prefixes_are_the_same_in_every_batch(tmp_path: Path) -> None:
+    """Also where a row ends before the others, in the middle of a block."""
+    masked_dream(3, tmp_path)
+    options = DenoisingOptions(block_length=5, keep_prefix=True)
+    given: dict[str, Any] = {"model": denoiser(tmp_path), "max_tokens": 10, "top_p": 0.9}
+    whole = sample(PROMPTS, options, **given)
+    for stop in (None, whole[2].token_ids[1], whole[0].token_ids[6]):
+        given["stop_token_ids"] = () if stop is None else (stop,)
+        together = sample(PROMPTS, options, **given)
+        assert len({len(row.token_ids) for row in together}) > (stop is not None)
+        for row, prompt in enumerate(PROMPTS):
+            (alone,) = sample([prompt], options, seed=100 * row, **given)
+            assert (alone.token_ids, alone.order) == (together[row].token_ids, together[row].order)
+            assert alone.log_probs == pytest.approx(together[row].log_probs, abs=1e-5)
+
+
+def test_a_prefix_is_computed_once_a_block_and_anew_for_other_weights(tmp_path: Path) -> None:
+    masked_dream(3, tmp_path)
+    model, kept = denoiser(tmp_path), list[int]()
+
+    def keep(tokens: torch.Tensor, attended: torch.Tensor, places: int) -> Any:
+        kept.append(places)
+        return model.keep(tokens, attended, places)
+
+    options = DenoisingOptions(block_length=4, keep_prefix=True, steps=12)
+    given: dict[str, Any] = {"model": replace(model, keep=keep), "max_tokens": 12}
+    sample(PROMPTS, options, **given)
+    assert kept == [12, 8, 4]
+    kept.clear()
+    steps = count()
+    (one, *_) = sample(PROMPTS, options, version=lambda: f"v{next(steps) >= 6}", **given)
+    assert kept == [12, 8, 8, 4] and len(one.spans) > 1
+
+
 @pytest.mark.parametrize("family", ["Dream", "llada"])
 def test_the_model_is_that_of_transformers_with_a_full_mask(tmp_path: Path, family: str) -> None:
     """Rows of unequal lengths together, each token seen by all."""
     model, _ = masked_dream(3, tmp_path, family)
-    loaded = load_denoiser(_spec(tmp_path))
     texts = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
     tokens = torch.tensor([texts[0], [0, 0, *texts[1]]])
     attended = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
-    logits = loaded.batch.args[0].logits(tokens, attended, 3)  # type: ignore[attr-defined]
+    logits = denoiser(tmp_path).logits(tokens, attended, 3)
     for row, text in enumerate(texts):
         everything = torch.zeros(1, 1, len(text), len(text))
         expected = model(torch.tensor([text]), attention_mask=everything).logits[0]
@@ -225,6 +326,10 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         load_denoiser(_spec(tmp_path))
 
 
+def denoiser(path: Path) -> Denoiser:
+    return load_denoiser(_spec(path)).batch.args[0]  # type: ignore[attr-defined]
+
+
 def _spec(path: Path, **extra: Any) -> EngineSpec:
     return EngineSpec(
         name="diffusion", model_path=str(path), dtype="float32", max_model_len=64, extra=extra
@@ -244,7 +349,9 @@ def test_a_cancelled_row_keeps_the_tokens_that_are_certain() -> None:
         return toy_logits(*given)
 
     decode_all(
-        lambda *given: DenoisingBatch(Denoiser(logits, MASK, CPU), DenoisingOptions(), *given),
+        lambda *given: DenoisingBatch(
+            Denoiser(logits, toy_keep, MASK, CPU), DenoisingOptions(), *given
+        ),
         [row],
         SamplingParams(max_tokens=12),
         max_rows=1,

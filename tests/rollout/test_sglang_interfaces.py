@@ -72,6 +72,8 @@ print(json.dumps({
     "unknown": [name for name in gpu if name not in ServerArgs.__struct_fields__],
     "gpu": {name: str(value) for name, value in gpu.items()},
     "cpu": {name: str(value) for name, value in sglang_engine.server_args(spec).items()},
+    "formats": [sglang_engine.server_args(replace(spec, awaits_weights=awaits))["load_format"]
+        for awaits in (True, False)],
     "amx": cpu_has_amx_support(),
     "refused": refusal({"atention_backend": "triton"}),
     "taken": sglang_engine.server_args(replace(spec, extra={"page_size": 16}))["page_size"],
@@ -142,6 +144,10 @@ def test_a_part_of_an_engine_meets_the_others_at_the_first(found: dict[str, Any]
     assert (part["nnodes"], part["node_rank"]) == (2, 1)
     assert part["dist_init_addr"] == f"[{FIRST}]:7001"
     assert found["cpu"].keys() == part.keys() - {"nnodes", "node_rank", "dist_init_addr"}
+
+
+def test_weights_that_a_push_brings_are_not_read(found: dict[str, Any]) -> None:
+    assert found["formats"] == ["dummy", "auto"]
 
 
 def test_engine_kwargs_are_checked_by_name(found: dict[str, Any]) -> None:

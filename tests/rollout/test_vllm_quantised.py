@@ -54,6 +54,7 @@ def test_vllms_model_has_the_bytes_that_were_sent(
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     chosen = engine_args(spec).create_engine_config()
+    assert chosen.load_config.load_format == "dummy", "a push brings them"
     with set_current_vllm_config(chosen):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
         try:

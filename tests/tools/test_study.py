@@ -10,6 +10,7 @@ import pytest
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import part_file
+from ctrl_megatron.types import Problem
 from tools import study, study_plan
 from tools.study_plan import ARMS, PROXIES, SEEDS, WRITTEN
 
@@ -29,7 +30,7 @@ def test_every_piece_follows_what_it_needs() -> None:
 
 def test_every_arm_is_measured_with_every_seed_test_and_proxy() -> None:
     measured = [name for name in study.pieces() if name.startswith("measure.")]
-    untrained = 4 * len(WRITTEN) + 2
+    untrained = 5 * len(WRITTEN) - 1 + 2
     trained = sum(len(arm.tests) + len(arm.proxies) + arm.rounds for arm in ARMS.values())
     assert len(measured) == untrained + trained * len(SEEDS)
 
@@ -60,6 +61,16 @@ def test_commands_name_keys_that_there_are(name: str) -> None:
         config = load_config(str(study.CONFIG), [w for w in words if "=" in w], "sft")
         assert config.sft.lr == 2e-4
     assert {proxy.name for proxy in PROXIES} >= {proxy.name for proxy in arm.proxies}
+
+
+def test_the_first_test_of_any_problem_is_the_public_one() -> None:
+    fields = {"id": "p", "statement": "s"}
+    asserts = Problem(**fields, prompter_type="mbppplus", selected_uts=("assert a", "assert b"))
+    assert study.with_first_test(asserts).selected_uts == ("assert a",)
+    cases = [{"input": {"stdin": str(n)}, "output": {"stdout": "1"}} for n in range(2)]
+    text = Problem(**fields, prompter_type="code_contests", selected_uts=json.dumps(cases))
+    first = study.with_first_test(text).selected_uts
+    assert isinstance(first, str) and json.loads(first) == cases[:1]
 
 
 def test_a_run_keeps_its_last_attempt_at_every_step(

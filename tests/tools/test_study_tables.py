@@ -12,6 +12,7 @@ import pytest
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn, turn_record
+from ctrl_megatron.preparation.mutants import BLAND, oracle_critique
 from ctrl_megatron.types import Verdict
 from tools import study, study_tables
 from tools.study_plan import HOME, KEPT, ROUNDS
@@ -77,11 +78,12 @@ def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in files] == before
 
 
-def test_the_kept_tables_of_a_test_set_are_those_of_its_transcripts() -> None:
-    arms = study_tables.arms_of(study_tables.kept_turns(KEPT, "unseen_problems"))
-    results = {name: study_tables.result_of(turns) for name, turns in arms.items()}
-    part = study_tables.test_set_part("Unseen problems", arms, results)
-    assert part in (HOME / "tables.md").read_text()
+def test_a_kept_table_is_that_of_its_transcripts() -> None:
+    turns = study_tables.arms_of(study_tables.kept_turns(KEPT, "unseen_problems"))["oracle"]
+    edits = study_tables.edits_table({"oracle": turns}).splitlines()[-1]
+    rate = study_tables.told(study_tables.result_of(turns).last["pass_rate"])
+    kept = (HOME / "tables.md").read_text()
+    assert f"\n{edits}\n" in kept and f"\n| oracle | 1 | {rate} |" in kept
     assert sum(file.stat().st_size for file in KEPT.iterdir()) <= 5e6
 
 
@@ -115,6 +117,41 @@ def test_critiques_that_contain_the_program_are_counted_and_cut_out(tmp_path: Pa
         "1.000",
         "",
     ]
+
+
+def test_edits_that_critiques_ask_for_are_compared_with_the_oracles(tmp_path: Path) -> None:
+    def asking(wrong: str, right: str) -> str:
+        return f"Analysis: no.\nImprovement suggestions: Use `{right}` instead of `{wrong}`.\n"
+
+    code, repaired = "def f(a, b):\n    return a - b + 1", "def f(a, b):\n    return a + b + 1"
+    oracle = "Improvement suggestions: Replace `a - b` with `a + b`.\nOverall judgment: Incorrect"
+    said = (
+        # The repair, done; another edit at the fault, not done; an edit elsewhere, done; nothing.
+        (asking("a - b + 1", "a + b + 1"), repaired),
+        (asking("a - b", "b - a"), code),
+        (asking("def f(a, b)", "def f(b, a)"), code.replace("(a, b)", "(b, a)")),
+        (asking("x", "y"), code),
+    )
+    turns = [turn("oracle", n, solution=code, critique=oracle, revision=code) for n in range(4)]
+    write(tmp_path, "unseen_mutants", turns)
+    turns = [
+        turn("SFT", n, solution=code, critique=critique, revision=revision)
+        for n, (critique, revision) in enumerate(said)
+    ]
+    write(tmp_path, "unseen_mutants", turns)
+    arms = study_tables.arms_of(study_tables.kept_turns(tmp_path, "unseen_mutants"))
+    rows = rows_of(study_tables.edits_table(arms))
+    assert [cell[:5] for cell in rows["oracle"]] == ["1.000", "1.000", "1.000", "0.000"]
+    assert [cell[:5] for cell in rows["SFT"]] == ["0.750", "0.500", "0.250", "0.667"]
+    del arms["oracle"]
+    assert study_tables.edits_table(arms) == ""
+
+
+@pytest.mark.parametrize("wording", range(3))
+def test_every_wording_of_an_edit_is_read(wording: int) -> None:
+    critique = oracle_critique("a < b", "a <= b", wording)
+    assert study_tables.asked_edit(critique) == ("a < b", "a <= b")
+    assert study_tables.asked_edit(BLAND) is None is study_tables.asked_edit(None)
 
 
 def test_critics_are_compared_over_the_proxies_that_revised(tmp_path: Path) -> None:
@@ -205,9 +242,7 @@ def test_curves_are_means_of_seeds_with_intervals_of_three(tmp_path: Path) -> No
     write(tmp_path, "unseen_mutants", passing("SFT", 1, 0.5))
     study_tables.write_tables(tmp_path, tmp_path)
     names = "curves", "curves_seconds", "explained_variance"
-    drawn = [(tmp_path / f"{name}.svg").read_bytes() for name in names]
-    study_tables.write_tables(tmp_path, tmp_path)
-    assert [(tmp_path / f"{name}.svg").read_bytes() for name in names] == drawn
+    assert all((tmp_path / f"{name}.svg").read_bytes() for name in names)
 
 
 def test_the_tasks_of_a_mixture_are_shown_one_by_one(tmp_path: Path) -> None:

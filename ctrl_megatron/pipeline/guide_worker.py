@@ -1,0 +1,114 @@
+"""The worker of a run with the methods of siiRL's ``DAGWorker`` (section 5.5 of its guide).
+
+A graph that was written after the guide names them ``ctrl_megatron.pipeline:DAGWorker.generate``.
+They are the functions of ``grpo`` and ``ctrl``; some do the work of several of these, one after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDict
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.pipeline import node_keys
+from ctrl_megatron.pipeline.ctrl import (
+    advantages,
+    compute_values,
+    old_log_prob,
+    place_scores,
+    ref_log_prob,
+    sync_weights,
+    token_rewards,
+    update_actor,
+    update_critic,
+)
+from ctrl_megatron.pipeline.dynamic_sampling import DynamicSampling
+from ctrl_megatron.pipeline.graph import NodeOutput
+from ctrl_megatron.pipeline.grpo import (
+    draw_and_reward,
+    generate_completions,
+    measure_completions,
+    reward_completions,
+)
+from ctrl_megatron.pipeline.node_fields import needs, writes
+from ctrl_megatron.pipeline.node_keys import reads
+from ctrl_megatron.pipeline.worker import DAGWorker as BaseWorker
+
+Step = Callable[[Any, TensorDict], NodeOutput]
+
+
+def one_after_another(*steps: Step) -> Step:
+    """A node's function that calls others in turn, each with the fields of those before it; it
+    declares what they declare.
+    """
+
+    @reads(*(key for step in steps for key in getattr(step, "reads", ())))
+    @needs(lambda config: _needed(steps, config))
+    @writes(*dict.fromkeys(name for step in steps for name in _written(step)))
+    def every_step(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+        # Coroutine functions that were started earlier may still read the batch.
+        seen, fields, metrics = batch.copy(), dict[str, Any](), dict[str, float]()
+        for step in steps:
+            output = step(worker, seen)
+            for name, value in output.fields.items():
+                seen[name] = fields[name] = value
+            metrics |= output.metrics
+        return NodeOutput(fields=fields, metrics=metrics)
+
+    return every_step
+
+
+def _needed(steps: tuple[Step, ...], config: Config) -> dict[str, str]:
+    """The fields that a step needs and none before it writes, as ``node_fields.needs`` has them."""
+    found, made = dict[str, str](), set[str]()
+    for step in steps:
+        own = getattr(step, "needs", lambda config: {})(config)
+        found |= {name: why for name, why in own.items() if name not in made}
+        made |= {*_written(step)}
+    return found
+
+
+def _written(step: Step) -> tuple[str, ...]:
+    return getattr(step, "writes", ())
+
+
+@reads(*node_keys.REWARDS)
+@writes("score")
+def rewarded(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """``reward_completions`` and its end; nothing where dynamic sampling has judged already.
+    Collective.
+    """
+    if "score" in batch:
+        return NodeOutput()
+    return worker.ask(lambda: reward_completions(worker, batch), "the judging of texts")
+
+
+_SAMPLING = DynamicSampling(draw_and_reward, measure_completions)
+
+
+@reads(*_SAMPLING.reads)
+@writes(*_SAMPLING.writes)
+def drawn_groups(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """Completions of groups with different rewards, judged. Collective."""
+    return _SAMPLING(worker, batch)
+
+
+class GuideWorker(BaseWorker):
+    """The worker of a run; ``DAGWorker`` of ``ctrl_megatron.pipeline``."""
+
+    generate = generate_completions
+    compute_reward = one_after_another(rewarded, place_scores, token_rewards)
+    dynamic_sampling = drawn_groups
+    compute_value = compute_values
+    compute_advantage = advantages
+    compute_old_log_prob = old_log_prob
+    compute_ref_log_prob = ref_log_prob
+    train_actor = one_after_another(update_actor, sync_weights)
+    train_critic = update_critic
+
+
+DAGWorker = GuideWorker
+"""The guide's name."""
