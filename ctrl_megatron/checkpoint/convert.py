@@ -43,11 +43,11 @@ from ctrl_megatron.checkpoint.store import (
 )
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import AnyShape, value_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
@@ -69,7 +69,7 @@ def hf_to_megatron(
     (its own output is replaced with ``overwrite``), and for a disk that is too small.
     """
     require_own(out, "convert_hf_to_megatron", overwrite=overwrite)
-    shape = read_model_shape(hf)
+    shape = read_shape(hf, None)
     folder = VALUE_FOLDER if shape.value_head else POLICY_FOLDER
     config = json.loads((hf / "config.json").read_text())
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -186,7 +186,7 @@ class _SavedModel:
     """A model in an undamaged checkpoint."""
 
     folder: Path
-    shape: ModelShape
+    shape: AnyShape
     dtype: str
     adapters: SavedAdapters | None
 
@@ -199,7 +199,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
             f"{checkpoint} is not a checkpoint with a {model} model: it holds no {model}/ and "
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
-    shape = read_model_shape(side)
+    shape = read_shape(side, None)
     if model == VALUE_FOLDER:
         shape = value_shape(shape)
     if verify_alone(checkpoint) is None:

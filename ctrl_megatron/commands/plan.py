@@ -96,11 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 
-    if config.actor_rollout_ref.actor.strategy == "fsdp":
+    sharded = config.actor_rollout_ref.actor.strategy == "fsdp"
+    if sharded and (options.push or options.placement):
         raise UserError(
-            "the plan counts the tensors of strategy megatron",
-            key="actor_rollout_ref.actor.strategy=fsdp",
-            remedy="plan with megatron, or try the run itself with small budgets",
+            "plans the tensors of strategy megatron",
+            key="--push" if options.push else "--placement",
+            remedy="leave it out, or set actor_rollout_ref.actor.strategy=megatron",
         )
     # These import torch, which would slow down the refusal of wrong arguments.
     from ctrl_megatron.memory.budget import memory_budget
@@ -109,11 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.proposal import placed
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import table
+    from ctrl_megatron.models.shape import ModelShape
 
     shapes = model_shapes(
         config, purpose, same=options.model_config, proxy_file=options.proxy_config
     )
     if options.push:
+        assert isinstance(shapes.actor, ModelShape)
         print(_push(config, shapes.actor, options))
         return 0
     memory = int(options.gpu_memory * GIB)

@@ -352,9 +352,6 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if family.actor.strategy == "megatron":
         return
     megatron = f"set {_A}strategy=megatron"
-    if family.model.lora_rank:
-        rank = f"actor_rollout_ref.model.lora_rank={family.model.lora_rank}"
-        yield f"{key} has no adapters, of {rank}; set it to 0, or {megatron}"
     if family.actor.megatron.recompute_granularity == "selective":
         yield (
             f"{_M}recompute_granularity=selective is not possible with {key}, which recomputes "

@@ -14,7 +14,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.generation.chat import DealtChat, EngineChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.devices import visible_gpus
 from ctrl_megatron.rollout.client import RemoteEngine
@@ -77,7 +77,7 @@ def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
                 remedy="name another engine, or leave it out",
             )
         _ = TextCodec(source.model).eos_token_ids
-        shape = read_model_shape(source.model)
+        shape = read_shape(source.model, None)
         SafetensorsDirectory(source.model).check(shape)
         if options.max_model_len > shape.max_position_embeddings:
             raise UserError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.models.shape import (
+    AnyShape,
     Dense,
     Experts,
     FeedForward,
@@ -36,7 +37,7 @@ Kernels = Literal["te", "torch"]
 class PassShape:
     """The quantities that determine the size of a pass."""
 
-    shape: ModelShape
+    shape: AnyShape
     layout: Layout
     kernels: Kernels
     dtype_size: int
@@ -51,6 +52,12 @@ class PassShape:
     gathered_keys: int = 0
     """Keys that a variable-length kernel receives for one micro-batch, divided by the context
     ranks, if responses share prompts; 0 if it receives those of the tokens alone."""
+
+    @property
+    def decoder(self) -> ModelShape:
+        """The shape of a model whose layers this file counts."""
+        assert isinstance(self.shape, ModelShape)
+        return self.shape
 
     @property
     def key_copies(self) -> float:
@@ -97,7 +104,7 @@ class PassShape:
 def saved_by_layer(p: PassShape) -> float:
     """Bytes per token that one layer keeps for its backward pass, without full recomputation; the
     layer of the model that keeps most counts."""
-    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.shape.layers_by_kind)
+    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.decoder.layers_by_kind)
     norms = 2 * (2 * p.residual + 4 / p.sequence_ranks)
     softmax = 4 * p.shape.attention.heads / p.layout.tensor
     match p.shape.attention:
@@ -167,7 +174,7 @@ def _exchanged(p: PassShape) -> float:
     what arrives, in the order of the experts, their output, and this in the order of arrival. Where
     tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
     spread, tensor = p.layout.expert, p.layout.expert_tensor_ranks
-    most = max((kind.top_k for kind in p.shape.expert_kinds), default=0) * p.residual
+    most = max((kind.top_k for kind in p.decoder.expert_kinds), default=0) * p.residual
     added = (2 if p.kernels == "torch" else 1) * (tensor > 1)
     return most * (1 + (spread > 1) + 3 * tensor + added)
 

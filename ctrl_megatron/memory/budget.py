@@ -32,9 +32,10 @@ from ctrl_megatron.memory.model_state import (
     largest_in_layer,
     trained_state,
 )
+from ctrl_megatron.memory.module_passes import module_inference, module_update
 from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_with, worlds_of
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
@@ -120,12 +121,12 @@ def memory_budget(
     """The budget of a checked configuration; ``gpu_memory`` in bytes. Raises ValueError if a model
     does not divide over the layout of its ranks.
     """
-    trainer = config.trainer
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     worlds = (
         World(
             ranks=tuple(range(ranks)),
-            layout=layout_for(ranks, config.actor_rollout_ref.actor.megatron),
+            layout=layout_for(ranks, actor.megatron, actor.fsdp_config.fsdp_size),
         ),
     )
     if purpose == "rl":
@@ -182,8 +183,8 @@ def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseUse]:
 class _Models:
     """The models of a world."""
 
-    trained: Mapping[str, ModelShape]
-    reference: ModelShape | None
+    trained: Mapping[str, AnyShape]
+    reference: AnyShape | None
 
 
 def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
@@ -195,8 +196,9 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
         if shape is not None and world_with(worlds, role) is world
     }
     for shape in here.values():
-        world.layout.check_layers(shape.num_layers)
-        check_split(shape, world.layout)
+        if isinstance(shape, ModelShape):
+            world.layout.check_layers(shape.num_layers)
+            check_split(shape, world.layout)
     reference = here.pop("reference", None)
     names = {"actor": "actor", "critic": "value model"}
     return _Models(trained={names[role]: s for role, s in here.items()}, reference=reference)
@@ -290,7 +292,8 @@ class _Stage:
         # The ranks of a model copy; context ranks, and with them those of the same data.
         groups += (layout.model_size > 1) + (layout.context > 1)
         groups += self.has_actor and self.family.rollout.weight_transport == "nccl"
-        if any(shape.expert_kinds for shape in self.shapes.values()):
+        own = [shape for shape in self.shapes.values() if isinstance(shape, ModelShape)]
+        if any(shape.expert_kinds for shape in own):
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
             groups += layout.expert_ranks > 1
@@ -353,7 +356,8 @@ class _Stage:
         moments = []
         for name, state in self.trained.items():
             moved = state.parameters - state.untrained
-            copied = moved if self.megatron.use_distributed_optimizer else 0
+            has_buffer = self.family.actor.strategy == "megatron"
+            copied = moved if has_buffer and self.megatron.use_distributed_optimizer else 0
             moments.append(
                 before
                 | {
@@ -379,7 +383,10 @@ class _Stage:
 
     def _log_probs(self) -> dict[str, int]:
         workspace = max(
-            inference_workspace(self._forward(name), pp=self.pp) for name in self.shapes
+            module_inference(self._forward(name), shape)
+            if isinstance(shape, TransformersShape)
+            else inference_workspace(self._forward(name), pp=self.pp)
+            for name, shape in self.shapes.items()
         )
         return (
             self._process()
@@ -398,13 +405,20 @@ class _Stage:
         )
         passes = []
         for name in self.trained:
-            largest = largest_in_layer(self.shapes[name], self.layout)
-            kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
-            passes.append({"activations": kept, "workspace": workspace})
+            shape = self.shapes[name]
+            if isinstance(shape, TransformersShape):
+                kept, workspace = module_update(self._backward(name), shape)
+            else:
+                largest = largest_in_layer(shape, self.layout)
+                kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
+            own = {f"{name}'s gradients": self.trained[name].passing}
+            passes.append({"activations": kept, "workspace": workspace} | own)
         if self.kernels == "torch":
             # torch's AdamW steps all parameters together and needs their size once more.
             passes += [{"optimizer's workspace": s.moments // 2} for s in self.trained.values()]
-        return resident | max(passes, key=lambda items: sum(items.values()))
+        most = max(passes, key=lambda items: sum(items.values()))
+        # Megatron's buffers of gradients are resident.
+        return resident | {name: size for name, size in most.items() if size}
 
     def _pushing(self) -> dict[str, int]:
         held, engine = self._engine_awake(), self.engine

@@ -17,7 +17,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.memory.pushes import received_memory
 from ctrl_megatron.models.rules import rules
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape
 
 MIB, GIB = 2**20, 2**30
 CUDA_CONTEXT = 600 * MIB
@@ -76,7 +76,7 @@ class EngineUse:
         return self.outside + self.share + self.received
 
 
-def engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
+def engine_use(config: Config, shape: AnyShape, gpu_memory: int) -> EngineUse:
     """The actor's configured engine on a GPU of ``gpu_memory`` bytes."""
     keys = config.actor_rollout_ref.rollout
     quantised = keys.quantization is not None
@@ -100,7 +100,7 @@ def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> Engi
 def _use(
     config: Config,
     keys: EngineKeys,
-    shape: ModelShape,
+    shape: AnyShape,
     gpu_memory: int,
     longest: int,
     *,
@@ -146,7 +146,7 @@ def _use(
     )
 
 
-def _largest_module(shape: ModelShape) -> int:
+def _largest_module(shape: AnyShape) -> int:
     """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
     arriving = 0
     for rule in rules(shape.base):

@@ -98,8 +98,11 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
                     chosen = fewer
             return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
     proxy = f", {_PROXY}n_gpus_per_node" if config.has_proxy_engines else ""
+    few = "no offloading, recomputation or smaller share is enough: "
+    if config.actor_rollout_ref.actor.strategy == "fsdp":
+        return f"{few}take more GPUs"
     return (
-        "no offloading, recomputation or smaller share is enough: raise "
+        f"{few}raise "
         f"{_MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size{proxy}, or take "
         "more GPUs"
     )

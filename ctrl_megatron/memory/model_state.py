@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ctrl_megatron.models.fp8 import quantised_specs
 from ctrl_megatron.models.rules import rules
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout, MeshName
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -33,6 +33,8 @@ class ModelState:
     untrained: int = 0
     """The part of these that stays as it is."""
     gradients: int = 0
+    passing: int = 0
+    """Gradients that exist during an update only."""
     master: int = 0
     """float32 copies of bfloat16 parameters."""
     moments: int = 0
@@ -77,8 +79,10 @@ def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[Bucket
     return tuple(found)
 
 
-def frozen_state(shape: ModelShape, layout: Layout, *, pp: int, dtype: str) -> ModelState:
+def frozen_state(shape: AnyShape, layout: Layout, *, pp: int, dtype: str) -> ModelState:
     """A model that is not trained, on a rank of stage ``pp``."""
+    if isinstance(shape, TransformersShape):
+        return _sharded_state(shape, layout, trained=False)
     elements = sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
     return ModelState(parameters=elements * DTYPE_SIZE[dtype])
 
@@ -94,14 +98,33 @@ def _untrained_elements(shape: ModelShape, layout: Layout, pp: int) -> int:
     )
 
 
+@lru_cache(maxsize=64)
+def _sharded_state(shape: TransformersShape, layout: Layout, *, trained: bool) -> ModelState:
+    """A model of transformers on the fullest rank: shards are float32 and their own master copies,
+    and gradients are freed after a step."""
+    own = learning = 0
+    for param in shard_params(shape, layout, layout.first_of(0), chunk=0):
+        own += math.prod(param.shape)
+        learning += math.prod(param.shape) if param.trained and trained else 0
+    return ModelState(
+        parameters=4 * own,
+        untrained=4 * (own - learning),
+        passing=4 * learning,
+        moments=8 * learning,
+        saved=(4 + 8) * learning // layout.copies,
+    )
+
+
 def trained_state(
-    shape: ModelShape, layout: Layout, *, pp: int, dtype: str, distributed: bool
+    shape: AnyShape, layout: Layout, *, pp: int, dtype: str, distributed: bool
 ) -> ModelState:
     """A trained model on the fullest rank of stage ``pp``.
 
     Gradients are float32, Adam has two float32 moments. The ``distributed`` optimizer splits master
     weights and moments over the ranks with the same weights.
     """
+    if isinstance(shape, TransformersShape):
+        return _sharded_state(shape, layout, trained=True)
     size, master = DTYPE_SIZE[dtype], 0 if dtype == "float32" else 4
     elements = own = share = 0
     for bucket in stage_buckets(shape, layout, pp=pp):
@@ -131,14 +154,16 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def largest_in_layer(shape: ModelShape, layout: Layout) -> int:
+def largest_in_layer(shape: AnyShape, layout: Layout) -> int:
     """Elements of the largest trained parameter of a layer."""
+    if isinstance(shape, TransformersShape):
+        return max(math.prod(t.shape) for layer, t in shape.tensors if layer is not None)
     params = shard_params(shape, layout, layout.first_of(0), chunk=0)
     return max(math.prod(p.shape) for p in params if ".layers." in p.name and p.trained)
 
 
 def engine_weight_bytes(
-    shape: ModelShape, *, tensor: int, dtype: str, quantised: bool = False
+    shape: AnyShape, *, tensor: int, dtype: str, quantised: bool = False
 ) -> int:
     """Weights of one of vLLM's ``tensor`` workers, in bytes: matrices are split, norms are not,
     keys and values at most over their heads, and the vocabulary is padded. ``quantised``: linear
@@ -149,7 +174,8 @@ def engine_weight_bytes(
             continue
         for position, whole in enumerate(rule.hf):
             rows, *tail = whole.shape
-            parts = 1 if rule.kind == "replicated" else tensor
+            whole_on_each = rule.kind == "replicated" or (rule.kind == "shard" and not tail)
+            parts = 1 if whole_on_each else tensor
             if rule.kind == "vocab":
                 rows = _up(_up(rows, _VLLM_VOCAB_ALIGNMENT), tensor)
             if rule.kind == "qkv" and position > 0:

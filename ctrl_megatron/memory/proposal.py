@@ -21,7 +21,7 @@ from ctrl_megatron.memory.budget import MemoryBudget, memory_budget
 from ctrl_megatron.memory.fit import problem, with_keys
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.layout import World, world_with, worlds_of
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -72,7 +72,7 @@ def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWo
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     length, answer = config.sequence_tokens, config.data.max_response_length
 
-    def passes(shape: ModelShape | None, times: int, *, backward: bool, head: bool = True) -> float:
+    def passes(shape: AnyShape | None, times: int, *, backward: bool, head: bool = True) -> float:
         if shape is None:
             return 0.0
         return float(

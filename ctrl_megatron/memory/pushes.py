@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape
 from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.parallel.placement import engine_devices, place_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
@@ -16,8 +16,9 @@ from ctrl_megatron.resharding.shard_plan import (
 from ctrl_megatron.rollout.transports.nccl import SLOTS
 
 
-def push_plan(config: Config, shape: ModelShape) -> ShardPlan:
+def push_plan(config: Config, shape: AnyShape) -> ShardPlan:
     """The plan that brings the actor to the configuration's engines, on GPUs."""
+    assert isinstance(shape, ModelShape)  # the configuration refuses others with these media
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
     world = worlds_of(trainer.nnodes * each, config)[0]
@@ -47,7 +48,7 @@ def push_plan(config: Config, shape: ModelShape) -> ShardPlan:
     )
 
 
-def bucket_memory(config: Config, shape: ModelShape, rank: int) -> int:
+def bucket_memory(config: Config, shape: AnyShape, rank: int) -> int:
     """Bytes of the buckets of a push on the GPU of ``rank``: with ``cuda_ipc`` those of the worker
     on that GPU, with ``nccl`` the messages that the rank sends; 0 with media in host memory."""
     rollout = config.actor_rollout_ref.rollout
@@ -65,7 +66,7 @@ def bucket_memory(config: Config, shape: ModelShape, rank: int) -> int:
     return IN_FLIGHT * max(sent)
 
 
-def received_memory(config: Config, shape: ModelShape) -> int:
+def received_memory(config: Config, shape: AnyShape) -> int:
     """Bytes of the buckets in which a worker on a GPU of its own receives weights, which it keeps
     from the first push on; 0 with media that bring them to the memory of others."""
     rollout = config.actor_rollout_ref.rollout

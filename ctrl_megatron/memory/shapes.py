@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.hf_config import parse_model_shape, read_shape
+from ctrl_megatron.models.hf_config import parse_model_shape, parse_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.shape import AnyShape, ModelShape, value_shape
 
@@ -16,10 +16,10 @@ from ctrl_megatron.models.shape import AnyShape, ModelShape, value_shape
 class ModelShapes:
     """The models of a run."""
 
-    actor: ModelShape
-    reference: ModelShape | None
+    actor: AnyShape
+    reference: AnyShape | None
     """None if the objective has no KL, or if the reference is the actor without its adapters."""
-    value: ModelShape | None
+    value: AnyShape | None
     """None if nothing reads values."""
     proxy: ModelShape | None = None
     """The model of the proxy's own engines; None if it has none, and for one that has no shape
@@ -28,7 +28,7 @@ class ModelShapes:
     """The reason why such a model has no shape here."""
 
     @property
-    def trained(self) -> tuple[ModelShape, ...]:
+    def trained(self) -> tuple[AnyShape, ...]:
         """The models that learn."""
         return (self.actor,) if self.value is None else (self.actor, self.value)
 
@@ -45,14 +45,19 @@ def model_shapes(
     Raises ValueError for a file that does not exist or describes a model that is not supported.
     """
     family = config.actor_rollout_ref
-    own = family.model.path
+    own, strategy = family.model.path, family.actor.strategy
+
+    def shape_of(directory: str | None) -> AnyShape:
+        file = _file(directory or own, same, "--model-config")
+        return parse_shape(read_json(file), str(file), strategy)
+
     reference = value = None
     if purpose == "rl" and config.needs_reference and not config.reference_is_base:
-        reference = _shape(family.ref.model.path or own, same)
+        reference = shape_of(family.ref.model.path)
     if purpose == "rl" and config.needs_values:
-        value = value_shape(_shape(config.critic.model.path or own, same))
+        value = value_shape(shape_of(config.critic.model.path))
         value = adapted(value, configured(config, value=True))
-    actor = adapted(_shape(own, same), configured(config))
+    actor = adapted(shape_of(own), configured(config))
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:
         file = _file(family.proxy.model.path or own, proxy_file, "--proxy-config")
@@ -63,24 +68,6 @@ def model_shapes(
     return ModelShapes(
         actor=actor, reference=reference, value=value, proxy=proxy, proxy_is_unknown=unknown
     )
-
-
-def trained_shapes(config: Config, purpose: Purpose) -> list[AnyShape]:
-    """The shapes of the models that the run trains, of either strategy; raises as
-    ``model_shapes``."""
-    family = config.actor_rollout_ref
-    own, strategy = family.model.path, family.actor.strategy
-    if strategy == "megatron":
-        return [*model_shapes(config, purpose).trained]
-    shapes = [read_shape(own, strategy)]
-    if purpose == "rl" and config.needs_values:
-        shapes.append(value_shape(read_shape(config.critic.model.path or own, strategy)))
-    return shapes
-
-
-def _shape(directory: str, same: Path | None) -> ModelShape:
-    file = _file(directory, same, "--model-config")
-    return parse_model_shape(read_json(file), str(file))
 
 
 def _file(directory: str, given: Path | None, flag: str) -> Path:

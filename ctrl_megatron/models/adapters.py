@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from ctrl_megatron.models.linear_adapters import LinearAdapter
 from ctrl_megatron.models.rules import adapted_module, adapter_name
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.types import Lora
@@ -169,9 +170,10 @@ def merged(model: GPTModel, name: str) -> torch.Tensor:
     return adapter.delta().add_(own).to(own.dtype)
 
 
-def adapters_of(model: torch.nn.Module) -> Iterator[Adapter]:
-    """The adapters in a model chunk."""
-    return (module for module in model.modules() if isinstance(module, Adapter))
+def adapters_of(model: torch.nn.Module) -> Iterator[Adapter | LinearAdapter]:
+    """The adapters in a model or a chunk of it, of either strategy."""
+    kinds = Adapter, LinearAdapter
+    return (module for module in model.modules() if isinstance(module, kinds))
 
 
 @contextmanager

@@ -18,12 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.adapters import adapters_of
 from ctrl_megatron.models.attention import attend, masked_attention
 from ctrl_megatron.models.build import DTYPES, check_options
+from ctrl_megatron.models.linear_adapters import LinearAdapter, add_linear_adapters
 from ctrl_megatron.models.micro_batch import MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
+from ctrl_megatron.models.rules import rules
 from ctrl_megatron.models.shape import TransformersShape
 from ctrl_megatron.models.sharded_adam import ShardedAdam
 from ctrl_megatron.models.shards import ShardParam
@@ -124,9 +128,13 @@ class FsdpStrategy:
                 block.training = True
         mesh = _device_mesh(groups)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        if shape.lora is not None:
+            add_linear_adapters(self._module, shape.lora, (rule.megatron for rule in rules(shape)))
+        # Every rank has all of these, and the optimizer sums their gradients.
+        whole = {a.down for a in adapters_of(self._module) if isinstance(a, LinearAdapter)}
         modules: Any = (*self._blocks, self._module)
         for module in modules:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
             # A loss is a sum over all ranks already (models.loss_scale).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -146,7 +154,8 @@ class FsdpStrategy:
     @cached_property
     def _shards(self) -> dict[str, torch.Tensor]:
         """This rank's rows of every parameter, in the parameter's memory."""
-        return {name: p.detach().to_local() for name, p in self._module.named_parameters()}
+        named = ((name, p.detach()) for name, p in self._module.named_parameters())
+        return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named}
 
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
         """As in ``Strategy``."""
@@ -154,7 +163,13 @@ class FsdpStrategy:
 
     def sent(self, chunk: int, param: str) -> torch.Tensor:
         """As in ``Strategy``."""
-        return self._shards[param]
+        module, _, leaf = param.rpartition(".")
+        adapter = getattr(self._module.get_submodule(module), "adapter", None)
+        own = self._shards[param]
+        if adapter is None or leaf != "weight":
+            return own
+        down, up = (self._shards[f"{module}.adapter.{name}"] for name in ("down", "up"))
+        return torch.addmm(own, up, down, alpha=adapter.scale)
 
     def weights(self) -> Iterator[torch.Tensor]:
         """As in ``Strategy``."""
@@ -166,19 +181,24 @@ class FsdpStrategy:
 
     def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
         """As in ``Strategy``."""
+        named = dict(self._module.named_parameters())
         for param, shard in places:
             if tuple(shard.shape) != param.shape:
                 raise RuntimeError(
                     f"{param.name}: FSDP has {tuple(shard.shape)}, not {param.shape}"
                 )
-        self._module.requires_grad_(self._options.optimizer is not None)
+            learns = param.trained and self._options.optimizer is not None
+            named[param.name].requires_grad_(learns)
 
     def start_optimizer(self) -> ShardedAdam:
         """As in ``Strategy``."""
         assert self._options.optimizer is not None
-        named = dict(self._module.named_parameters())
-        shards = {id(named[name]): shard for name, shard in self._shards.items()}
-        return ShardedAdam([*named.values()], shards, self._options.optimizer, self._groups)
+        pairs = [
+            (weight, self._shards[name])
+            for name, weight in self._module.named_parameters()
+            if weight.requires_grad
+        ]
+        return ShardedAdam(pairs, self._options.optimizer, self._groups)
 
     def micro_batches_together(self, own: int) -> int:
         """As in ``Strategy``: every pass gathers the layers from all ranks."""

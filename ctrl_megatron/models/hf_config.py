@@ -58,15 +58,31 @@ def read_model_shape(directory: str | Path) -> ModelShape:
     return parse_model_shape(read_json(path), str(path))
 
 
-def read_shape(directory: str | Path, strategy: StrategyName) -> AnyShape:
-    """The shape of the model in ``directory`` for a strategy; UserError as
-    ``read_model_shape`` and ``transformers_model.read_transformers_shape``."""
+def read_shape(directory: str | Path, strategy: StrategyName | None) -> AnyShape:
+    """The shape of the model in ``directory`` for a strategy, or for None that of ``fsdp`` if
+    ``megatron`` lacks the family; UserError as ``read_model_shape`` and
+    ``transformers_model.read_transformers_shape``."""
+    if strategy is None:
+        path = Path(directory) / "config.json"
+        given = read_json(path) if path.is_file() else None
+        family = given.get("model_type") if isinstance(given, dict) else None
+        strategy = "megatron" if family is None or family in FAMILIES else "fsdp"
     if strategy == "megatron":
         return read_model_shape(directory)
     # Other strategies do not need transformers' models.
     from ctrl_megatron.models.transformers_model import read_transformers_shape
 
     return read_transformers_shape(directory)
+
+
+def parse_shape(config: dict[str, Any], where: str, strategy: StrategyName) -> AnyShape:
+    """The shape that a ``config.json`` mapping describes for a strategy; raises as
+    ``read_shape``."""
+    if strategy == "megatron":
+        return parse_model_shape(config, where)
+    from ctrl_megatron.models.transformers_model import parse_transformers_shape
+
+    return parse_transformers_shape(config, where)
 
 
 def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> ModelShape:

@@ -13,7 +13,7 @@ import torch
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import LORA_A, projections
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
+from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape, SomeShape
 from ctrl_megatron.types import Lora
 
 ALL_LINEAR = "all-linear"
@@ -34,16 +34,18 @@ def configured(config: Config, *, value: bool = False) -> Lora | None:
     )
 
 
-def adapted(shape: ModelShape, lora: Lora | None) -> ModelShape:
+def adapted(shape: SomeShape, lora: Lora | None) -> SomeShape:
     """``shape`` with adapters, whose targets are the names of linear layers.
 
-    UserError for a layer that the model does not have, and for a model with experts or with latent
-    attention.
+    UserError for a layer that the model does not have, and for a model of Megatron's with experts
+    or with latent attention.
     """
     if lora is None:
         return shape
-    dense = all(isinstance(kind, Dense) for kind in shape.feed_forward)
-    if not dense or not isinstance(shape.attention, GroupedQueryAttention):
+    if isinstance(shape, ModelShape) and not (
+        all(isinstance(kind, Dense) for kind in shape.feed_forward)
+        and isinstance(shape.attention, GroupedQueryAttention)
+    ):
         raise UserError(
             f"{shape.family} has experts or latent attention, which get no adapters",
             key="actor_rollout_ref.model.lora_rank",

@@ -25,7 +25,6 @@ from ctrl_megatron.models.shape import (
     FeedForward,
     GroupedQueryAttention,
     HfTensor,
-    ModelShape,
     MultiLatentAttention,
     TransformersShape,
 )
@@ -87,7 +86,8 @@ _ADAPTER = ".adapter."
 def rules(shape: AnyShape) -> tuple[ParamRule, ...]:
     """Every parameter of the model, in the order of its forward pass."""
     if isinstance(shape, TransformersShape):
-        return tuple(_as_they_are(shape))
+        base = tuple(_as_they_are(shape))
+        return base if shape.lora is None else tuple(_with_adapters(base, shape.lora))
     hidden, vocabulary = shape.hidden_size, (shape.vocab_size, shape.hidden_size)
     embedding = HfTensor("model.embed_tokens.weight", vocabulary)
     norm = HfTensor("model.norm.weight", (hidden,))
@@ -150,7 +150,7 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
     """``base``, of which only a value model's head is trained, and the adapters' A and B.
 
     A linear layer of Megatron's has one A and one B for all adapted projections in it. B is cut as
-    the layer's output and A as its input.
+    the layer's output and A as its input, which is whole where ranks share rows.
     """
     for rule in base:
         yield replace(rule, trained=rule.hf[0].name.startswith(f"{VALUE_HEAD}."))
@@ -174,7 +174,7 @@ def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
     return tensor.name.split(".")[-2]
 
 
-def projections(shape: ModelShape) -> tuple[str, ...]:
+def projections(shape: AnyShape) -> tuple[str, ...]:
     """The linear layers of a decoder layer, by the last part of their names."""
     named = (_projection(rule, t) for rule in rules(shape.base) for t in rule.hf)
     return tuple(dict.fromkeys(name for name in named if name is not None))

@@ -284,23 +284,29 @@ class TransformersShape:
     """The names of the output layer's parameters; a tied one is none of ``tensors``."""
     value_head: bool = False
     """As in ``ModelShape``."""
+    lora: Lora | None = None
+    """As in ``ModelShape``."""
     strategy: ClassVar[StrategyName] = "fsdp"
-    lora: ClassVar[None] = None
     diffusion: ClassVar[None] = None
     layers_left_out: ClassVar[int] = 0
 
     @property
+    def widest(self) -> int:
+        """Most rows of a layer's matrix."""
+        return max(t.shape[0] for layer, t in self.tensors if layer is not None)
+
+    @property
     def base(self) -> TransformersShape:
-        """The model without adapters: itself."""
-        return self
+        """The model without adapters, or with merged ones."""
+        return replace(self, lora=None)
 
 
 AnyShape = ModelShape | TransformersShape
 """A model of either strategy."""
-_S = TypeVar("_S", bound=AnyShape)
+SomeShape = TypeVar("SomeShape", bound=AnyShape)
 
 
-def value_shape(shape: _S) -> _S:
+def value_shape(shape: SomeShape) -> SomeShape:
     """The value model with the same decoder."""
     if isinstance(shape, TransformersShape):
         kept = [(layer, own) for layer, own in shape.tensors if own.name not in shape.outputs]

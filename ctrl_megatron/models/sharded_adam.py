@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.tensor import DTensor
 
 from ctrl_megatron.models.optimizer import (
     MOMENTS,
@@ -24,14 +26,15 @@ class ShardedAdam:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
-        shards: Mapping[int, torch.Tensor],
+        pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
         options: OptimizerOptions,
         groups: ProcessGroups,
     ) -> None:
-        """``shards`` has this rank's part of every parameter, by the parameter's ``id``."""
+        """``pairs`` are the parameters that learn, each with this rank's part of it: rows of a
+        DTensor, or all of another parameter, which every rank has."""
         self._options, self._groups = options, groups
-        self._pairs = [(p, shards[id(p)]) for p in parameters if shards[id(p)].numel()]
+        self._pairs = [(p, shard) for p, shard in pairs if shard.numel()]
+        self._whole = [shard for p, shard in self._pairs if not isinstance(p, DTensor)]
         matrices = [shard for _, shard in self._pairs if shard.dim() > 1]
         vectors = [shard for _, shard in self._pairs if shard.dim() == 1]
         # As in Megatron, only matrices decay.
@@ -74,15 +77,32 @@ class ShardedAdam:
         """As in ``Optimizer``."""
         for parameter, shard in self._pairs:
             given: Any = parameter.grad
-            shard.grad = torch.zeros_like(shard) if given is None else given.to_local()
-        return self._norm(shard.grad for _, shard in self._pairs)
+            if given is None:
+                shard.grad = torch.zeros_like(shard)
+            else:
+                shard.grad = given.to_local() if isinstance(given, DTensor) else given
+        self._sum_whole()
+        return self._norm([shard.grad for _, shard in self._pairs])
 
-    def _norm(self, tensors: Iterator[torch.Tensor | None]) -> float:
-        """The norm over all ranks. Collective."""
-        norms = [tensor.norm() for tensor in tensors if tensor is not None]
-        squares = torch.stack(norms).double().square().sum() if norms else torch.zeros(())
-        # All copies have the same.
-        squares = squares / self._groups.layout.copies
+    def _sum_whole(self) -> None:
+        """Sum the gradients of what every rank has over the ranks. Collective."""
+        own = [shard.grad for shard in self._whole if shard.grad is not None]
+        if own:
+            flat = torch.cat([grad.view(-1) for grad in own])
+            dist.all_reduce(flat, group=self._groups.megatron.dp)
+            for grad, part in zip(own, flat.split([g.numel() for g in own]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def _norm(self, tensors: Sequence[torch.Tensor | None]) -> float:
+        """The norm, over all ranks, of what belongs to ``_pairs``. Collective."""
+        layout, squares = self._groups.layout, torch.zeros(())
+        if tensors:
+            norms = torch.stack([tensor.norm() for tensor in tensors if tensor is not None])
+            holders = [
+                layout.copies if isinstance(parameter, DTensor) else layout.data
+                for parameter, _ in self._pairs
+            ]
+            squares = (norms.cpu().double().square() / torch.tensor(holders)).sum()
         return math.sqrt(float(self._groups.sum_over_data(squares)))
 
     @torch.no_grad()
@@ -96,7 +116,7 @@ class ShardedAdam:
                 shard.grad.mul_(factor)
         self.adam.step()
         self.forget_gradients()
-        weights = self._norm(shard for _, shard in self._pairs)
+        weights = self._norm([shard for _, shard in self._pairs])
         require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
         self._schedule.step(increment=1)
         return {"grad_norm": norm, "lr": lr}

@@ -109,7 +109,7 @@ def _axes(rule: ParamRule) -> tuple[Axis, ...]:
         return ("shard",)
     split: Axis = "tp" if rule.mesh == "dense" else "etp"
     own: tuple[Axis, ...] = () if rule.kind == "replicated" else (split,)
-    return own if rule.mesh == "dense" else (*own, "ep")
+    return (*own, "ep") if rule.mesh == "expert" else own
 
 
 def _pieces(

@@ -46,8 +46,12 @@ def read_transformers_shape(directory: str | Path) -> TransformersShape:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the directory of a Hugging Face model")
-    given = read_json(path)
-    return _shape(json.dumps(given, sort_keys=True), str(path))
+    return parse_transformers_shape(read_json(path), str(path))
+
+
+def parse_transformers_shape(config: dict[str, Any], where: str) -> TransformersShape:
+    """The shape that a ``config.json`` mapping describes; raises as ``read_transformers_shape``."""
+    return _shape(json.dumps(config, sort_keys=True), where)
 
 
 @lru_cache(maxsize=8)

@@ -27,7 +27,7 @@ from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import Part
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -339,8 +339,7 @@ def build_policy(
     """
     options = _model_options(config, optimizer=optimizer, budget=budget, canvas=canvas)
     shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
-    if isinstance(shape, ModelShape):
-        shape = adapted(shape, configured(config) if optimizer else None)
+    shape = adapted(shape, configured(config) if optimizer else None)
     policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
@@ -364,8 +363,7 @@ def build_value_model(
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
     shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
-    if isinstance(shape, ModelShape):
-        shape = adapted(shape, configured(config, value=True))
+    shape = adapted(shape, configured(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()

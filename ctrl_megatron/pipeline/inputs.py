@@ -34,7 +34,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import require_fit
-from ctrl_megatron.memory.shapes import model_shapes, trained_shapes
+from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.families import engine_obstacle
 from ctrl_megatron.models.hf_config import read_shape
@@ -132,16 +132,13 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
     """UserError if the run does not fit this rank's GPU, with phase, largest items and remedy, and
     if the GPU's peak is neither known nor configured.
 
-    Nothing is checked on a CPU, whose memory other processes share, and no memory with strategy
-    ``fsdp``.
+    Nothing is checked on a CPU, whose memory other processes share.
     """
     if (gpu := this_gpu()) is None:
         return
     name, memory = gpu
     if config.trainer.peak_tflops_per_device is None:
         peak_flops(name)
-    if config.actor_rollout_ref.actor.strategy == "fsdp":
-        return  # the plan counts Megatron's tensors
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
     require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
@@ -150,7 +147,7 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
 def check_disk(config: Config, purpose: Purpose) -> None:
     """UserError if the disk of the run's directory is too small for the run's files."""
     run_dir = Path(config.trainer.run_dir)
-    use = disk_use(config, trained_shapes(config, purpose), purpose)
+    use = disk_use(config, model_shapes(config, purpose).trained, purpose)
     there = sum(
         path.stat().st_size
         for name in ("checkpoints", EXPORT_FOLDER, "hf")
@@ -206,6 +203,8 @@ def _check_role(
     config: Config, key: str, path: str, shape: AnyShape, actor: AnyShape | None
 ) -> None:
     trained = key == _MODEL or key in _ROLES
+    if trained and key != "actor_rollout_ref.ref.model.path":
+        adapted(shape, configured(config, value=key == "critic.model.path"))
     if isinstance(shape, ModelShape):
         _check_megatron(config, key, path, shape, trained=trained)
     if shape.value_head and key != "critic.model.path":
@@ -232,8 +231,6 @@ def _check_role(
 def _check_megatron(
     config: Config, key: str, path: str, shape: ModelShape, *, trained: bool
 ) -> None:
-    if trained and key != "actor_rollout_ref.ref.model.path":
-        adapted(shape, configured(config, value=key == "critic.model.path"))
     if trained:
         worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
         layout = world_with(worlds, _ROLES.get(key, "actor")).layout

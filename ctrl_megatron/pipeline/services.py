@@ -18,9 +18,9 @@ from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.metrics import Gauge
-from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import free_ports
@@ -491,10 +491,10 @@ def engine_spec(
     )
 
 
-def actor_shape(config: Config) -> ModelShape:
+def actor_shape(config: Config) -> AnyShape:
     """The actor, with its adapters if it has any."""
     path = config.actor_rollout_ref.model.path
-    return adapted(read_model_shape(path), configured(config))
+    return adapted(read_shape(path, config.actor_rollout_ref.actor.strategy), configured(config))
 
 
 def proxy_path(config: Config) -> str:

@@ -25,7 +25,7 @@ import torch
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import ParallelModel, Part
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
@@ -120,7 +120,7 @@ class DeviceOwner:
         shared: bool = False,
         leaves: Sequence[Part] = (),
         rests_until: int = 0,
-        lends: ModelShape | None = None,
+        lends: AnyShape | None = None,
         keep_proxy: bool = False,
         verify: bool = False,
         restarts: EngineKeeper | None = None,

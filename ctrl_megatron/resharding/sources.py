@@ -16,7 +16,7 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import ModelShape
+from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
@@ -130,7 +130,7 @@ class NoAdapters:
 
     kept = False
 
-    def __init__(self, shape: ModelShape, layout: EngineLayout, groups: ProcessGroups) -> None:
+    def __init__(self, shape: AnyShape, layout: EngineLayout, groups: ProcessGroups) -> None:
         self.model, self.layout = None, layout
         specs = hf_specs(shape, layout.dtype, layout.sends)
         self.places = place_in_buckets(specs, layout.bucket_bytes)

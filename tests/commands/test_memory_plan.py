@@ -180,3 +180,18 @@ def test_a_proxy_of_an_unknown_family_is_not_planned_and_not_refused(
     assert re.search(r"proxy's engines: 2 .* whose memory is not planned: .*starcoder2", out)
     assert main([*small, *own, "--gpus-per-node", "2", *proxy]) == 2
     assert "leaves no GPU for ranks beside 2 of engines" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", str(EXAMPLES / "any_model_fsdp.yaml")]
+    given += ["--model-config", str(EXAMPLES / "shapes/smollm3-3b.json")]
+    assert main(given) == 0
+    # Four bytes of 3.08 billion weights over eight GPUs.
+    assert re.search(r"update .* actor's parameters 1\.4 GiB", capsys.readouterr().out)
+    # A copy on every GPU has eight times as much; a GPU of 24 GiB does not hold it.
+    copies = "actor_rollout_ref.actor.fsdp_config.fsdp_size=1"
+    assert main([*given, copies, "--gpu-memory", "24"]) == 2
+    said = capsys.readouterr().err
+    assert "actor's moments 22.9 GiB" in said and said.endswith("take more GPUs\n")
+    assert main([*given, "--push"]) == 2
+    assert "--push" in capsys.readouterr().err

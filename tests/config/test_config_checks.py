@@ -413,7 +413,6 @@ def test_adapters_go_as_wholes(transport: str) -> None:
     ("override", "fragments"),
     [
         ("placement.reference=[1]", ["on all ranks", "leave placement.reference out"]),
-        ("actor_rollout_ref.model.lora_rank=4", ["no adapters", "lora_rank=4"]),
         (MEGATRON + "recompute_granularity=selective", ["whole layers", "set it to full"]),
         (MEGATRON + "tensor_model_parallel_size=2", ["is not read with", "strategy=megatron"]),
         (MEGATRON + "moe_z_loss_coeff=0.1", ["is not read with", "strategy=megatron"]),

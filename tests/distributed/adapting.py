@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,22 @@ TARGETS = ("all-linear",)
 
 
 def lora_policy(
-    groups: Any, directory: str, adapters: str | None, *, targets: tuple[str, ...], **options: Any
+    groups: Any,
+    directory: str,
+    adapters: str | None,
+    *,
+    targets: tuple[str, ...],
+    strategy: Any = "megatron",
+    **options: Any,
 ) -> Any:
     """A policy with the adapters of a PEFT file, or with new ones."""
     from ctrl_megatron.checkpoint.hf import load_hf
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.types import Lora
 
-    shape = adapted(read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets))
+    shape = adapted(read_shape(directory, strategy), Lora(rank=3, alpha=5.0, targets=targets))
     optimizer = options.pop(
         "optimizer", {"lr": 1e-2, "total_steps": 10, "clip_grad": 1e9, "eps": 1e-3}
     )
@@ -48,13 +55,14 @@ def adapted_run(
     out: str,
     targets: tuple[str, ...] = TARGETS,
     te: bool = False,
+    strategy: str = "megatron",
     **build: Any,
 ) -> dict[str, Any]:
     """Per model: log-probs with and without adapters, the gradients of the first of three steps
     (as PEFT's files), the adapters after the third, and the merged model before it; below ``out``.
     """
     with te_stand_ins.installed(te):
-        return _adapted_run(layout, directories, adapters, batch, out, targets, build)
+        return _adapted_run(layout, directories, adapters, batch, out, targets, strategy, build)
 
 
 def _adapted_run(
@@ -64,6 +72,7 @@ def _adapted_run(
     batch: dict,
     out: str,
     targets: tuple[str, ...],
+    strategy: str,
     build: dict,
 ) -> dict[str, Any]:
     from ctrl_megatron.checkpoint.hf import save_adapters, save_hf
@@ -72,8 +81,10 @@ def _adapted_run(
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     for name, directory in directories.items():
         policy = lora_policy(
-            groups, directory, adapters[name], targets=targets, token_budget=64, build=build
+            *(groups, directory, adapters[name]),
+            **{"targets": targets, "strategy": strategy, "token_budget": 64, "build": build},
         )
+        gradients = _kept_gradients(policy)
         result = {"on": policy.log_probs(batch)[0]}
         with policy.without_adapters():
             result["off"] = policy.log_probs(batch)[0]
@@ -86,7 +97,7 @@ def _adapted_run(
                 trained = [w for p, w in policy.shards() if p.trained]
                 with torch.no_grad():
                     for weight in trained:
-                        weight.copy_(weight.main_grad)
+                        weight.copy_(gradients(weight))
                     save_adapters(policy, f"{out}/{name}/gradients")
                     for weight, own in zip(trained, kept, strict=True):
                         weight.copy_(own)
@@ -100,14 +111,37 @@ def _adapted_run(
     return found
 
 
+def _kept_gradients(policy: Any) -> Callable[[Any], torch.Tensor]:
+    """The gradient that the last optimizer step had for a weight."""
+    if policy.shape.strategy == "megatron":
+        return lambda weight: weight.main_grad
+    kept, step = {}, policy.optimization.step
+
+    def keeping(norm: float) -> dict[str, float]:
+        for _, shard in policy.optimization._pairs:
+            kept[id(shard)] = shard.grad.clone()
+        return step(norm)
+
+    policy.optimization.step = keeping
+    # A rank may have no row of a small matrix.
+    return lambda weight: kept.get(id(weight), weight)
+
+
 def save_or_resume(
-    rank: int, layout: dict, directory: str, checkpoints: str, resume: bool, batch: dict, out: str
+    rank: int,
+    layout: dict,
+    directory: str,
+    checkpoints: str,
+    resume: bool,
+    batch: dict,
+    out: str,
+    strategy: Any = "megatron",
 ) -> dict[str, Any]:
     """Two steps of a bfloat16 policy and of a value model with adapters and a checkpoint, or a
     resume from it; then exports and a third step below ``out``."""
     from ctrl_megatron.checkpoint.hf import load_hf, save_adapters, save_hf
     from ctrl_megatron.checkpoint.store import CheckpointStore
-    from ctrl_megatron.models.hf_config import read_model_shape
+    from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.lora import adapted
     from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
@@ -115,8 +149,10 @@ def save_or_resume(
 
     groups = workers.start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
-    policy = lora_policy(groups, directory, None, targets=TARGETS, token_budget=64)
-    shape = value_shape(read_model_shape(directory))
+    policy = lora_policy(
+        groups, directory, None, targets=TARGETS, strategy=strategy, token_budget=64
+    )
+    shape = value_shape(read_shape(directory, strategy))
     optimizer = {"lr": 1e-2, "total_steps": 10, "eps": 1e-3}
     value = ValueModel(
         adapted(shape, Lora(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))),

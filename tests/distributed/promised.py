@@ -88,6 +88,8 @@ def keep(
             "metrics": metrics,
             "packs": policy.strategy.packs,
             "flops": policy.take_flops(),
+            "parameters": sum(weight.nbytes for weight in policy.strategy.weights()),
+            "moments": sum(tensor.nbytes for tensor in policy.optimization.tensors()),
         }
     return found
 

@@ -29,6 +29,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context": 2},
     "tp2_cp2_sp": {"tensor": 2, "context": 2, "sequence_parallel": True},
 }
+FSDP: dict[str, dict[str, Any]] = {
+    "shards": {"data": 2},
+    "copies": {"data": 2, "sharded": 1},
+    "copies of shards": {"data": 4, "sharded": 2},
+}
 FAMILIES = ("qwen2", "qwen3", "llama")
 SCALE, PREFIX = 5 / 3, "base_model.model."
 
@@ -123,14 +128,38 @@ def test_adapters_are_merged_weights(tmp_path: Path) -> None:
     check(tmp_path, {"tp2_sp": LAYOUTS["tp2_sp"]}, ("qwen2",))
 
 
-def test_adapters_are_saved_resumed_on_another_layout_and_exported(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "further",
+    [{}, {"recompute_granularity": "full", "targets": ("k_proj", "gate_proj", "o_proj")}],
+    ids=["all", "recompute"],
+)
+def test_adapters_of_models_of_transformers_are_merged_weights(
+    tmp_path: Path, further: dict
+) -> None:
+    check(tmp_path, {"tp1": {}}, FAMILIES, **further)
+    check(tmp_path / "fsdp", FSDP, FAMILIES, strategy="fsdp", **further)
+    for family in FAMILIES:
+        theirs, ours = (
+            folder / family / "stepped" for folder in (tmp_path / "tp1", tmp_path / "fsdp/shards")
+        )
+        assert_same(theirs, ours, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layouts"),
+    [
+        ("megatron", (LAYOUTS["tp2_sp"], LAYOUTS["cp2"])),
+        pytest.param("fsdp", (FSDP["shards"], {}), marks=pytest.mark.long),
+    ],
+)
+def test_adapters_are_saved_resumed_on_another_layout_and_exported(
+    tmp_path: Path, strategy: str, layouts: tuple[dict[str, Any], ...]
+) -> None:
     path, other = (
         save_tiny("qwen2", tmp_path / name, num_hidden_layers=2) for name in ("base", "other")
     )
-    for name, layout, resume in (
-        ("first", LAYOUTS["tp2_sp"], False),
-        ("again", LAYOUTS["cp2"], True),
-    ):
+    for name, layout, resume in zip(("first", "again"), layouts, (False, True), strict=True):
         (steps, *_) = run_world(
             "adapting:save_or_resume",
             ranks(layout),
@@ -140,6 +169,7 @@ def test_adapters_are_saved_resumed_on_another_layout_and_exported(tmp_path: Pat
             resume=resume,
             batch=random_batch(seed=3),
             out=str(tmp_path / name),
+            strategy=strategy,
         )
         assert all(step["grad_norm"] > 0 for step in steps.values())
     (checkpoint,) = (tmp_path / "checkpoints").glob("global_step_*")

@@ -21,6 +21,10 @@ from tiny_models import (
 )
 from world import run_world
 
+from ctrl_megatron.memory.model_state import trained_state
+from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.parallel.layout import Layout
+
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 ANY = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
@@ -119,6 +123,13 @@ def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: 
     same_steps(results, "megatron", "fsdp", tmp_path / "out")
     same_steps(results, "fsdp", "again", tmp_path / "out")
     assert all(result["fsdp"]["packs"] for result in results)
+    planned = trained_state(
+        *(read_shape(source, "fsdp"), Layout(data=ranks)),
+        **{"pp": 0, "dtype": "float32", "distributed": True},
+    )
+    for part in ("parameters", "moments"):
+        most = max(result["fsdp"][part] for result in results)
+        assert most == pytest.approx(getattr(planned, part), rel=0.02)
     assert [r["fsdp"]["flops"] for r in results] == [r["megatron"]["flops"] for r in results]
 
 

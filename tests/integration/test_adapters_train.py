@@ -49,8 +49,25 @@ def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job
     assert gigabytes(alone[1]) < gigabytes(merged[1]) / 10
 
 
-def test_a_shared_proxy_is_the_actor_without_its_adapters(job: Job) -> None:
-    metrics_of(job, "shared", 2, f"actor_rollout_ref.proxy.model.path={job.actor}", PUSH)
+@pytest.mark.parametrize("strategy", ["megatron", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_shared_proxy_is_the_actor_without_its_adapters(job: Job, strategy: str) -> None:
+    proxy = f"actor_rollout_ref.proxy.model.path={job.actor}"
+    computed = f"actor_rollout_ref.actor.strategy={strategy}"
+    metrics_of(job, f"shared_{strategy}", 2, proxy, PUSH, computed)
+
+
+@pytest.mark.long
+def test_both_strategies_train_the_same_adapters(job: Job) -> None:
+    """Merged, so that all weights are pushed. Large steps would multiply rounding until other
+    tokens are drawn."""
+    of, small = "actor_rollout_ref.actor.strategy=", "actor_rollout_ref.actor.optim."
+    megatron, fsdp = (
+        metrics_of(job, f"of_{name}", 3, of + name, small + "lr=1e-3", small + "eps=1e-4")
+        for name in ("megatron", "fsdp")
+    )
+    for one, other in zip(megatron, fsdp, strict=True):
+        for name in ("reward/mean", "critique/length", "actor/pg_loss", "actor/kl_loss"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name
 
 
 @pytest.mark.long

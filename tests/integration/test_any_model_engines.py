@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from forked_run import run_forked
 from launched_run import Job
+from safetensors.torch import load_file
 from tiny_run import JUDGMENTS, PROGRAM, chain_model
 
+from ctrl_megatron.checkpoint.convert import megatron_to_hf
 from ctrl_megatron.rollout.engine import available_engines
 
 # A busy machine may be several times slower than an idle one.
@@ -53,7 +55,7 @@ def test_a_family_of_transformers_is_trained_with_the_engine(
         steps=3,
         extra=(
             *("actor_rollout_ref.actor.strategy=fsdp", f"actor_rollout_ref.rollout.name={engine}"),
-            "actor_rollout_ref.actor.optim.lr=1e-2",
+            *("actor_rollout_ref.actor.optim.lr=1e-2", "trainer.save_freq=3"),
         ),
         timeout=800.0,
     )
@@ -63,3 +65,10 @@ def test_a_family_of_transformers_is_trained_with_the_engine(
     assert any(step["actor/grad_norm"] > 0 for step in steps)
     assert max(step["rollout/probs_diff_max"] for step in steps) < 1e-4
     assert all(step["sync/gigabytes"] > 0 for step in steps)
+    megatron_to_hf(run.folder / "checkpoints/global_step_3", tmp_path / "trained")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (made["actor"], tmp_path / "trained")
+    )
+    assert before.keys() == after.keys()
+    assert all(before[name].shape == after[name].shape for name in before)
+    assert any((before[name] - after[name]).abs().max() > 1e-3 for name in before)

@@ -67,7 +67,7 @@ def test_a_disk_that_is_nearly_full_is_named_with_its_bytes(
     config, shapes = example("ctrl_7b.yaml")
     place = {"default_local_dir": str(tmp_path / "runs"), "experiment_name": "mine"}
     config = replace(config, trainer=replace(config.trainer, **place))
-    monkeypatch.setattr(inputs, "trained_shapes", lambda *_: shapes.trained)
+    monkeypatch.setattr(inputs, "model_shapes", lambda *_: shapes)
     needed = disk_use(config, shapes.trained, purpose).total  # type: ignore[arg-type]
     for free, refused in ((needed, False), (needed - 1, True), (0, True)):
         monkeypatch.setattr("ctrl_megatron.checkpoint.files.free_space", lambda _, free=free: free)

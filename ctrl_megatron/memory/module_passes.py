@@ -1,0 +1,62 @@
+"""Memory of the passes of a model of transformers, in bytes, on one rank. Pure."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ctrl_megatron.memory.activations import PassShape, logits_workspace
+from ctrl_megatron.memory.model_state import DTYPE_SIZE
+from ctrl_megatron.models.shape import TransformersShape
+
+if TYPE_CHECKING:
+    from ctrl_megatron.models.kept_by_modules import ModulePass
+
+
+def module_update(p: PassShape, shape: TransformersShape) -> tuple[int, int]:
+    """(activations kept, workspace) in bytes at the peak of an update.
+
+    A pass has the weights outside layers and two layers gathered in the model's type; a layer's
+    gradients, or those outside layers, are whole in that type and in float32 before ranks sum them.
+    """
+    found = _kept(p, shape)
+    block = 0.0
+    kept = found.layers
+    if p.recompute_granularity == "full":
+        kept, block = shape.num_layers * p.residual, found.layer
+    inside, outside = _elements(shape)
+    gathered = p.dtype_size * (outside + 2 * inside)
+    summed = (p.dtype_size + 4) * max(inside, outside)
+    head = logits_workspace(p, backward=True)
+    workspace = gathered + max(summed, int(head))
+    return int(p.tokens * (kept + block + found.outside)), int(workspace)
+
+
+def module_inference(p: PassShape, shape: TransformersShape) -> int:
+    """Bytes of a pass without gradients at its peak; a layer has no more at once than it would
+    keep."""
+    found = _kept(p, shape)
+    inside, outside = _elements(shape)
+    gathered = p.dtype_size * (outside + 2 * inside)
+    head = logits_workspace(p, backward=False)
+    return int(gathered + max(p.tokens * found.layer, head))
+
+
+def _kept(p: PassShape, shape: TransformersShape) -> ModulePass:
+    # Other strategies need no modules.
+    from ctrl_megatron.models.kept_by_modules import module_pass
+
+    return module_pass(shape, _name(p.dtype_size))
+
+
+def _name(dtype_size: int) -> str:
+    return next(name for name, size in DTYPE_SIZE.items() if size == dtype_size)
+
+
+def _elements(shape: TransformersShape) -> tuple[int, int]:
+    """(elements of the largest layer, elements outside layers)."""
+    sizes: dict[int | None, int] = {}
+    for layer, tensor in shape.tensors:
+        sizes[layer] = sizes.get(layer, 0) + prod(tensor.shape)
+    outside = sizes.pop(None, 0)
+    return max(sizes.values()), outside
