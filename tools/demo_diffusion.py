@@ -45,7 +45,7 @@ SYSTEM = "Write a program."
 EVERY = 6
 """One of so many problems is kept for validation alone."""
 RANKS, SFT_STEPS, STEPS = "2", 120, 20
-SFT_SAVE, SAVE = 20, 4
+SFT_SAVE, SAVE = 40, 5
 """Steps of fine-tuning and of RL between two checkpoints."""
 
 

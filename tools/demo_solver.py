@@ -69,7 +69,8 @@ def training(seed: int, data: Path, engine: str, ranks: int) -> list[str]:
         *("actor_rollout_ref.rollout.max_num_seqs=64", f"actor_rollout_ref.rollout.seed={seed}"),
         *(f"trainer.default_local_dir={RUNS}", f"trainer.experiment_name={run_of(seed).name}"),
         *(f"trainer.seed={seed}", f"trainer.total_training_steps={STEPS}"),
-        *(f"trainer.save_freq={COMPARED}", f"trainer.n_gpus_per_node={ranks}"),
+        *(f"trainer.save_freq={COMPARED}", "trainer.max_ckpt_to_keep=1"),
+        f"trainer.n_gpus_per_node={ranks}",
     ]
 
 

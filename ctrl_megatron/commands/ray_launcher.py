@@ -24,6 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.commands.launcher import SHUTDOWN_SECONDS, End, Restarts, end_code, program
+from ctrl_megatron.config.environment import (
+    machine_environment,
+    read_ray_address,
+    sent_environment,
+)
 from ctrl_megatron.errors import FAILED, STOPPED, UserError, users_code_of
 
 _PLACED_SECONDS = 60.0
@@ -35,8 +40,6 @@ _POLL_SECONDS = 0.1
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of linux/prctl.h."""
 _LIBC = ctypes.CDLL(None)
-_OF_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR")
-"""Variables that a machine keeps; all others are those of the command, as srun has it."""
 Said = str | End
 """A line that a rank has printed, or how the ranks of a machine have ended."""
 
@@ -85,7 +88,7 @@ class RankHost:
         """Start the ranks; yield what they print, and at last how they ended. After the first one
         that fails, the others of the machine are asked to stop, as torchrun does.
         """
-        own = {name: os.environ[name] for name in _OF_MACHINE if name in os.environ}
+        own = machine_environment()
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers = []
         for local_rank in range(group.count):
@@ -176,14 +179,17 @@ def _cluster() -> Iterator[None]:
     ray = _ray()
     package = {"py_modules": [str(Path(__file__).resolve().parents[1])]}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    alone = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+    # A cluster that is started here would give the ranks the least of the processor (nice 15).
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    address = read_ray_address()
+    alone = {} if address else {"include_dashboard": False}
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", runtime_env=package, **alone)
         signal.signal(signal.SIGTERM, before)  # Ray's own would end this process at once
     except ConnectionError as error:
         raise UserError(
-            f"there is no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {error}",
+            f"there is no Ray cluster at RAY_ADDRESS={address}: {error}",
             key="--launcher ray",
             remedy="start one, or unset RAY_ADDRESS for one on this machine",
         ) from error
@@ -201,7 +207,7 @@ def _start_once(name: str, hosts: int, ranks: int, gpus: int, arguments: Sequenc
         places = ray.get([actor.meeting.remote() for actor in actors])
         address, port = places[0]
         words = [sys.executable, *program(), *arguments]
-        environ = {n: value for n, value in os.environ.items() if not n.startswith("RAY_")}
+        environ = sent_environment()
         if ranks > 1:
             environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
         first = RankGroup(

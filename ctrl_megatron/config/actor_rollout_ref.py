@@ -45,13 +45,18 @@ GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""
 COUPLED_GRPO_PIPELINE = "ctrl_megatron.pipeline:coupled_grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on a masked-diffusion model's completions."""
+ENVIRONMENT_PIPELINES = (
+    "ctrl_megatron.pipeline:environment_pipeline",
+    "ctrl_megatron.pipeline:embodied_srpo_pipeline",
+)
+"""The built-in pipelines whose samples are scored by an environment of the user's."""
 COMPLETION_PIPELINES = (
     GRPO_PIPELINE,
     "ctrl_megatron.pipeline:ppo_pipeline",
     "ctrl_megatron.pipeline:dapo_pipeline",
     COUPLED_GRPO_PIPELINE,
     "ctrl_megatron.pipeline:repair_pipeline",
-    "ctrl_megatron.pipeline:environment_pipeline",
+    *ENVIRONMENT_PIPELINES,
 )
 """The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(

@@ -11,6 +11,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
     CTRL_PIPELINE,
+    ENVIRONMENT_PIPELINES,
     POLICY_LOSSES,
     EngineKeys,
 )
@@ -666,7 +667,8 @@ def _reward(config: Config) -> Iterator[str]:
             "(critic takes its options from reward.*)"
         )
     yield from _tasks(config)
-    if "critic" in names and not config.writes_revisions:
+    scored = config.dag.custom_pipeline_fn in ENVIRONMENT_PIPELINES
+    if "critic" in names and not config.writes_revisions and not scored:
         yield (
             f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
             f"{config.dag.custom_pipeline_fn} does not write; name code or functions of your own"

@@ -26,6 +26,7 @@ _RESTARTS = "CTRL_RESTARTS"
 """Set by a launcher that starts ranks again: how often it has done so."""
 _OF_SCRIPTS = "CTRL_VENV"
 """Read by the scripts of slurm/ alone."""
+_OF_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "e2b": ({"api_key": "E2B_API_KEY"}, {}),
@@ -154,6 +155,21 @@ def child_environment(
             )
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in devices)
     return kept
+
+
+def read_ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """``RAY_ADDRESS``, the Ray cluster to join; None if it is not set."""
+    return environ.get("RAY_ADDRESS") or None
+
+
+def sent_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of this process that its ranks on other machines have too: all but Ray's."""
+    return {name: value for name, value in environ.items() if not name.startswith("RAY_")}
+
+
+def machine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of this process that belong to its machine, whatever other machines send."""
+    return {name: environ[name] for name in _OF_MACHINE if name in environ}
 
 
 def keep_kernel_order(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:

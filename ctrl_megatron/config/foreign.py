@@ -195,7 +195,8 @@ ABSENT: Mapping[str, str] = {
     _ROLLOUT + "revision_n": "a critique's reward is that of one greedy revision",
     "algorithm.workflow_type": (
         f"DAPO is algorithm.filter_groups.enable=true with {_ACTOR}clip_ratio_high and "
-        "reward.overlong_buffer.enable=true"
+        "reward.overlong_buffer.enable=true; EMBODIED is "
+        "dag.custom_pipeline_fn=ctrl_megatron.pipeline:embodied_srpo_pipeline"
     ),
     "reward.num_examine": "runs/NAME/examples.jsonl and report.html have critiques of every step",
     "sandbox.attempts": "a request is tried five times",

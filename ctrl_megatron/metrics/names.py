@@ -75,6 +75,10 @@ METRICS: dict[str, Metric] = {
     "episode/done_rate": Metric("share of episodes that the environment ended"),
     "episode/observed_tokens": Metric("tokens of an episode that the model read between answers"),
     "episode/gain": Metric("score of an episode less its score after the first answer", "Gain"),
+    "embodied/success_rate": Metric(
+        "share of the episodes of embodied_srpo_pipeline that reached their goal", "Success"
+    ),
+    "embodied/progress": Metric("reward of those that did not"),
     "actor/ppo_kl": Metric("old policy to new policy, per token", "KL of the update"),
     "actor/kl_to_reference": Metric("policy to reference model, per token", "KL to the reference"),
     "actor/pg_clipfrac": Metric("share whose ratio left the clip range", "Clipped tokens"),

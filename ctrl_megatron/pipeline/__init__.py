@@ -27,6 +27,7 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 if TYPE_CHECKING:
     from ctrl_megatron.pipeline.batch import make_batch, texts
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
+    from ctrl_megatron.pipeline.embodied import embodied_srpo_pipeline
     from ctrl_megatron.pipeline.episodes import (
         Environment,
         Episodes,
@@ -68,6 +69,7 @@ __all__ = [
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
+    "embodied_srpo_pipeline",
     "environment_pipeline",
     "grpo_pipeline",
     "make_batch",
@@ -91,6 +93,7 @@ _LATER = {
     "step_performance": "performance",
     "DAGWorker": "guide_worker",
     **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
+    "embodied_srpo_pipeline": "embodied",
     "repair_pipeline": "repair",
 }
 

@@ -421,12 +421,8 @@ def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
 
     UserError for settings that episodes do not support.
     """
-    _check(config, episodes)
-    report = StepReport(
-        metrics=step_performance,
-        examples=episode_examples,
-        validate=episodes.validation() if config.data.val_files else None,
-    )
+    check_episodes(config, episodes)
+    report = episodes_report(config, episodes)
     pipeline = Pipeline(name, "act in environments, update", report=report)
     pipeline.add_node("generate_episodes", episodes.node(), **DRAWS)
     pipeline.add_node("balance", balance, ["generate_episodes"], **DRAWS)
@@ -434,7 +430,17 @@ def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
     return pipeline.build()
 
 
-def _check(config: Config, episodes: Episodes) -> None:
+def episodes_report(config: Config, episodes: Episodes) -> StepReport:
+    """What a pipeline of episodes reports of its steps."""
+    return StepReport(
+        metrics=step_performance,
+        examples=episode_examples,
+        validate=episodes.validation() if config.data.val_files else None,
+    )
+
+
+def check_episodes(config: Config, episodes: Episodes) -> None:
+    """UserError for settings that episodes do not support."""
     rollout = config.actor_rollout_ref.rollout
     for option, value in (("turns", episodes.turns), ("turn_tokens", episodes.turn_tokens)):
         if value is not None and value < 1:

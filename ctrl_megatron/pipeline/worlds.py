@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -391,7 +391,9 @@ class Worlds:
         for data, order in enumerate(deal.parts[message.to]):
             rows = sorted(place.keys() & order)
             facts = {"number": deal.number, "rows": rows} | ({"deal": deal} if new else {})
-            self._post(message, data, facts, _taken(batch, names, [place[row] for row in rows]))
+            # A node without ``@writes`` may write any field, or none.
+            fields = {name: batch[name] for name in names if name in batch}
+            self._post(message, data, facts, fields, [place[row] for row in rows])
         self._informed.add(message.to)
 
     def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
@@ -425,7 +427,7 @@ class Worlds:
                 self._letters(action.message)
             elif isinstance(action, Send) and self._groups.is_leader:
                 for data in range(self._worlds[action.message.to].layout.data):
-                    self._post(action.message, data, {"fault": fault}, {})
+                    self._post(action.message, data, {"fault": fault}, {}, ())
 
     def _dealt(self, batch: TensorDict) -> _Deal:
         there = self._groups.from_data_ranks(sizes_of(batch))
@@ -441,10 +443,15 @@ class Worlds:
     # Messages
 
     def _post(
-        self, message: Parcel, data: int, facts: Mapping[str, Any], fields: Mapping[str, Any]
+        self,
+        message: Parcel,
+        data: int,
+        facts: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        rows: Sequence[int],
     ) -> None:
-        """Begin to send to the leader of a data rank."""
-        letter = _sealed(facts, fields)
+        """Begin to send these rows of the fields to the leader of a data rank."""
+        letter = _sealed(facts, fields, rows)
         to = _leader(self._worlds[message.to], data)
         for tag, tensor in enumerate((torch.tensor([len(letter)]), letter)):
             work = dist.isend(tensor, to, group=self._mail, tag=2 * message.number + tag)
@@ -484,21 +491,6 @@ def _leader(world: World, data: int) -> int:
     return world.ranks[world.layout.rank(dp=data)]
 
 
-def _taken(batch: TensorDict, names: Iterable[str], rows: Sequence[int]) -> dict[str, Any]:
-    """The rows' values of those fields that are there: a node without ``@writes`` may write any."""
-    at, found = torch.tensor(rows, dtype=torch.int64), dict[str, Any]()
-    for name in names:
-        if name not in batch:
-            continue
-        value = batch[name]
-        if isinstance(value, torch.Tensor):
-            found[name] = value[at]
-        else:
-            every = texts(value)
-            found[name] = [every[row] for row in rows]
-    return found
-
-
 def _joined(
     parts: Sequence[Mapping[str, Any]], name: str, rows: Sequence[int], width: int
 ) -> torch.Tensor | NonTensorStack:
@@ -507,22 +499,40 @@ def _joined(
     if not isinstance(values[0], torch.Tensor):
         every = [text for value in values for text in value]
         return NonTensorStack(*[every[row] for row in rows])
-    if values[0].dim() > 1:
-        values = [torch.nn.functional.pad(v, (0, width - v.shape[1])) for v in values]
-    return torch.cat(values)[torch.tensor(rows, dtype=torch.int64)]
+    values = [
+        value
+        if value.dim() == 1 or value.shape[1] == width
+        else torch.nn.functional.pad(value, (0, width - value.shape[1]))
+        for value in values
+    ]
+    whole = values[0] if len(values) == 1 else torch.cat(values)
+    if [*rows] == [*range(len(whole))]:
+        return whole
+    return whole[torch.tensor(rows, dtype=torch.int64)]
 
 
-def _sealed(facts: Mapping[str, Any], fields: Mapping[str, Any]) -> torch.Tensor:
-    """One message: facts, texts and the bytes of the tensors."""
-    tensors = {n: v.contiguous() for n, v in fields.items() if isinstance(v, torch.Tensor)}
-    said = {n: v for n, v in fields.items() if n not in tensors}
-    forms = [(name, value.dtype, value.shape) for name, value in tensors.items()]
+def _sealed(
+    facts: Mapping[str, Any], fields: Mapping[str, Any], rows: Sequence[int]
+) -> torch.Tensor:
+    """One message: facts, texts and the bytes of the tensors, of these rows. The rows are copied
+    once, to where they are sent from.
+    """
+    tensors = {n: v for n, v in fields.items() if isinstance(v, torch.Tensor)}
+    every = {n: texts(v) for n, v in fields.items() if n not in tensors}
+    said = {name: [values[row] for row in rows] for name, values in every.items()}
+    forms = [(n, v.dtype, torch.Size((len(rows), *v.shape[1:]))) for n, v in tensors.items()]
     head = pickle.dumps((dict(facts), said, forms))
-    parts = [torch.tensor([len(head)]).view(torch.uint8)]
-    parts.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-    parts += [value.view(-1).view(torch.uint8) for value in tensors.values() if value.numel()]
-    filled = [torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts]
-    return torch.cat(filled)
+    sizes = [len(head), *(shape.numel() * dtype.itemsize for _, dtype, shape in forms)]
+    whole = _ALIGNED + sum(size + -size % _ALIGNED for size in sizes)
+    letter = torch.empty(whole, dtype=torch.uint8)
+    letter[:8] = torch.tensor([len(head)]).view(torch.uint8)
+    at, taken = _ALIGNED, torch.tensor(rows, dtype=torch.int64)
+    letter[at : at + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    for (name, dtype, shape), before, size in zip(forms, sizes, sizes[1:], strict=False):
+        at += before + -before % _ALIGNED
+        place = letter[at : at + size].view(dtype).view(shape)
+        torch.index_select(tensors[name], 0, taken, out=place)
+    return letter
 
 
 def _opened(letter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:

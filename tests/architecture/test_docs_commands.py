@@ -177,6 +177,9 @@ def train(tool: str, launcher: list[str], given: list[str]) -> None:
     path = ROOT / ("examples/ctrl_smollm2_cpu.yaml" if file == "FILE" else file)
     purpose = TRAINING[tool]
     config = load_config(path, [word for word in given if re.match(r"[\w.]+=", word)], purpose)  # type: ignore[arg-type]
+    if "--launcher" in every:
+        # Ray starts the ranks of all machines.
+        ranks *= config.trainer.nnodes
     check_world_size(config, ranks, purpose)  # type: ignore[arg-type]
 
 

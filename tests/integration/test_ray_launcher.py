@@ -36,13 +36,16 @@ LOSSES = ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean")
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Others may use the memory of this machine, for which Ray would kill actors.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+    os.environ["RAY_worker_niceness"] = "0"
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
     found = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         found.add_node(**node)
+        assert found.address is not None
         yield found.address
     finally:
         found.shutdown()

@@ -76,6 +76,17 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
     assert sum(budget.host.values()) < 700 * GIB
 
 
+def test_kept_prefixes_are_a_cache_of_all_rows() -> None:
+    sizes = []
+    for kept in ("false", "true"):
+        kwargs = f"actor_rollout_ref.rollout.engine_kwargs={{steps: 256, keep_prefix: {kept}}}"
+        config, shapes = example("diffucoder_7b.yaml", kwargs)
+        engine = memory_budget(config, shapes, gpu_memory=MEMORY).engine
+        assert engine is not None
+        sizes.append(engine.cache_tokens)
+    assert sizes[1] == config.actor_rollout_ref.rollout.max_num_seqs * sizes[0]
+
+
 @pytest.mark.parametrize("file", MODELS)
 def test_every_phase_of_a_run_is_there_in_its_order(file: str) -> None:
     config, shapes = example(file)

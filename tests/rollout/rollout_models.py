@@ -213,8 +213,9 @@ def denoised(
             at = numbers[0, place] * p.sum()
             token = int((p.cumsum(-1) > at).nonzero()[0]) if t else int(p.argmax())
             q = (p / p.sum()).sort(descending=True).values
-            sure = float({"entropy": (q * (q + 1e-10).log()).sum(), "margin": q[0] - q[1]}[alg])
-            if alg_temp:
+            entropy, chance = (q * (q + 1e-10).log()).sum(), numbers[1, place]
+            sure = float({"entropy": entropy, "margin": q[0] - q[1], "random": chance}[alg])
+            if alg_temp and alg != "random":
                 sure = sure / alg_temp - float((-numbers[1, place].log()).log())
             found.append((-sure, place, token, float(log_p[token])))
         now = start // size * own + step

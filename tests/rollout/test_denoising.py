@@ -82,7 +82,7 @@ def sample(
     return [row.completion() for row in rows]
 
 
-@pytest.mark.parametrize("alg", ["entropy", "margin"])
+@pytest.mark.parametrize("alg", ["entropy", "margin", "random"])
 @pytest.mark.parametrize(
     ("steps", "alg_temp", "block"),
     [(12, 0.0, None), (5, 0.0, None), (12, 0.3, None), (30, 0.0, None), (9, 0.3, 5)],
