@@ -37,7 +37,9 @@ from tools.study_plan import (
     HOME,
     KEPT,
     MODEL,
+    ORACLE,
     OTHER_FAMILY,
+    PROXIES,
     REAL,
     ROUNDS,
     RUNS,
@@ -46,7 +48,6 @@ from tools.study_plan import (
     TASKS,
     TESTED,
     TESTS,
-    TUNED,
     UNSEEN_MUTANTS,
     Arm,
     Proxy,
@@ -123,11 +124,13 @@ def pieces(solutions: Path = SOLUTIONS, humanevalpack: Path = HUMANEVALPACK) -> 
             _add_run(every, arm, seed)
     for test in TESTS:
         for name in test.untrained:
-            _add_measure(every, test, name, SEEDS[0])
+            _add_measure(every, test, name, SEEDS[0], test.proxy)
+        for proxy in test.others:
+            _add_measure(every, test, ORACLE, SEEDS[0], proxy)
     for arm in ARMS.values():
         for seed in SEEDS:
             for test in arm.tests:
-                _add_measure(every, test, arm.name, seed)
+                _add_measure(every, test, arm.name, seed, test.proxy)
     for arm in ARMS.values():
         for seed in SEEDS:
             for proxy in arm.proxies:
@@ -141,7 +144,7 @@ def _add_inputs(every: _Pieces, solutions: Path, humanevalpack: Path) -> None:
     model = [_PYTHON, "tools/prepare_smollm2.py", "--out", str(MODEL)]
     every.add("model.smollm2", MODEL / "prepared_from.json", lambda: _run(model))
     other = OTHER_FAMILY.path / "config.json"
-    every.add(_made(OTHER_FAMILY), other, lambda: None, given=(other,))
+    every.add(OTHER_FAMILY.piece, other, lambda: None, given=(other,))
     mutants = [_PYTHON, "tools/prepare_mutants.py", "--overwrite"]
     data = [*mutants, "--out", str(DATA), "--test-size", str(TESTED)]
     every.add("data", DATA / "bland.jsonl", lambda: _run(data))
@@ -152,14 +155,10 @@ def _add_inputs(every: _Pieces, solutions: Path, humanevalpack: Path) -> None:
     real += ["--tokenizer", str(MODEL), "--test-size", str(TESTED)]
     given = (solutions, humanevalpack)
     every.add("data.real", REAL / "bland.jsonl", lambda: _run(real), "model.smollm2", given=given)
-    words = _sft("proxy", MODEL, 1, (DATA / "proxy_sft.parquet",), 12)
-    every.add(_made(TUNED), TUNED.path / _WEIGHTS, lambda: _run(words), "model.smollm2", "data")
-
-
-def _made(proxy: Proxy) -> str:
-    """The piece that makes a proxy."""
-    pieces_of = {TUNED.name: "proxy", OTHER_FAMILY.name: f"model.{OTHER_FAMILY.name}"}
-    return pieces_of.get(proxy.name, "model.smollm2")
+    for proxy in (proxy for proxy in PROXIES if proxy.files):
+        words = _sft(proxy.piece, MODEL, SEEDS[0], proxy.files, proxy.steps)
+        needs = "model.smollm2", *map(_maker_of, proxy.files)
+        every.add(proxy.piece, proxy.path / _WEIGHTS, lambda w=words: _run(w), *needs)
 
 
 def _maker_of(file: Path) -> str:
@@ -175,28 +174,28 @@ def _add_run(every: _Pieces, arm: Arm, seed: int) -> None:
         words = _sft(run, _start(arm, seed), arm.seed_of(seed), arm.files, arm.steps)
     else:
         words = _rl(arm, seed)
-        needs.append(_made(arm.proxy))
+        needs.append(arm.proxy.piece)
     every.add(run, model_of(arm, seed) / _WEIGHTS, lambda: _run(words), *needs)
     if arm.reinforced:
         curve = curve_file(KEPT, arm.run, seed)
         every.add(f"curve.{run}", curve, lambda: _keep_curve(run, curve), run)
 
 
-def _add_measure(every: _Pieces, test: TestSet, name: str, seed: int, proxy: Proxy = TUNED) -> None:
+def _add_measure(every: _Pieces, test: TestSet, name: str, seed: int, proxy: Proxy) -> None:
     product = kept_file(KEPT, setting_of(test.name, proxy.name), name, seed)
     critic, needs = _critic(test, name, seed)
     work = lambda: _measure(test, name, critic, seed, proxy, product)  # noqa: E731
-    every.add(_measured(product), product, work, *needs, _made(proxy))
+    every.add(_measured(product), product, work, *needs, proxy.piece)
 
 
 def _add_rounds(every: _Pieces, arm: Arm, seed: int) -> None:
     product = kept_file(KEPT, ROUNDS_SETTING, arm.name, seed)
-    critic, needs = _critic(UNSEEN_MUTANTS, arm.name, seed)
-    turns = ("--turns", str(ROUNDS))
-    work = lambda: _measure(UNSEEN_MUTANTS, arm.name, critic, seed, TUNED, product, *turns)  # noqa: E731
-    name = every.add(_measured(product), product, work, *needs, _made(TUNED))
+    test, turns = UNSEEN_MUTANTS, ("--turns", str(ROUNDS))
+    critic, needs = _critic(test, arm.name, seed)
+    work = lambda: _measure(test, arm.name, critic, seed, test.proxy, product, *turns)  # noqa: E731
+    name = every.add(_measured(product), product, work, *needs, test.proxy.piece)
     public = public_file(KEPT, ROUNDS_SETTING, arm.name, seed)
-    judge = lambda: _judge_public(UNSEEN_MUTANTS, product, public)  # noqa: E731
+    judge = lambda: _judge_public(test, product, public)  # noqa: E731
     every.add(name.replace("measure.", "public.", 1), public, judge, name)
 
 
@@ -216,7 +215,7 @@ def _critic(test: TestSet, name: str, seed: int) -> tuple[Path, list[str]]:
         "bland": (test.folder / "bland.jsonl", data),
         "oracle": (test.folder / "oracle.jsonl", data),
         "zero-shot": (MODEL, "model.smollm2"),
-        "self-critique": (TUNED.path, _made(TUNED)),
+        "self-critique": (test.proxy.path, test.proxy.piece),
         "execution feedback": (feedback, f"feedback.{test.name}"),
     }
     critic, needed = critics[name]

@@ -28,43 +28,16 @@ WRITTEN = ("bland", "zero-shot", "self-critique", "execution feedback", ORACLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestSet:
-    """First solutions on which arms are measured."""
-
-    __test__ = False
-
-    name: str
-    folder: Path
-    """The directory with NAME.parquet and the critiques of the oracle and of no change."""
-    judged: bool = False
-    """Whether it has right and wrong programs: it measures judgments only."""
-    untrained: Sequence[str] = WRITTEN
-    """Arms without training that are measured on it."""
-
-    @property
-    def title(self) -> str:
-        """The name as tables have it."""
-        return self.name.replace("_", " ").capitalize()
-
-
-UNSEEN_MUTANTS = TestSet(name="unseen_mutants", folder=DATA)
-UNSEEN_PROBLEMS = TestSet(name="unseen_problems", folder=DATA)
-HUMAN_FAULTS = TestSet(name="human_faults", folder=REAL)
-MODEL_EDITS = TestSet(name="model_edits", folder=REAL)
-# For these no oracle critique is known.
-MODEL_FAULTS = TestSet(name="model_faults", folder=REAL, untrained=WRITTEN[:-1])
-JUDGING = TestSet(
-    name="right_and_wrong", folder=REAL, judged=True, untrained=("bland", "zero-shot")
-)
-TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
     """A model that revises."""
 
     name: str
     path: Path
+    piece: str
+    """The piece that makes it."""
+    files: Sequence[Path] = ()
+    """Examples of following critiques, with which it was fine-tuned; empty for a model as it is."""
+    steps: int = 12
     engine: bool = False
     """Whether it has an engine of its own, because it is no model of the actor's shape."""
 
@@ -75,10 +48,66 @@ class Proxy:
         return [f"actor_rollout_ref.proxy.{key}" for key in (*own, f"model.path={self.path}")]
 
 
-TUNED = Proxy(name="tuned", path=RUNS / "proxy/hf")
-UNTUNED = Proxy(name="untuned", path=MODEL)
-OTHER_FAMILY = Proxy(name="tinyllama", path=Path("runs/models/tinyllama"), engine=True)
-PROXIES = (TUNED, UNTUNED, OTHER_FAMILY)
+TUNED = Proxy(
+    name="tuned", path=RUNS / "proxy/hf", piece="proxy", files=(DATA / "proxy_sft.parquet",)
+)
+TUNED_ON_MODELS = Proxy(
+    name="tuned_on_models",
+    path=RUNS / "proxy_models/hf",
+    piece="proxy_models",
+    files=(DATA / "proxy_sft.parquet", REAL / "proxy_sft.parquet"),
+    steps=24,
+)
+"""Tuned on longer programs too, which models wrote for the training problems."""
+UNTUNED = Proxy(name="untuned", path=MODEL, piece="model.smollm2")
+OTHER_FAMILY = Proxy(
+    name="tinyllama", path=Path("runs/models/tinyllama"), piece="model.tinyllama", engine=True
+)
+PROXIES = (TUNED, TUNED_ON_MODELS, UNTUNED, OTHER_FAMILY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestSet:
+    """First solutions on which arms are measured."""
+
+    __test__ = False
+
+    name: str
+    folder: Path
+    """The directory with NAME.parquet and the critiques of the oracle and of no change."""
+    judged: bool = False
+    """Whether it has right and wrong programs: it measures judgments only."""
+    proxy: Proxy = TUNED
+    """The proxy that revises."""
+    others: Sequence[Proxy] = ()
+    """Further proxies that revise by the oracle's critiques: what each could gain at most."""
+    untrained: Sequence[str] = WRITTEN
+    """Arms without training that are measured on it."""
+
+    @property
+    def title(self) -> str:
+        """The name as tables have it."""
+        return self.name.replace("_", " ").capitalize()
+
+
+UNSEEN_MUTANTS = TestSet(name="unseen_mutants", folder=DATA, others=(UNTUNED, OTHER_FAMILY))
+UNSEEN_PROBLEMS = TestSet(name="unseen_problems", folder=DATA)
+HUMAN_FAULTS, MODEL_EDITS = (
+    TestSet(name=name, folder=REAL, proxy=TUNED_ON_MODELS, others=(TUNED, UNTUNED))
+    for name in ("human_faults", "model_edits")
+)
+# For these no oracle critique is known.
+MODEL_FAULTS = TestSet(
+    name="model_faults", folder=REAL, proxy=TUNED_ON_MODELS, untrained=WRITTEN[:-1]
+)
+JUDGING = TestSet(
+    name="right_and_wrong",
+    folder=REAL,
+    judged=True,
+    proxy=TUNED_ON_MODELS,
+    untrained=("bland", "zero-shot"),
+)
+TESTS = (UNSEEN_MUTANTS, UNSEEN_PROBLEMS, HUMAN_FAULTS, MODEL_EDITS, MODEL_FAULTS, JUDGING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +271,7 @@ _REAL = (
         run="real_grpo",
         settings=_GRPO,
         files=(REAL / "rl.parquet",),
+        proxy=TUNED_ON_MODELS,
         start="real_sft",
         base=_ON_MODELS,
         tests=_REAL_TESTS,
@@ -251,6 +281,7 @@ _REAL = (
         run="real_mutants_grpo",
         settings=_GRPO,
         files=(REAL / "rl_mutants.parquet",),
+        proxy=TUNED_ON_MODELS,
         start="real_sft",
         base=_ON_MODELS,
         tests=_REAL_TESTS,

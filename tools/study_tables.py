@@ -350,29 +350,33 @@ def _at_the_fault(turn: Turn, fault: tuple[str, str] | None) -> bool:
 
 
 def proxies_part(folder: Path) -> str:
-    """Critics of all proxies: trained with one, measured with all. "" before there are two."""
-    found = {}
-    for proxy in PROXIES:
-        kept = arms_of(kept_turns(folder, setting_of(UNSEEN_MUTANTS.name, proxy.name)))
-        # Only arms that some other proxy measures too are of interest here.
-        found[proxy.name] = {n: turns for n, turns in kept.items() if n in ARMS}
-    others = {n for name, arms in found.items() if name != TUNED.name for n in arms}
-    rows = []
-    for name in [name for name in ARMS if name in others]:
-        cells = [
-            f"{told(mean_over_problems(by_problem(arms[name], _pass_rate)))} "
-            f"({gain_of(arms, name) or 'base'})"
-            if name in arms
-            else "open"
-            for arms in found.values()
-        ]
-        trained = ARMS[name].proxy.name if ARMS[name].reinforced else ""
-        rows.append([name, trained, *cells])
-    if not rows:
+    """Critics and oracles with all proxies: trained with one, measured with all. "" before some
+    test set has two.
+    """
+    heads = ("arm", "trained with", *(f"revised by {proxy.name}" for proxy in PROXIES))
+    parts = []
+    for test in TESTS:
+        found = {
+            p.name: arms_of(kept_turns(folder, setting_of(test.name, p.name))) for p in PROXIES
+        }
+        others = {n for name, arms in found.items() if name != test.proxy.name for n in arms}
+        rows: Rows = []
+        for name in [name for name in (ORACLE, *ARMS) if name in others]:
+            trained = ARMS[name].proxy.name if name in ARMS and ARMS[name].reinforced else ""
+            rows.append([name, trained, *(_by_proxy(arms, name) for arms in found.values())])
+        if rows:
+            parts.append(f"{test.title}:\n\n{table(heads, rows)}")
+    if not parts:
         return ""
-    text = "pass_rate on unseen mutants after revision by each proxy (gain over SFT with it):\n"
-    heads = ("arm", "trained with", *(f"revised by {name}" for name in found))
-    return f"## Proxies\n\n{text}\n{table(heads, rows)}"
+    text = "pass_rate after revision by each proxy, and the gain over the arm's base with it:\n\n"
+    return f"## Proxies\n\n{text}" + "\n".join(parts)
+
+
+def _by_proxy(arms: Mapping[str, Sequence[Turn]], name: str) -> str:
+    if name not in arms:
+        return "open"
+    rate, gain = told(mean_over_problems(by_problem(arms[name], _pass_rate))), gain_of(arms, name)
+    return f"{rate} ({gain})" if gain else rate
 
 
 def setting_of(test: str, proxy: str) -> str:
@@ -470,7 +474,7 @@ def _tokens(turn: Turn) -> int:
 
 def judging_part(folder: Path) -> str:
     """How well critics tell right programs from wrong ones; "" without transcripts."""
-    turns = kept_turns(folder, JUDGING.name)
+    turns = kept_turns(folder, setting_of(JUDGING.name, JUDGING.proxy.name))
     rows: Rows = []
     for name, mine in arms_of(turns).items():
         rates = result_of(mine).last
@@ -689,7 +693,8 @@ def write_tables(folder: Path, out: Path) -> None:
     """
     parts = []
     for test in TESTS:
-        arms = arms_of([] if test.judged else kept_turns(folder, test.name))
+        setting = setting_of(test.name, test.proxy.name)
+        arms = arms_of([] if test.judged else kept_turns(folder, setting))
         if arms:
             results = {name: result_of(turns) for name, turns in arms.items()}
             parts.append(test_set_part(test.title, arms, results))

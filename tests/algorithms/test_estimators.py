@@ -447,7 +447,7 @@ def test_wrong_inputs_are_named() -> None:
 
 def test_what_an_estimator_reads() -> None:
     assert estimator_inputs("gae") == {
-        *("token_level_rewards", "values", "response_mask", "gamma", "lam"),
+        *("token_level_rewards", "values", "response_mask", "gamma", "lam", "whiten"),
     }
     assert estimator_inputs("remax") == {
         *("token_level_rewards", "response_mask", "reward_baselines"),

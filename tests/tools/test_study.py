@@ -12,7 +12,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import part_file
 from ctrl_megatron.types import Problem
 from tools import study, study_plan
-from tools.study_plan import ARMS, PROXIES, SEEDS, WRITTEN
+from tools.study_plan import ARMS, PROXIES, SEEDS, TESTS, WRITTEN
 
 
 def test_every_piece_follows_what_it_needs() -> None:
@@ -28,9 +28,26 @@ def test_every_piece_follows_what_it_needs() -> None:
     assert order[-2:] == [order[-1].replace("public", "measure"), order[-1]]
 
 
+def test_every_piece_makes_its_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def record(*given: object) -> None:
+        done.extend(str(one) for one in given)
+
+    for name in ("_run", "_measure", "_judge_public", "_feedback", "_keep_curve", "_task_rows"):
+        monkeypatch.setattr(study, name, record)
+    for name, piece in study.pieces().items():
+        done.clear()
+        piece.work()
+        if name.startswith(("measure.", "public.", "curve.", "feedback.")):
+            assert str(piece.product) in done
+        elif "seed" in name:
+            assert f"trainer.experiment_name={name}" in done[0]
+
+
 def test_every_arm_is_measured_with_every_seed_test_and_proxy() -> None:
     measured = [name for name in study.pieces() if name.startswith("measure.")]
-    untrained = 5 * len(WRITTEN) - 1 + 2
+    untrained = sum(len(test.untrained) + len(test.others) for test in TESTS)
     trained = sum(len(arm.tests) + len(arm.proxies) + arm.rounds for arm in ARMS.values())
     assert len(measured) == untrained + trained * len(SEEDS)
 

@@ -162,12 +162,12 @@ def test_critics_are_compared_over_the_proxies_that_revised(tmp_path: Path) -> N
     rows = rows_of(study_tables.proxies_part(tmp_path))
     exact = {rate: f"{rate:.3f} [{rate:.3f}, {rate:.3f}]" for rate in (0.25, 0.75)}
     assert rows["SFT + GRPO"] == [
-        *("tuned", f"{exact[0.75]} ({exact[0.25]})", f"{exact[0.25]} (open)", "open")
+        *("tuned", f"{exact[0.75]} ({exact[0.25]})", "open", f"{exact[0.25]} (open)", "open")
     ]
     write(tmp_path, "unseen_mutants-untuned", passing("SFT", 1, 0.25))
     rows = rows_of(study_tables.proxies_part(tmp_path))
-    assert rows["SFT + GRPO"][2] == f"{exact[0.25]} (0.000 [0.000, 0.000])"
-    assert rows["SFT"][2] == f"{exact[0.25]} (base)" and rows["SFT"][0] == ""
+    assert rows["SFT + GRPO"][3] == f"{exact[0.25]} (0.000 [0.000, 0.000])"
+    assert rows["SFT"][3] == exact[0.25] and rows["SFT"][0] == ""
 
 
 def test_rounds_are_compared_with_as_many_critiques_at_random_chosen_and_any() -> None:
@@ -211,7 +211,7 @@ def test_judgments_are_rated_and_their_shares_calibrated(tmp_path: Path) -> None
     brier, error = study_tables.calibration(turns)
     assert brier is not None and brier.value == pytest.approx(0.25**2)
     assert error == "0.250"
-    write(tmp_path, "right_and_wrong", turns)
+    write(tmp_path, "right_and_wrong-tuned_on_models", turns)
     text = study_tables.judging_part(tmp_path)
     assert "3 programs, 1 of them wrong" in text
     assert study_tables.calibration([turns[-1]]) == (None, "")
