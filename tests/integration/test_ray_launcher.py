@@ -74,7 +74,7 @@ def test_two_actors_learn_what_two_ranks_of_torchrun_learn(
     """Against the recorded runs of two ranks."""
     recorded = golden_runs.load(name)
     same = recorded["machine"] == golden_runs.machine()
-    close = {"rel": 1e-5, "abs": 2e-7} if same else golden_runs.DIFFERENT_MACHINE
+    close: dict[str, Any] = {"rel": 1e-5, "abs": 2e-7} if same else golden_runs.DIFFERENT_MACHINE
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"ray_{name}.log"
     process = start(command(job, f"ray_{name}", 2, *golden_runs.RL[name]), ray_address, log)
