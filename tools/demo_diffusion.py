@@ -136,7 +136,7 @@ def stages(sizes: Sizes) -> list[Stage]:
                 *(f"trainer.total_training_steps={sizes.steps}", "trainer.dump_steps=all"),
                 f"trainer.save_freq={SAVE}",
             ),
-            product=sizes.run / f"checkpoints/global_step_{sizes.steps}",
+            # The last validation follows the last checkpoint; a finished run ends at once.
         ),
     ]
 
