@@ -197,6 +197,9 @@ async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
         specs, version = wire.specs_from_json(begin["specs"]), begin["version"]
         await engine.update(specs, _chunks(socket), version)
         outcome: wire.Json = {"done": True}
+    except EngineDied as error:
+        die(str(error))
+        raise
     except Exception as error:
         traceback.print_exc()
         outcome = {"error": wire.error_to_json(error)}

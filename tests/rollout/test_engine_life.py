@@ -7,20 +7,26 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
+from aiohttp.test_utils import TestServer
 from rollout_models import save, tiny_llama
 
+from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.rollout import client as client_module
 from ctrl_megatron.rollout import engine as engine_module
+from ctrl_megatron.rollout import server
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
+from ctrl_megatron.rollout.engine import EngineAddress, EngineDied, EngineSpec
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
+from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.types import SamplingParams
 
 
@@ -149,3 +155,38 @@ def test_an_engine_whose_decoding_runs_out_of_memory_ends_with_the_reason(
         assert not process.alive()
     finally:
         process.stop()
+
+
+def test_an_engine_that_dies_in_an_update_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that heard of an error of the update alone would not launch the engine again."""
+    reasons = list[str]()
+    monkeypatch.setattr(server, "die", reasons.append)
+    monkeypatch.setattr(client_module, "_EXIT_GRACE", 0.1)
+
+    class Dead:
+        async def update(self, specs: object, chunks: object, version: str) -> None:
+            raise EngineDied("its core is gone")
+
+    async def no_chunks() -> AsyncIterator[WeightChunk]:
+        return
+        yield
+
+    async def push() -> None:
+        app = TestServer(server.application(cast(Any, Dead()), "token"))
+        await app.start_server()
+        address = EngineAddress(
+            name="hf",
+            endpoint=str(app.make_url("")).rstrip("/"),
+            home=host_identity(),
+            token="token",
+            pid=os.getpid(),
+            log_path="none",
+        )
+        client = RemoteEngine(address)
+        with pytest.raises(EngineDied):
+            await client.update([], no_chunks(), "version")
+        await client.close()
+        await app.close()
+
+    asyncio.run(push())
+    assert reasons == ["its core is gone"]
