@@ -39,6 +39,7 @@ def numbers(run: ForkedRun) -> dict[int, dict[str, float]]:
     return {record["step"]: {name: record["metrics"][name] for name in SAME} for record in steps}
 
 
+@pytest.mark.long
 def test_a_step_trains_on_samples_of_older_weights_and_a_resumed_run_on_the_same(
     job: Job, tmp_path: Path
 ) -> None:

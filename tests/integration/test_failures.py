@@ -34,7 +34,7 @@ def _in_a_step(run: Run) -> bool:
     [
         # The owner of the shared memory, while it is in use.
         ("rank 0", _in_a_push, r"rank 0 \(pid {pid}\) died"),
-        ("rank 1", _in_a_push, r"rank 1 \(pid {pid}\) died"),
+        pytest.param("rank 1", _in_a_push, r"rank 1 \(pid {pid}\) died", marks=pytest.mark.long),
         ("engine", _in_a_step, r"(rollout engine|engine hf) \(pid {pid}\b.* (died|is gone|killed)"),
         # The process that computes inside the vLLM engine; its server notices that it has ended.
         (
@@ -49,7 +49,12 @@ def _in_a_step(run: Run) -> bool:
             marks=pytest.mark.long,
         ),
         # The process is alive but silent; no collective waits for it and could time out.
-        ("silent engine", _in_a_step, r"rollout engine \(pid {pid}\) runs but has not answered"),
+        pytest.param(
+            "silent engine",
+            _in_a_step,
+            r"rollout engine \(pid {pid}\) runs but has not answered",
+            marks=pytest.mark.long,
+        ),
         # Suspended, it neither ends nor obeys the launcher's signal.
         ("silent rank", _in_a_step, r"rank 0 stops because rank 1 has not been heard of for 8 s"),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
