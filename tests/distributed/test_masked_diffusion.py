@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_policy import LAYOUTS, assert_same_weights, ranks
@@ -23,6 +24,11 @@ SHIFTED = {"dream": True, "dream_tied": True, "llada": False}
 LONG = ["dp2", "tp2", "tp2_sp", "pp2", "vpp2", "tp2_pp2_sp", "cp2"]
 
 
+def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference, relative to that of ``exact``."""
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
 @pytest.mark.parametrize(
     ("layout", "single"),
     [
@@ -35,9 +41,7 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
     tmp_path: Path, layout: str, single: bool
 ) -> None:
     """Three coupled versions of a row, and the single one of fine-tuning."""
-    # Float32 rounds once more in every layer.
     layers = 4 if "virtual_pipeline" in LAYOUTS[layout] else 2
-    limit = 0.5e-5 * layers
     # A tied head differs from other models' only where stages or ranks share it.
     names = [name for name in SHIFTED if name != "dream_tied" or layout != "tp1"]
     models = {
@@ -63,24 +67,30 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
         out=str(tmp_path / "out"),
     )
     for name, (own, theirs) in models.items():
-        model, scores, entropies = reference_scores(
-            theirs, batch, shifted=SHIFTED[name], temperature=0.7
-        )
-        loss = -(scores * batch["advantages"]).sum() / batch["response_mask"].sum()
-        loss.backward()
-        wanted = {n: p.grad for n, p in model.named_parameters()}
+        references = {}
+        for dtype in (torch.float64, torch.float32):
+            model, scores, entropies = reference_scores(
+                theirs, batch, shifted=SHIFTED[name], temperature=0.7, dtype=dtype
+            )
+            loss = -(scores * batch["advantages"]).sum() / batch["response_mask"].sum()
+            loss.backward()
+            gradients = {n: p.grad.double() for n, p in model.named_parameters()}
+            references[dtype] = (scores.detach(), entropies, gradients)
+        scores, entropies, wanted = references[torch.float64]
+        rounded = references[torch.float32][2]
         for spec in SPECS:
             for result in results:
                 for ours, exact in zip(result[spec][name], (scores, entropies), strict=True):
-                    gap = (ours.double() - exact.detach()).norm() / exact.detach().norm()
-                    assert gap < limit, (name, spec, float(gap))
+                    assert distance(ours, exact) < 1e-5, (name, spec)
             out = tmp_path / "out" / spec
             assert_same_weights(own, out / name, rel=0)
             assert read_model_shape(out / name) == read_model_shape(own)
             found = load_file(out / f"{name}_gradients" / "model.safetensors")
             for tensor, exact in wanted.items():
                 published = llada_name(tensor) if name == "llada" else tensor
-                gap = (found[published].double() - exact).norm() / exact.norm()
+                # Gradients of more layers have more of float32's rounding, also transformers' own.
+                limit = max(1e-5, 3 * distance(rounded[tensor], exact))
                 # A key's bias moves all scores of a query alike: its gradient is rounding.
                 if not tensor.endswith("k_proj.bias"):
-                    assert gap < limit, (name, spec, tensor, float(gap))
+                    gap = distance(found[published], exact)
+                    assert gap < limit, (name, spec, tensor, gap, limit)

@@ -175,11 +175,16 @@ def full_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def reference_scores(
-    directory: Path, batch: dict, *, shifted: bool, temperature: float = 1.0
+    directory: Path,
+    batch: dict,
+    *,
+    shifted: bool,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """(model, coupled scores with gradients, mean entropies) in float64, by transformers; of a
-    batch with ``mask_level`` those of its single version."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    """(model, coupled scores with gradients, mean entropies) by transformers, of a model in
+    ``dtype``; of a batch with ``mask_level`` those of its single version."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     rows, width = batch["response_mask"].shape
     scores, entropies = (torch.zeros(rows, width, dtype=torch.float64) for _ in range(2))
     for row in range(rows):
