@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 EXIT_ENGINE_DIED = 70
 _HEALTH_SECONDS = 1.0
+_DEATH_IS_NOTICED_SECONDS = 1.0
 _MAX_REQUEST_BYTES = 2**30
 _BUGS = (AttributeError, TypeError, LookupError, NameError)
 """Errors of wrong calls in this package; every other error means that the engine refuses its model
@@ -139,8 +140,18 @@ async def outcome(
         die(str(error))
         raise
     except Exception as error:
-        traceback.print_exc()
-        return {"error": wire.error_to_json(error)}
+        return {"error": await failure(error)}
+
+
+async def failure(error: Exception) -> wire.Json:
+    """The error as JSON. One that is not ours is answered a moment later: it may be the first sign
+    of a death, as a collective fails before the loss of its peer is noticed, which then ends this
+    process, so that the client learns of the death instead.
+    """
+    traceback.print_exception(error)
+    if type(error).__name__ not in wire.ERRORS:
+        await asyncio.sleep(_DEATH_IS_NOTICED_SECONDS)
+    return wire.error_to_json(error)
 
 
 async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
@@ -201,8 +212,7 @@ async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
         die(str(error))
         raise
     except Exception as error:
-        traceback.print_exc()
-        outcome = {"error": wire.error_to_json(error)}
+        outcome = {"error": await failure(error)}
     if not socket.closed:
         await socket.send_json(outcome)
         await socket.close()
