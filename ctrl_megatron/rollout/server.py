@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 EXIT_ENGINE_DIED = 70
 _HEALTH_SECONDS = 1.0
-_DEATH_IS_NOTICED_SECONDS = 1.0
+_DEATH_IS_NOTICED_SECONDS = 2 * _HEALTH_SECONDS
 _MAX_REQUEST_BYTES = 2**30
 _BUGS = (AttributeError, TypeError, LookupError, NameError)
 """Errors of wrong calls in this package; every other error means that the engine refuses its model
