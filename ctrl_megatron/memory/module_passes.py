@@ -24,11 +24,9 @@ def module_update(p: PassShape, shape: TransformersShape) -> tuple[int, int]:
     kept = found.layers
     if p.recompute_granularity == "full":
         kept, block = shape.num_layers * p.residual, found.layer
-    inside, outside = _elements(shape)
-    gathered = p.dtype_size * (outside + 2 * inside)
-    summed = (p.dtype_size + 4) * max(inside, outside)
+    summed = (p.dtype_size + 4) * max(_elements(shape))
     head = logits_workspace(p, backward=True)
-    workspace = gathered + max(summed, int(head))
+    workspace = _gathered(p, shape) + max(summed, int(head))
     return int(p.tokens * (kept + block + found.outside)), int(workspace)
 
 
@@ -36,10 +34,14 @@ def module_inference(p: PassShape, shape: TransformersShape) -> int:
     """Bytes of a pass without gradients at its peak; a layer has no more at once than it would
     keep."""
     found = _kept(p, shape)
-    inside, outside = _elements(shape)
-    gathered = p.dtype_size * (outside + 2 * inside)
     head = logits_workspace(p, backward=False)
-    return int(gathered + max(p.tokens * found.layer, head))
+    return int(_gathered(p, shape) + max(p.tokens * found.layer, head))
+
+
+def _gathered(p: PassShape, shape: TransformersShape) -> int:
+    """Bytes of the weights that a pass has whole: those outside layers and of two layers."""
+    inside, outside = _elements(shape)
+    return p.dtype_size * (outside + 2 * inside)
 
 
 def _kept(p: PassShape, shape: TransformersShape) -> ModulePass:

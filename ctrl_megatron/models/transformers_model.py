@@ -22,15 +22,8 @@ from ctrl_megatron.models.shape import (
 
 _OF_FILES = (
     *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "auto_map"),
-    *(
-        "id2label",
-        "label2id",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "initializer_range",
-    ),
+    *("id2label", "label2id", "use_cache", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """Keys of config.json that change no forward pass."""
 _SIZES = ("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads")

@@ -136,18 +136,18 @@ async def outcome(
     """The call's ``result`` or its ``error``."""
     try:
         return {"result": await call(await request.json())}
-    except EngineDied as error:
-        die(str(error))
-        raise
     except Exception as error:
         return {"error": await failure(error)}
 
 
 async def failure(error: Exception) -> wire.Json:
-    """The error as JSON. One that is not ours is answered a moment later: it may be the first sign
-    of a death, as a collective fails before the loss of its peer is noticed, which then ends this
-    process, so that the client learns of the death instead.
+    """The error of any call as JSON. The engine's death ends the process instead. An error that is
+    not ours is answered a moment later: it may be the first sign of a death, as a collective fails
+    before the loss of its peer is noticed, and the client has to learn of the death.
     """
+    if isinstance(error, EngineDied):
+        die(str(error))
+        raise error
     traceback.print_exception(error)
     if type(error).__name__ not in wire.ERRORS:
         await asyncio.sleep(_DEATH_IS_NOTICED_SECONDS)
@@ -208,9 +208,6 @@ async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
         specs, version = wire.specs_from_json(begin["specs"]), begin["version"]
         await engine.update(specs, _chunks(socket), version)
         outcome: wire.Json = {"done": True}
-    except EngineDied as error:
-        die(str(error))
-        raise
     except Exception as error:
         outcome = {"error": await failure(error)}
     if not socket.closed:
