@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -43,7 +43,8 @@ ROLES: Mapping[NodeRole, str] = {NodeRole.CRITIC: "critic", NodeRole.REFERENCE: 
 """The worlds of the roles that may have one of their own."""
 _ROWS = ("prompts", "responses", "attention_mask", "response_mask", "mini_batch")
 _ROWS += ("uid", "problem_id")
-_ALIGNED = 16
+_PIECE_BYTES = 4 << 20
+"""A message travels in pieces of this size: one is copied while another is under way."""
 _FOREVER = float("inf")
 """The sender's work has limits of its own."""
 
@@ -389,7 +390,8 @@ class Worlds:
             names = tuple(dict.fromkeys((*_ROWS, *names)))
         place = {row: at for at, row in enumerate(self._mine)}
         for data, order in enumerate(deal.parts[message.to]):
-            rows = sorted(place.keys() & order)
+            # In the order in which they are kept there, so that nothing has to be sorted.
+            rows = [row for row in order if row in place]
             facts = {"number": deal.number, "rows": rows} | ({"deal": deal} if new else {})
             # A node without ``@writes`` may write any field, or none.
             fields = {name: batch[name] for name in names if name in batch}
@@ -397,7 +399,7 @@ class Worlds:
         self._informed.add(message.to)
 
     def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
-        letters = [_opened(letter) for letter in self._letters(message)]
+        letters = self._letters(message)
         for facts, _ in letters:
             if "fault" in facts:
                 raise ServiceFault(facts["fault"]) if facts["fault"] else StopRequested
@@ -451,39 +453,83 @@ class Worlds:
         rows: Sequence[int],
     ) -> None:
         """Begin to send these rows of the fields to the leader of a data rank."""
-        letter = _sealed(facts, fields, rows)
+        head = _Head.of(facts, fields, rows)
+        written = torch.frombuffer(bytearray(pickle.dumps(head)), dtype=torch.uint8)
         to = _leader(self._worlds[message.to], data)
-        for tag, tensor in enumerate((torch.tensor([len(letter)]), letter)):
-            work = dist.isend(tensor, to, group=self._mail, tag=2 * message.number + tag)
+        taken = torch.tensor(rows, dtype=torch.int64)
+        pieces = (fields[name].index_select(0, taken[part]) for name, part in head.pieces())
+        for tensor in itertools.chain((torch.tensor([len(written)]), written), pieces):
+            work = dist.isend(tensor, to, group=self._mail, tag=message.number)
             self._sent.append((work, tensor))
 
-    def _letters(self, message: Parcel) -> list[torch.Tensor]:
-        """The parts of a message from each data rank of its source, on all ranks of the copy."""
+    def _letters(self, message: Parcel) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(facts, fields) of a message from each data rank of its source, on all ranks of the
+        copy.
+        """
         source = self._worlds[message.source]
         leaders = [_leader(source, data) for data in range(source.layout.data)]
 
-        def arrive() -> list[torch.Tensor]:
+        def receive(tensor: torch.Tensor, leader: int) -> torch.Tensor:
+            dist.recv(tensor, leader, group=self._mail, tag=message.number)
+            return tensor
+
+        def arrive() -> list[tuple[_Head, dict[str, torch.Tensor]]]:
             letters = []
             for leader in leaders:
-                size = torch.zeros(1, dtype=torch.int64)
-                dist.recv(size, leader, group=self._mail, tag=2 * message.number)
-                letter = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(letter, leader, group=self._mail, tag=2 * message.number + 1)
-                letters.append(letter)
+                size = int(receive(torch.zeros(1, dtype=torch.int64), leader))
+                written = receive(torch.empty(size, dtype=torch.uint8), leader)
+                head: _Head = pickle.loads(written.numpy().tobytes())
+                tensors = head.empty()
+                for name, part in head.pieces():
+                    receive(tensors[name][part], leader)
+                letters.append((head, tensors))
             return letters
 
         groups, what = self._groups, f"the ranks of {message.source}"
         future = AbandonableCall(arrive, what).future if groups.is_leader else None
         waiting = Waiting(groups=groups, stop=self._stop, limit=_FOREVER)
         letters = waiting.together(future, what, stoppable=False, aloud=False)
-        if groups.layout.model_size == 1:
-            assert letters is not None
-            return letters
-        sizes = groups.from_leader([len(letter) for letter in letters or ()])
-        letters = letters or [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        for letter in letters:
-            dist.broadcast(letter, group_src=0, group=groups.host_model)
-        return letters
+        if groups.layout.model_size > 1:
+            heads = groups.from_leader([head for head, _ in letters or ()])
+            letters = letters or [(head, head.empty()) for head in heads]
+            for tensor in (tensor for _, tensors in letters for tensor in tensors.values()):
+                dist.broadcast(tensor, group_src=0, group=groups.host_model)
+        assert letters is not None
+        return [(head.facts, {**head.texts, **tensors}) for head, tensors in letters]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The first part of a message: everything but the tensors, whose pieces follow."""
+
+    facts: dict[str, Any]
+    texts: dict[str, list[str]]
+    forms: dict[str, tuple[torch.dtype, torch.Size]]
+    """Field -> the form of its tensor."""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], fields: Mapping[str, Any], rows: Sequence[int]) -> _Head:
+        """The head of a message with these rows of the fields."""
+        tensors = {n: v for n, v in fields.items() if isinstance(v, torch.Tensor)}
+        every = {n: texts(v) for n, v in fields.items() if n not in tensors}
+        said = {name: [values[row] for row in rows] for name, values in every.items()}
+        forms = {n: (v.dtype, torch.Size((len(rows), *v.shape[1:]))) for n, v in tensors.items()}
+        return cls(dict(facts), said, forms)
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """Tensors to receive into."""
+        return {
+            name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.forms.items()
+        }
+
+    def pieces(self) -> Iterator[tuple[str, slice]]:
+        """The rows of each field that travel together, in their order."""
+        for name, (dtype, shape) in self.forms.items():
+            # A tensor without elements has nothing to send.
+            of_row = shape[1:].numel() * dtype.itemsize
+            many = max(1, _PIECE_BYTES // max(1, of_row))
+            for first in range(0, shape[0] if of_row else 0, many):
+                yield name, slice(first, first + many)
 
 
 def _leader(world: World, data: int) -> int:
@@ -509,39 +555,3 @@ def _joined(
     if [*rows] == [*range(len(whole))]:
         return whole
     return whole[torch.tensor(rows, dtype=torch.int64)]
-
-
-def _sealed(
-    facts: Mapping[str, Any], fields: Mapping[str, Any], rows: Sequence[int]
-) -> torch.Tensor:
-    """One message: facts, texts and the bytes of the tensors, of these rows. The rows are copied
-    once, to where they are sent from.
-    """
-    tensors = {n: v for n, v in fields.items() if isinstance(v, torch.Tensor)}
-    every = {n: texts(v) for n, v in fields.items() if n not in tensors}
-    said = {name: [values[row] for row in rows] for name, values in every.items()}
-    forms = [(n, v.dtype, torch.Size((len(rows), *v.shape[1:]))) for n, v in tensors.items()]
-    head = pickle.dumps((dict(facts), said, forms))
-    sizes = [len(head), *(shape.numel() * dtype.itemsize for _, dtype, shape in forms)]
-    whole = _ALIGNED + sum(size + -size % _ALIGNED for size in sizes)
-    letter = torch.empty(whole, dtype=torch.uint8)
-    letter[:8] = torch.tensor([len(head)]).view(torch.uint8)
-    at, taken = _ALIGNED, torch.tensor(rows, dtype=torch.int64)
-    letter[at : at + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    for (name, dtype, shape), before, size in zip(forms, sizes, sizes[1:], strict=False):
-        at += before + -before % _ALIGNED
-        place = letter[at : at + size].view(dtype).view(shape)
-        torch.index_select(tensors[name], 0, taken, out=place)
-    return letter
-
-
-def _opened(letter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(facts, fields) of a message; the tensors share its memory."""
-    size = int(letter[:8].view(torch.int64))
-    facts, fields, forms = pickle.loads(letter[_ALIGNED : _ALIGNED + size].numpy().tobytes())
-    at = _ALIGNED + size + -size % _ALIGNED
-    for name, dtype, shape in forms:
-        count = shape.numel() * dtype.itemsize
-        fields[name] = letter[at : at + count].view(dtype).view(shape)
-        at += count + -count % _ALIGNED
-    return facts, fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ctrl_megatron.config.placement import roles_apart
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.layout import Layout, World, worlds_of
-from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline
+from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline, worlds
 from ctrl_megatron.pipeline.batch import SampleSize
 from ctrl_megatron.pipeline.node_fields import needs, writes
 from ctrl_megatron.pipeline.sampling import deal_rows
@@ -27,8 +28,7 @@ from ctrl_megatron.pipeline.worlds import (
     Receive,
     Run,
     Send,
-    _opened,
-    _sealed,
+    _Head,
     check_worlds,
     plan_step,
     world_of_roles,
@@ -206,7 +206,11 @@ def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circ
     assert done == by_name.keys()
 
 
-def test_a_message_arrives_as_it_was_sent() -> None:
+@pytest.mark.parametrize("piece_bytes", [1, 60, 4 << 20])
+def test_a_message_arrives_as_it_was_sent(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "_PIECE_BYTES", piece_bytes)
     fields: Mapping[str, Any] = {
         "mask": torch.tensor([[True, False], [True, True], [False, False]]),
         "empty": torch.zeros(3, 0),
@@ -215,11 +219,16 @@ def test_a_message_arrives_as_it_was_sent() -> None:
         "uid": NonTensorStack("a", "ü", ""),
     }
     for rows in ([0, 1, 2], [2, 0], []):
-        facts, found = _opened(_sealed({"rows": rows}, fields, rows))
-        assert facts == {"rows": rows} and sorted(found) == sorted(fields)
-        assert found.pop("uid") == [["a", "ü", ""][row] for row in rows]
+        head: _Head = pickle.loads(pickle.dumps(_Head.of({"rows": rows}, fields, rows)))
+        assert head.facts == {"rows": rows}
+        assert head.texts == {"uid": [["a", "ü", ""][row] for row in rows]}
+        assert {*head.forms} == {*fields} - {"uid"}
+        found, pieces = head.empty(), list(head.pieces())
+        for name, part in pieces:
+            found[name][part] = fields[name][torch.tensor(rows, dtype=torch.int64)[part]]
         for name, value in found.items():
             assert torch.equal(value, fields[name][torch.tensor(rows, dtype=torch.int64)]), name
+        assert len(pieces) == len({(name, part.start) for name, part in pieces})
 
 
 @given(st.lists(st.integers(1, 40), min_size=8, max_size=8), st.sampled_from([1, 2, 4]))
