@@ -15,7 +15,12 @@ import golden_runs
 import pytest
 from forked_run import ForkedRun, run_forked
 from launched_run import Job
+from tiny_run import REPOSITORY
 
+from ctrl_megatron.config import Config, load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.memory.proposal import GENERATION, candidates, propose
+from ctrl_megatron.memory.shapes import ModelShapes, model_shapes
 from ctrl_megatron.metrics import read_json_lines
 
 pytestmark = pytest.mark.timeout(900)
@@ -136,6 +141,40 @@ def test_a_run_goes_on_in_another_placement(
     name = f"{before}_then_{after}".replace(" ", "_")
     run_ppo(apart_job, name, before, 2)
     assert_same(run_ppo(apart_job, name, after, 4), golden_runs.steps_of(runs("together")))
+
+
+@pytest.mark.long
+def test_a_run_places_its_roles_itself(apart_job: Job, runs: Runs) -> None:
+    """``placement=auto`` where one world does not fit."""
+    settings = (*golden_runs.DRAWN, *golden_runs.RL["ppo"], "trainer.n_gpus_per_node=4")
+    settings += ("placement=auto",)
+    file = REPOSITORY / "examples/ctrl_smollm2_cpu.yaml"
+    config = load_config(file, [*apart_job.overrides("auto", 2), *settings], "rl")
+    shapes = model_shapes(config, "rl")
+    least = 1 << 20
+    while not (tight := _proposed(config, shapes, least)):
+        least += least >> 4
+    settings += (f"placement.gpu_memory={least / 2**30}",)
+    assert tight[0].startswith("placement.critic=")
+    with apart_job.launch("auto", steps=2, extra=settings, ranks=4) as run:
+        run.ends(280.0)
+    assert f"proposal: '{tight[0]}'" in run.output(), run.output()[:3000]
+    wanted = golden_runs.steps_of(runs("together"))[:2]
+    assert len(run.metrics()) == 2
+    for line, step in zip(run.metrics(), wanted, strict=True):
+        of = {name: value for name, value in step["metrics"].items() if name in LOSSES}
+        assert {name: line["metrics"].get(name) for name in of} == pytest.approx(of, **EQUAL)
+
+
+def _proposed(config: Config, shapes: ModelShapes, gpu_memory: int) -> list[str]:
+    """The keys of the proposal; nothing where no placement fits."""
+    try:
+        found = candidates(
+            config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels="torch"
+        )
+        return propose(found).overrides
+    except UserError:
+        return []
 
 
 @pytest.mark.long
