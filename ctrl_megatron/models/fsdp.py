@@ -37,6 +37,7 @@ from ctrl_megatron.models.transformers_model import (
     empty_model,
     register_attention,
 )
+from ctrl_megatron.parallel.gloo import SumOfParts
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
@@ -138,6 +139,8 @@ class FsdpStrategy:
             # A loss is a sum over all ranks already (models.loss_scale).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if groups.device.type == "cpu":
+                module.set_custom_reduce_scatter(SumOfParts())
         self._module._apply(
             lambda t: (
                 torch.empty_like(t, device=groups.device) if t.is_meta else t.to(groups.device)

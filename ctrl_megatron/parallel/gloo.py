@@ -7,7 +7,8 @@ groups of a rank share the thread of the first one.
 
 Gloo has no reduce-scatter and no gather into one tensor. Torch copies the whole buffer (gradients
 of all weights in float32), sums the copy and copies the requested part back. ``sum_in_place`` makes
-Megatron sum the buffer itself, of which its shard is a view already.
+Megatron sum the buffer itself, of which its shard is a view already. FSDP2's shard is a tensor of
+its own: with ``SumOfParts`` a rank gets only the others' parts of that, and adds them.
 
 Gloo's collectives also require equal parts. The tensor ranks of an expert exchange as many tokens
 as were sent to each of them, for which ``exchange_unequal_parts`` uses broadcasts and sums.
@@ -15,7 +16,7 @@ as were sent to each of them, for which ``exchange_unequal_parts`` uses broadcas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -104,6 +105,45 @@ def _gather(buffer: torch.Tensor, shard: torch.Tensor, group: Any, async_op: boo
     ranks = dist.get_process_group_ranks(group)
     for rank, part in zip(ranks, buffer.chunk(len(ranks)), strict=True):
         _started.append(dist.broadcast(part, src=rank, group=group, async_op=True))
+
+
+class SumOfParts:
+    """For ``FSDPModule.set_custom_reduce_scatter``: the sum over ranks, each of which keeps a part
+    of it."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor of its own for every call."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` with this rank's part, added in the order of the ranks."""
+        if op != dist.ReduceOp.SUM or async_op:
+            raise ValueError(f"only sums that are waited for, not {op}")
+        own, parts = group.rank(), input_tensor.chunk(group.size())
+        sent: list[Any] = [
+            dist.isend(part, group=group, group_dst=rank)
+            for rank, part in enumerate(parts)
+            if rank != own
+        ]
+        received = {rank: torch.empty_like(output_tensor) for rank in range(group.size())}
+        received[own] = parts[own]
+        for rank, part in received.items():
+            if rank != own:
+                dist.recv(part, group=group, group_src=rank)
+        output_tensor.copy_(received[0])
+        for rank in range(1, group.size()):
+            output_tensor += received[rank]
+        for work in sent:
+            work.wait()
 
 
 def exchange_unequal_parts() -> None:

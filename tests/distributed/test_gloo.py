@@ -16,4 +16,5 @@ def test_buffers_are_summed_and_gathered_in_place_over_one_loop() -> None:
         own = [6.0 * place for place in range(rank * share, (rank + 1) * share)]
         # The other sum is waited for as well, also where Megatron waits later.
         assert found["sums"] == [(own, [3.0]), (own, [3.0])]
+        assert found["part"] == own
         assert found["gathered"] == [float(place // share) for place in range(ELEMENTS)]
