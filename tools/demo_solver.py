@@ -78,7 +78,9 @@ def rewards_of(run: Path) -> list[float]:
     """The mean reward of every step that the run has made."""
     path = run / "metrics.jsonl"
     lines = read_json_lines(path) if path.is_file() else []
-    return [line["metrics"][REWARD] for line in lines if REWARD in line["metrics"]]
+    # A run that was killed makes the steps after its last checkpoint anew.
+    of_step = {line["step"]: line["metrics"] for line in lines}
+    return [metrics[REWARD] for _, metrics in sorted(of_step.items()) if REWARD in metrics]
 
 
 def compared(rewards: Sequence[float]) -> tuple[float, float]:
