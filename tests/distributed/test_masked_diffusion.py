@@ -29,6 +29,11 @@ def distance(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
+def is_rounding(tensor: str) -> bool:
+    """Whether its gradient is rounding alone: a key's bias moves all scores of a query alike."""
+    return tensor.endswith("k_proj.bias")
+
+
 @pytest.mark.parametrize(
     ("layout", "single"),
     [
@@ -86,11 +91,11 @@ def test_scores_and_gradients_are_transformers_and_files_survive(
             assert_same_weights(own, out / name, rel=0)
             assert read_model_shape(out / name) == read_model_shape(own)
             found = load_file(out / f"{name}_gradients" / "model.safetensors")
+            # Gradients of more layers have more of float32's rounding, also transformers' own.
+            least = {t: distance(rounded[t], e) for t, e in wanted.items() if not is_rounding(t)}
+            limit = max(1e-5, 2 * max(least.values()))
             for tensor, exact in wanted.items():
                 published = llada_name(tensor) if name == "llada" else tensor
-                # Gradients of more layers have more of float32's rounding, also transformers' own.
-                limit = max(1e-5, 3 * distance(rounded[tensor], exact))
-                # A key's bias moves all scores of a query alike: its gradient is rounding.
-                if not tensor.endswith("k_proj.bias"):
+                if not is_rounding(tensor):
                     gap = distance(found[published], exact)
                     assert gap < limit, (name, spec, tensor, gap, limit)
