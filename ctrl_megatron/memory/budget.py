@@ -123,12 +123,7 @@ def memory_budget(
     """
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     ranks = trainer.nnodes * trainer.n_gpus_per_node
-    worlds = (
-        World(
-            ranks=tuple(range(ranks)),
-            layout=layout_for(ranks, actor.megatron, actor.fsdp_config.fsdp_size),
-        ),
-    )
+    worlds = (World(ranks=tuple(range(ranks)), layout=layout_for(ranks, actor)),)
     if purpose == "rl":
         worlds = worlds_of(ranks, config)
     engine = proxy = None

@@ -35,6 +35,7 @@ from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
 from ctrl_megatron.models.transformers_model import (
     ReadsValues,
     empty_model,
+    longest_short_row,
     register_attention,
 )
 from ctrl_megatron.parallel.gloo import SumOfParts
@@ -303,6 +304,8 @@ class FsdpStrategy:
         kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
         if kinds:
             found[f"layer_types has {', '.join(sorted(kinds))}"] = None
+        if (length := longest_short_row(config)) < self._options.token_budget:
+            found[f"rows of more than {length} tokens are rotated otherwise (longrope)"] = None
         if self._shape.value_head:
             return found
         if getattr(config, "final_logit_softcapping", None) is not None:

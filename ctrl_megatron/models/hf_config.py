@@ -96,7 +96,9 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f"{where}: model_type {name!r} is not supported; known: {', '.join(FAMILIES)}"
+            f"{where}: model_type {name!r} is not supported by strategy 'megatron', which knows "
+            f"{', '.join(FAMILIES)}; actor_rollout_ref.actor.strategy=fsdp takes other language "
+            "models of transformers"
         )
     family = FAMILIES[name]
     config = _in_usual_words(config, family, where)

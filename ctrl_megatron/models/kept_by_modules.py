@@ -74,6 +74,8 @@ def module_pass(shape: TransformersShape, dtype: str) -> ModulePass:
     model, blocks = empty_model(shape.config, DTYPES[dtype])
     model.config._attn_implementation = _COUNTED
     model.to("meta")
+    for module in model.modules():
+        _forget_lengths(module)
     own = {weight.untyped_storage()._cdata for weight in model.parameters()}
     kept, current, seen = dict[int, int](), [-1], list[torch.Tensor]()
 
@@ -97,6 +99,16 @@ def module_pass(shape: TransformersShape, dtype: str) -> ModulePass:
     return ModulePass(
         layers=sum(of_layers), layer=max(of_layers), outside=kept.get(-1, 0) / _TOKENS
     )
+
+
+def _forget_lengths(module: torch.nn.Module) -> None:
+    """Let a rotary embedding whose frequencies depend on the numbers in positions keep those that
+    it has, which are as large."""
+    kind: Any = getattr(module, "rope_type", None)
+    if isinstance(kind, str):
+        module.rope_type = "default"  # type: ignore[assignment]
+    elif isinstance(kind, dict):
+        module.rope_type = dict.fromkeys(kind, "default")  # type: ignore[assignment]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from ctrl_megatron.errors import UserError, read_json
+from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
@@ -26,6 +28,7 @@ _OF_FILES = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """Keys of config.json that change no forward pass."""
+_OTHER = "name a language model of a family that the installed transformers has"
 _SIZES = ("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads")
 
 
@@ -49,7 +52,9 @@ def parse_transformers_shape(config: dict[str, Any], where: str) -> Transformers
 
 @lru_cache(maxsize=8)
 def _shape(text: str, where: str) -> TransformersShape:
-    given: dict[str, Any] = json.loads(text)
+    given = json.loads(text)
+    if not isinstance(given, dict):
+        raise UserError(f"{where}: must be a JSON object, is {type(given).__name__}")
     family = str(given.get("model_type"))
     if family not in transformers.CONFIG_MAPPING:
         why = (
@@ -57,18 +62,25 @@ def _shape(text: str, where: str) -> TransformersShape:
             if given.get("auto_map")
             else "the installed transformers does not have it"
         )
-        raise UserError(f"{where}: model_type {family!r} is not supported: {why}")
-    config = _config(text)
+        problem = f"{where}: model_type {family!r} is not supported: {why}"
+        raise UserError(problem, remedy=_remedy(family))
+    with _read_by_transformers(where):
+        config = _config(text)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{where}: transformers has no language model of type {family!r}")
+        problem = f"{where}: transformers has no language model of type {family!r}"
+        raise UserError(problem, remedy=_OTHER)
     if config.get_text_config() is not config:
-        raise UserError(f"{where}: {family!r} reads more than text; name a text model")
+        raise UserError(f"{where}: {family!r} reads more than text", remedy="name a text model")
     if given.get("quantization_config"):
-        raise UserError(f"{where}: quantised weights are not supported by strategy 'fsdp'")
+        raise UserError(
+            f"{where}: quantised weights are not supported by strategy 'fsdp'",
+            remedy="name the model's weights in bfloat16 or float32",
+        )
     for key in _SIZES:
         if not isinstance(getattr(config, key, None), int):
-            raise UserError(f"{where}: the key {key!r} is missing")
-    model, blocks = empty_model(text, torch.float32)
+            raise UserError(f"{where}: the key {key!r} is missing", remedy=_OTHER)
+    with _read_by_transformers(where):
+        model, blocks = empty_model(text, torch.float32)
     numbers = {id(block): number for number, block in enumerate(blocks)}
     layer_of = {
         f"{name}.": numbers[id(module)]
@@ -78,14 +90,16 @@ def _shape(text: str, where: str) -> TransformersShape:
     names_of_weights = dict(model.named_parameters(remove_duplicate=False))
     if stray := [name for name in model.state_dict() if name not in names_of_weights]:
         raise UserError(
-            f"{where}: {family!r} keeps {stray[0]} beside its weights, which are shared"
+            f"{where}: {family!r} keeps {stray[0]} beside its weights, which are shared",
+            remedy=_remedy(family),
         )
     tensors = []
     for name, weight in model.named_parameters():
         if not 1 <= weight.dim() <= 2:
             raise UserError(
-                f"{where}: {name} of {family!r} has {weight.dim()} dimensions; strategy 'fsdp' "
-                "supports vectors and matrices"
+                f"{where}: {name} of {family!r} has {weight.dim()} dimensions, and strategy 'fsdp' "
+                "supports vectors and matrices",
+                remedy=_remedy(family),
             )
         layer = next((layer_of[begin] for begin in layer_of if name.startswith(begin)), None)
         tensors.append((layer, HfTensor(name, tuple(weight.shape))))
@@ -113,6 +127,22 @@ def _shape(text: str, where: str) -> TransformersShape:
     return value_shape(shape) if _has_value_head(given, where) else shape
 
 
+@contextmanager
+def _read_by_transformers(where: str) -> Iterator[None]:
+    """Whatever transformers raises for a config.json becomes a UserError."""
+    try:
+        yield
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"{where}: transformers refuses it: {said}") from error
+
+
+def _remedy(family: str) -> str:
+    if family in FAMILIES:
+        return "set actor_rollout_ref.actor.strategy=megatron, which has the family"
+    return _OTHER
+
+
 def _has_value_head(given: dict[str, Any], where: str) -> bool:
     """Whether config.json describes a token classification model; UserError if it has several
     labels."""
@@ -128,6 +158,19 @@ def _has_value_head(given: dict[str, Any], where: str) -> bool:
 def _config(text: str) -> Any:
     given = json.loads(text)
     return transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
+
+
+def longest_short_row(config: Any) -> float:
+    """The tokens up to which all rows are rotated alike: ``longrope`` gives longer ones, and all
+    that share a pass with them, other frequencies. Infinite for other models."""
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (given, *given.values()) if isinstance(kind, dict)]
+    lengths = [
+        kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=math.inf)
 
 
 def register_attention(name: str, attention: Any) -> None:

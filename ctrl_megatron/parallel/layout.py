@@ -13,7 +13,7 @@ from ctrl_megatron.errors import UserError
 if TYPE_CHECKING:
     # An engine's process imports this file, and its environment may lack what config imports.
     from ctrl_megatron.config import Config
-    from ctrl_megatron.config.actor_rollout_ref import Megatron
+    from ctrl_megatron.config.actor_rollout_ref import Actor
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp", "shard", "copy"]
 """Tensor, context, data and pipeline ranks; expert tensor, expert and expert data ranks; ranks that
@@ -291,9 +291,10 @@ class World:
         return self.roles[0]
 
 
-def layout_for(world_size: int, keys: Megatron, fsdp_size: int = -1) -> Layout:
-    """The layout of ``world_size`` ranks; the other sizes leave the data-parallel one.
-    ``fsdp_size`` is the key of that name."""
+def layout_for(world_size: int, actor: Actor) -> Layout:
+    """The layout of ``world_size`` ranks that the actor's keys ask for; the other sizes leave the
+    data-parallel one."""
+    keys, sharded = actor.megatron, actor.fsdp_config.fsdp_size
     tensor, pipeline = keys.tensor_model_parallel_size, keys.pipeline_model_parallel_size
     context = keys.context_parallel_size
     model_size = tensor * context * pipeline
@@ -312,7 +313,7 @@ def layout_for(world_size: int, keys: Megatron, fsdp_size: int = -1) -> Layout:
         expert=keys.expert_model_parallel_size,
         expert_tensor=keys.expert_tensor_parallel_size,
         sequence_parallel=keys.sequence_parallel,
-        sharded=None if fsdp_size == -1 else fsdp_size,
+        sharded=None if sharded == -1 else sharded,
     )
 
 
@@ -321,18 +322,16 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     from ctrl_megatron.config.placement import roles_apart
 
     actor, apart = config.actor_rollout_ref.actor, roles_apart(config, world_size)
-    keys = actor.megatron
     taken = {rank for one in apart for rank in one.ranks}
     others = tuple(rank for rank in range(world_size) if rank not in taken)
-    worlds = [
-        World(ranks=others, layout=layout_for(len(others), keys, actor.fsdp_config.fsdp_size))
-    ]
+    worlds = [World(ranks=others, layout=layout_for(len(others), actor))]
     for one in apart:
+        tensor = one.layout.tensor_model_parallel_size
         layout = Layout(
-            tensor=one.layout.tensor_model_parallel_size,
+            tensor=tensor,
             pipeline=one.layout.pipeline_model_parallel_size,
             data=len(one.ranks) // one.model_size,
-            sequence_parallel=keys.sequence_parallel and one.layout.tensor_model_parallel_size > 1,
+            sequence_parallel=actor.megatron.sequence_parallel and tensor > 1,
         )
         worlds.append(World(ranks=one.ranks, layout=layout, roles=one.roles))
     return tuple(worlds)

@@ -206,5 +206,5 @@ def _worlds(config: Config, *, apart: bool) -> tuple[World, ...]:
     size, actor = read_launch().world_size, config.actor_rollout_ref.actor
     if apart:
         return worlds_of(size, config)
-    layout = layout_for(size, actor.megatron, actor.fsdp_config.fsdp_size)
+    layout = layout_for(size, actor)
     return (World(ranks=tuple(range(size)), layout=layout),)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from workers import make_policy, policy_loss, start, weighted_loss
+import torch.nn.functional as F
+from workers import make_policy, make_value_model, policy_loss, start, weighted_loss
 
 STEPS = 3
 USUAL = {"lr": 1e-3, "total_steps": 10, "clip_grad": 0.5, "eps": 1e-4, "warmup_steps": 2}
@@ -35,6 +36,31 @@ def gradients_become_weights(policy: Any) -> Iterator[None]:
             yield
 
 
+@torch.no_grad()
+def response_logits(policy: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """By row the logits (n, V) before each of its n response tokens, as a pass of ``fsdp`` has
+    them."""
+    from ctrl_megatron.models.micro_batch import split_into_micro_batches
+
+    strategy, found = policy.strategy, [torch.empty(0)] * len(batch["input_ids"])
+    for micro in split_into_micro_batches(
+        batch,
+        token_budget=policy.options.token_budget,
+        shared_prefix=policy.options.shared_prefix,
+        multiple=1,
+        count=strategy.micro_batches_together,
+        device=policy.groups.device,
+        apart=not strategy.packs,
+    ):
+        logits = strategy.forward(micro).squeeze(0)
+        if strategy.packs:
+            logits = F.linear(logits[micro.predictors], strategy._head.weight)
+        for place, number in enumerate(micro.rows):
+            found[number] = logits[micro.row_of == place]
+    strategy.models[0].reshard()
+    return found
+
+
 def keep(
     rank: int,
     layout: dict[str, Any],
@@ -42,26 +68,32 @@ def keep(
     batch: dict[str, torch.Tensor],
     out: str,
 ) -> dict[str, Any]:
-    """By case the log-probs of a batch, the metrics of three steps and whether rows were packed;
-    below ``out`` the weights before, the gradients, the weights after three steps, and the weights
-    of a model that continues the third step from a checkpoint of the second."""
+    """By case the log-probs of a batch, of ``fsdp`` also the logits, the metrics of three steps and
+    whether rows were packed, which they never are with ``apart``. Below ``out`` the weights before,
+    the gradients, the weights after three steps, and the weights of a model that continues the
+    third step from a checkpoint of the second."""
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.checkpoint.sharded import load_sharded, save_sharded
 
     groups, found = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     for name, case in cases.items():
-        directory = case.pop("directory")
+        directory, apart = case.pop("directory"), case.pop("apart", False)
 
         def model(**optimizer: Any) -> Any:
             chosen = {"token_budget": 64, **case, "optimizer": USUAL | optimizer}  # noqa: B023
-            return make_policy(groups, directory, **chosen)  # noqa: B023
+            made = make_policy(groups, directory, **chosen)  # noqa: B023
+            if apart:  # noqa: B023
+                made.strategy.packs = False
+            return made
 
         def save(policy: Any, what: str) -> None:
             save_hf(policy, f"{out}/{what}/{name}", side_files=directory)  # noqa: B023
 
         policy = model(clip_grad=1e9)
-        before = policy.log_probs(batch, 0.7)
+        before, logits = policy.log_probs(batch, 0.7), None
+        if policy.shape.strategy == "fsdp":
+            logits = response_logits(policy, batch)
         save(policy, "before")
         with gradients_become_weights(policy):
             policy.step(mine, weighted_loss)
@@ -85,6 +117,7 @@ def keep(
         save(resumed, "resumed")
         found[name] = {
             "log_probs": before,
+            "logits": logits,
             "metrics": metrics,
             "packs": policy.strategy.packs,
             "flops": policy.take_flops(),
@@ -114,6 +147,30 @@ def resume(
     metrics = policy.step(mine, policy_loss)
     save_hf(policy, out, side_files=directory)
     return metrics
+
+
+def value_steps(
+    rank: int,
+    layout: dict[str, Any],
+    strategy: str,
+    directory: str,
+    batch: dict[str, torch.Tensor],
+    optimizer: dict[str, Any],
+) -> list[dict[str, float]]:
+    """The metrics of three steps of two updates each, with the trainer's own loss, of a value model
+    that begins with a head of zeros."""
+    from ctrl_megatron.pipeline.losses import ValueLoss
+
+    groups, found = start(layout), []
+    mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
+    model = make_value_model(
+        groups, directory, strategy=strategy, optimizer=optimizer, token_budget=64
+    )
+    loss = ValueLoss(0.5, loss_agg_mode="token-mean", response_limit=mine["returns"].shape[1])
+    for _ in range(STEPS):
+        rows = {**mine, "values": model.values(mine)}
+        found += [model.step(rows, loss) for _ in range(2)]
+    return found
 
 
 def masters(

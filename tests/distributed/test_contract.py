@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from tiny_models import (
     FAMILIES,
+    predicted,
     random_batch,
     reference_gradients,
     reference_log_probs,
@@ -26,11 +28,20 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.parallel.layout import Layout
 
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [3.0] * 6}
 ANY = {
     "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
     "phi3": (
         transformers.Phi3Config,
         {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 8},
+    ),
+    # Rows of more than 12 tokens are rotated otherwise than shorter ones.
+    "phi3_long": (
+        transformers.Phi3Config,
+        {
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            **{"original_max_position_embeddings": 12, "rope_parameters": LONGROPE},
+        },
     ),
     "granite": (
         transformers.GraniteConfig,
@@ -50,12 +61,16 @@ ANY = {
     "gemma3_text": (transformers.Gemma3TextConfig, {"head_dim": 12, **WINDOW}),
 }
 """Families that Megatron's table does not know, beside those of ``tiny_models``."""
+PLAIN = ("gemma2", "phi3_long")
+"""Those whose rows are not packed."""
 
 
 def a_model(family: str, directory: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, family, {**ANY, **FAMILIES}[family])
-        return save_tiny(family, directory)
+        # Others have layers of several kinds.
+        layers = 4 if family.startswith(("gemma", "smollm")) else 2
+        return save_tiny(family, directory, num_hidden_layers=layers)
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -70,31 +85,61 @@ def assert_same(left: Path, right: Path, most: float) -> None:
         assert gap <= most, (name, gap)
 
 
-def check(family: str, source: Path, batch: dict, results: list[Any], out: Path, name: str) -> None:
-    """Log-probs and gradients are transformers', and a checkpoint continues exactly."""
+@dataclass(frozen=True)
+class Reference:
+    """What transformers computes of a model and a batch."""
+
+    source: Path
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
+    logits: list[torch.Tensor]
+    """By row (n, V), before each of its n response tokens, computed in float64."""
+    gradients: dict[str, torch.Tensor]
+
+
+def reference(source: Path, batch: dict, folder: Path) -> Reference:
+    usual = transformers.AutoModelForCausalLM.from_pretrained
     with pytest.MonkeyPatch.context() as patch:
-        usual = transformers.AutoModelForCausalLM.from_pretrained
         # The other kinds of attention leave soft caps out.
         eager = partial(usual, attn_implementation="eager")
         patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", eager)
-        expected, entropy = reference_log_probs(source, batch, 0.7)
-        theirs = reference_gradients(source, batch, out / "theirs" / name)
+        log_probs, entropies = reference_log_probs(source, batch, 0.7)
+        gradients = reference_gradients(source, batch, folder / "theirs" / source.name)
+        model = eager(source, dtype=torch.float64)
+    logits = []
+    for ids, seen, mask in zip(
+        *(batch[name] for name in ("input_ids", "attention_mask", "response_mask")), strict=True
+    ):
+        with torch.no_grad():
+            row = model(ids[seen.bool()][None]).logits[0]
+        logits.append(row[predicted(seen, mask) - 1].float())
+    return Reference(source, log_probs, entropies, logits, tensors(gradients))
+
+
+def check(wanted: Reference, results: list[Any], out: Path, name: str) -> None:
+    """Log-probs, logits and gradients are transformers', and a checkpoint continues exactly."""
     for result in results:
         log_probs, entropies = result[name]["log_probs"]
-        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
-        torch.testing.assert_close(entropies, entropy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(log_probs, wanted.log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropies, wanted.entropies, atol=1e-5, rtol=0)
+        if result[name]["logits"] is not None:
+            torch.testing.assert_close(result[name]["logits"], wanted.logits, atol=1e-5, rtol=0)
         *_, third, again = result[name]["metrics"]
         assert third == again and third["loss"] != result[name]["metrics"][0]["loss"]
-    assert_same(source, out / "before" / name, 0.0)
+    assert_same(wanted.source, out / "before" / name, 0.0)
     assert_same(out / "after" / name, out / "resumed" / name, 0.0)
-    gap, weight = widest_gap(tensors(out / "gradients" / name), tensors(theirs))
-    assert gap <= 1e-5, (family, weight, gap)
+    gap, weight = widest_gap(tensors(out / "gradients" / name), wanted.gradients)
+    assert gap <= 1e-5, (name, weight, gap)
+
+
+def same_metrics(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
 
 
 def same_steps(results: list[Any], left: str, right: str, out: Path) -> None:
     for result in results:
-        for one, other in zip(result[left]["metrics"], result[right]["metrics"], strict=True):
-            assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
+        same_metrics(result[left]["metrics"], result[right]["metrics"])
     assert_same(out / "after" / left, out / "after" / right, 1e-5)
 
 
@@ -118,8 +163,9 @@ def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: 
         batch=batch,
         out=str(tmp_path / "out"),
     )
+    wanted = reference(source, batch, tmp_path)
     for name in ("megatron", "fsdp", "again"):
-        check("llama", source, batch, results, tmp_path / "out", name)
+        check(wanted, results, tmp_path / "out", name)
     same_steps(results, "megatron", "fsdp", tmp_path / "out")
     same_steps(results, "fsdp", "again", tmp_path / "out")
     assert all(result["fsdp"]["packs"] for result in results)
@@ -140,6 +186,7 @@ def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharde
     source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
     batch = random_batch(seed=3, rows=8, group=4)
     case = {"fsdp": {"strategy": "fsdp", "directory": str(source)}}
+    wanted = reference(source, batch, tmp_path)
     for copy, out in ((sharded, tmp_path / "copies"), (None, tmp_path / "whole")):
         results = run_world(
             "promised:keep",
@@ -149,7 +196,7 @@ def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharde
             batch=batch,
             out=str(out),
         )
-        check("llama", source, batch, results, out, "fsdp")
+        check(wanted, results, out, "fsdp")
         found = [step for result in results for step in result["fsdp"]["metrics"]]
         if copy:
             expected = found
@@ -177,20 +224,51 @@ def test_bfloat16_keeps_steps_that_only_float32_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", *ANY])
-def test_any_family_keeps_it(tmp_path: Path, family: str) -> None:
-    source = a_model(family, tmp_path / family)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("llama", "qwen2", "qwen3"),
+        ("mistral", "phi3", "phi3_long"),
+        ("granite", "smollm3"),
+        ("gemma2", "gemma3_text"),
+    ],
+    ids=" ".join,
+)
+def test_every_family_keeps_it_on_any_number_of_ranks(
+    tmp_path: Path, families: tuple[str, ...]
+) -> None:
+    """Rows that are packed and rows apart are transformers', and take the same steps."""
     batch = random_batch(seed=3, rows=8, group=4)
-    results = run_world(
-        "promised:keep",
-        2,
-        layout={"data": 2},
-        cases={"fsdp": {"strategy": "fsdp", "directory": str(source)}},
-        batch=batch,
-        out=str(tmp_path / "out"),
-    )
-    check(family, source, batch, results, tmp_path / "out", "fsdp")
-    assert {result["fsdp"]["packs"] for result in results} == {family != "gemma2"}
+    wanted, cases = {}, {}
+    for family in families:
+        source = a_model(family, tmp_path / family)
+        wanted[family] = reference(source, batch, tmp_path)
+        cases[family] = {"strategy": "fsdp", "directory": str(source)}
+    apart = {f"{family} apart": {**case, "apart": True} for family, case in cases.items()}
+    first: dict[str, Any] = {}
+    for ranks in (2, 1, 4):
+        out = tmp_path / f"on_{ranks}"
+        results = run_world(
+            "promised:keep",
+            ranks,
+            timeout=600.0,
+            layout={"data": ranks},
+            cases=cases if first else {**cases, **apart},
+            batch=batch,
+            out=str(out),
+        )
+        first = first or results[0]
+        for family in cases:
+            check(wanted[family], results, out, family)
+            for result in results:
+                assert result[family]["packs"] == (family not in PLAIN)
+                same_metrics(result[family]["metrics"], first[family]["metrics"])
+            assert_same(tmp_path / "on_2/after" / family, out / "after" / family, 1e-5)
+        for name in apart if ranks == 2 else ():
+            check(wanted[name.split()[0]], results, out, name)
+            assert not any(result[name]["packs"] for result in results)
+            same_steps(results, name.split()[0], name, out)
 
 
 @pytest.mark.long

@@ -100,9 +100,18 @@ def test_values_equal_transformers_and_survive_a_round_trip(
 
 
 @pytest.mark.parametrize(
-    "families", [["qwen2_tied"], pytest.param(["llama", "qwen3", *ANY], marks=pytest.mark.long)]
+    ("families", "ranks"),
+    [
+        (["qwen2_tied"], 2),
+        *(
+            pytest.param(["llama", "qwen2", "qwen3", *ANY], n, marks=pytest.mark.long)
+            for n in (1, 2, 4)
+        ),
+    ],
 )
-def test_value_models_of_transformers_are_its_own(tmp_path: Path, families: list[str]) -> None:
+def test_value_models_of_transformers_are_its_own(
+    tmp_path: Path, families: list[str], ranks: int
+) -> None:
     batch = random_batch(seed=3, group=3)
     with pytest.MonkeyPatch.context() as patch:
         for family in families:
@@ -110,8 +119,8 @@ def test_value_models_of_transformers_are_its_own(tmp_path: Path, families: list
         paths = {f: save_value_model(f, tmp_path / f, num_hidden_layers=4) for f in families}
     for result in run_world(
         "value_parity",
-        2,
-        layout={"data": 2},
+        ranks,
+        layout={"data": ranks},
         directories={family: str(path) for family, path in paths.items()},
         batch=batch,
         out=str(tmp_path / "out"),
@@ -206,6 +215,69 @@ def test_both_strategies_take_the_same_steps(
     for result in steps_of(models["qwen2_tied"], tmp_path, LAYOUTS["dp2"], **options):
         assert_same_metrics(alone[1], result["metrics"])
     assert_same_weights(alone[0] / "value", tmp_path / "value", rel=1e-5)
+
+
+def float64_steps(base: Path, batch: dict, optimizer: dict[str, Any]) -> list[dict[str, float]]:
+    """What ``promised.value_steps`` computes, by transformers and torch in float64."""
+    model = transformers.AutoModelForTokenClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    torch.nn.init.zeros_(model.score.weight)
+    torch.nn.init.zeros_(model.score.bias)
+    weights = [*model.parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": [w for w in weights if w.dim() > 1]},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    clip, keys = optimizer["clip_grad"], {key: optimizer[key] for key in ("lr", "eps")}
+    adam = torch.optim.AdamW(groups, weight_decay=0.01, **keys)
+    masks = batch["response_mask"]
+    returns = batch["returns"][masks].double()
+
+    def values() -> torch.Tensor:
+        found = []
+        for ids, seen, mask in zip(batch["input_ids"], batch["attention_mask"], masks, strict=True):
+            row = model(ids[seen.bool()][None]).logits[0, :, 0]
+            found.append(row[predicted(seen, mask) - 1])
+        return torch.cat(found)
+
+    steps = []
+    for old in (values().detach() for _ in range(3)):
+        for _ in range(2):
+            new = values()
+            held = old + (new - old).clamp(-0.5, 0.5)
+            loss = 0.5 * torch.maximum((new - returns) ** 2, (held - returns) ** 2).mean()
+            adam.zero_grad()
+            loss.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(weights, clip))
+            adam.step()
+            mean = float(new.mean())
+            steps.append({"loss": float(loss), "grad_norm": norm, "critic/value_mean": mean})
+    return steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_steps_of_a_new_value_model_are_those_of_float64(tmp_path: Path, strategy: str) -> None:
+    base, batch = save_tiny("llama", tmp_path / "base", num_hidden_layers=2), value_batch(seed=5)
+    optimizer = {"lr": 1e-3, "eps": 1e-4, "clip_grad": 1.0, "total_steps": 6}
+    wanted = float64_steps(base, batch, optimizer)
+    (found,) = run_world(
+        "promised:value_steps",
+        1,
+        layout={},
+        strategy=strategy,
+        directory=str(base),
+        batch=batch,
+        optimizer=optimizer,
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert one["loss"] == one["critic/vf_loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        # Values begin at zero, so their mean is as exact as returns of up to 1 are.
+        mean = pytest.approx(other["critic/value_mean"], rel=1e-5, abs=1e-6)
+        assert one["critic/value_mean"] == mean
+    assert found[0]["loss"] > 1.05 * found[-1]["loss"]
 
 
 @pytest.mark.parametrize(

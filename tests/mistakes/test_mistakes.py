@@ -277,6 +277,12 @@ CASES = [
     rl("config.json is a list", "", "model/config.json", _text("model/config.json", "[]")),
     rl("config.json is binary", "", "model/config.json", _bytes("model/config.json", b"\xff\xfe")),
     rl("another family", "", "model_type 'gpt2'", _model(model_type="gpt2")),
+    rl(
+        "code of its authors",
+        _A + "actor.strategy=fsdp",
+        "its code is in the directory",
+        _model(model_type="theirs", auto_map={"AutoModelForCausalLM": "modeling.Theirs"}),
+    ),
     rl("no layers", "", "num_hidden_layers", _model(num_hidden_layers=None)),
     rl("layers as text", "", "num_hidden_layers", _model(num_hidden_layers="two")),
     rl("another activation", "", "hidden_act", _model(hidden_act="gelu")),

@@ -39,10 +39,32 @@ def kept_by(model: Any, tokens: int) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "granite", "phi3", "smollm3"])
-def test_a_pass_keeps_what_it_is_planned_to(family: str, dtype: str) -> None:
-    config = transformers.CONFIG_MAPPING[family](**SIZES)
+WINDOW = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": 256}),
+    "granite": ("granite", {}),
+    "phi3": ("phi3", {}),
+    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": LONG}),
+    "smollm3": ("smollm3", {}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 16, "sliding_window": 256, **WINDOW}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *(("llama", "float32"), ("llama", "bfloat16"), ("granite", "bfloat16")),
+        *((case, "float32") for case in CASES if case != "llama"),
+    ],
+)
+def test_a_pass_keeps_what_it_is_planned_to(case: str, dtype: str) -> None:
+    family, keys = CASES[case]
+    config = transformers.CONFIG_MAPPING[family](**SIZES, **keys)
     shape = parse_shape(json.loads(config.to_json_string(use_diff=False)), "here", "fsdp")
     assert isinstance(shape, TransformersShape)
     planned = module_pass(shape, dtype)

@@ -20,6 +20,8 @@ SMALL = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64},
 }
 
+LLAMA = transformers.LlamaConfig(**SMALL)
+
 
 def directory(tmp_path: Path, config: Any, **changed: Any) -> Path:
     config.save_pretrained(tmp_path)
@@ -59,15 +61,28 @@ def test_names_of_tokens_and_files_do_not_distinguish_models(tmp_path: Path) -> 
     ("config", "changed", "said"),
     [
         (
-            transformers.LlamaConfig(**SMALL),
+            LLAMA,
             {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}},
-            "'theirs' is not supported: its code is in the directory",
+            "'theirs' is not supported: its code is in the directory, .*; name a language model",
         ),
-        (transformers.LlamaConfig(**SMALL), {"model_type": "no"}, "transformers does not have it"),
-        (transformers.ViTConfig(), {}, "no language model of type 'vit'"),
-        (transformers.Gemma3Config(), {}, "'gemma3' reads more than text"),
-        (transformers.LlamaConfig(**SMALL), {"quantization_config": {"bits": 4}}, "quantised"),
-        (transformers.MambaConfig(num_hidden_layers=1), {}, "is missing"),
+        (LLAMA, {"model_type": "no"}, "transformers does not have it; name a language model"),
+        (LLAMA, {"model_type": "Dream"}, "does not have it; set .*strategy=megatron"),
+        (transformers.ViTConfig(), {}, "no language model of type 'vit'; name a language model"),
+        (transformers.Gemma3Config(), {}, "'gemma3' reads more than text; name a text model"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantised .*; name .* in bfloat16"),
+        (transformers.MambaConfig(num_hidden_layers=1), {}, "is missing; name a language model"),
+        (LLAMA, {"hidden_size": "wide"}, "transformers refuses it: .*hidden_size"),
+        (LLAMA, {"hidden_act": "none"}, "transformers refuses it: .*none"),
+        (
+            transformers.MixtralConfig(**SMALL, num_local_experts=2),
+            {},
+            r"experts\.\w+ of 'mixtral' has 3 dimensions, .*; set .*strategy=megatron",
+        ),
+        (
+            transformers.OlmoeConfig(**SMALL, num_experts=2, num_experts_per_tok=1),
+            {},
+            r"experts\.\w+ of 'olmoe' has 3 dimensions, .*; name a language model",
+        ),
     ],
 )
 def test_other_models_are_refused(
@@ -75,3 +90,24 @@ def test_other_models_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         read_shape(directory(tmp_path, config, **changed), "fsdp")
+
+
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json: must be a JSON object, is list"):
+        read_shape(tmp_path, "fsdp")
+
+
+def test_code_in_a_directory_is_not_needed_where_transformers_has_the_family(
+    tmp_path: Path,
+) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "plain").mkdir()
+    own = read_shape(directory(tmp_path / "own", LLAMA, **code), "fsdp")
+    assert own == read_shape(directory(tmp_path / "plain", LLAMA), "fsdp")
+
+
+def test_megatron_names_the_other_strategy(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'olmo2' is not supported .*strategy=fsdp takes"):
+        read_shape(directory(tmp_path, transformers.Olmo2Config(**SMALL)), "megatron")

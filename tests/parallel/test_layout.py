@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ctrl_megatron.config.actor_rollout_ref import Megatron
+from ctrl_megatron.config.actor_rollout_ref import Actor, Megatron
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.layout import Layout, MeshName, layout_for
 
@@ -199,14 +199,12 @@ def test_too_few_layers_name_both_keys() -> None:
 )
 def test_what_is_left_over_is_data_parallel(world: int, tensor: int, pipeline: int) -> None:
     def make() -> Layout:
-        return layout_for(
-            world,
-            Megatron(
-                tensor_model_parallel_size=tensor,
-                pipeline_model_parallel_size=pipeline,
-                sequence_parallel=tensor > 1,
-            ),
+        megatron = Megatron(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            sequence_parallel=tensor > 1,
         )
+        return layout_for(world, Actor(megatron=megatron))
 
     if world % (tensor * pipeline):
         with pytest.raises(ValueError) as caught:
