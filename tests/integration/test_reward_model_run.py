@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 LOSSES = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "reward/mean", "reward/reward_model")
 LOSSES += ("reward/total", "reward/masked_rate", "reward_model/length")
-EQUAL = {"rel": 1e-5, "abs": 2e-7}
+EQUAL: dict[str, Any] = {"rel": 1e-5, "abs": 2e-7}
 
 
 @pytest.fixture(scope="module")
