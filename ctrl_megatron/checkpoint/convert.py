@@ -153,7 +153,7 @@ def megatron_to_hf(
             files.add(read(specs))
             done += sum(spec_bytes(spec) for spec in specs)
             progress(done, total)
-        files.finish(side, dtype, value_head=shape.value_head)
+        files.finish(side, dtype, shape)
 
 
 def megatron_to_peft(
@@ -200,7 +200,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
     shape = read_shape(side, None)
-    if model == VALUE_FOLDER:
+    if model == VALUE_FOLDER and not shape.value_head:
         shape = value_shape(shape)
     if verify_alone(checkpoint) is None:
         require_whole(folder)

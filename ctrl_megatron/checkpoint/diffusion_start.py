@@ -79,7 +79,7 @@ def make_diffusion_start(
                 files.add({spec.name: read.tensor(spec) for spec in placed})
                 done += sum(map(spec_bytes, placed))
                 progress(done, total)
-            files.finish(side, dtype, value_head=False)
+            files.finish(side, dtype, shape)
     return shape
 
 

@@ -20,7 +20,7 @@ from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import CLASSIFIERS, AnyShape, value_shape
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -39,13 +39,13 @@ _FOLDERS = ("additional_chat_templates",)
 def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """Fill the model's shards from ``directory``; each rank reads only the slices it owns.
 
-    A value model may start from a language model without its vocabulary head; its own head is then
-    zero. Adapters begin anew. Raises ValueError if the directory's config.json or tensors do not
-    fit the model.
+    A value model may start from a language model without its vocabulary head, where its own head is
+    then zero, or from a reward model with its head. Adapters begin anew. Raises ValueError if the
+    directory's config.json or tensors do not fit the model.
     """
     given = read_shape(directory, model.shape.strategy)
-    starts = model.shape.value_head and not given.value_head
-    filled = value_shape(given) if starts else given
+    trains = model.shape.value_head and model.shape.head_bias
+    filled = value_shape(given) if trains else given
     if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
         wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
@@ -101,7 +101,7 @@ def save_hf(
             if groups.is_first:
                 files.add(dict(bucket.tensors))
         if groups.is_first:
-            files.finish(Path(side_files), dtype, value_head=model.shape.value_head)
+            files.finish(Path(side_files), dtype, model.shape)
             write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 
@@ -147,7 +147,7 @@ class HfFiles:
         path.chmod(mode)  # safetensors creates files that only their owner can read
         self._file_of |= dict.fromkeys(tensors, path.name)
 
-    def finish(self, side_files: Path, dtype: str, *, value_head: bool) -> None:
+    def finish(self, side_files: Path, dtype: str, shape: AnyShape) -> None:
         """Write the files beside the weights: index, config.json, the tokenizer's files."""
         folder, files = self._folder, sorted(set(self._file_of.values()))
         if len(files) == 1:
@@ -163,10 +163,11 @@ class HfFiles:
         config.pop("quantization_config", None)
         if config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0
-        if value_head:
-            kind = _stem(config) + "ForTokenClassification"
-            labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-            config |= {"architectures": [kind], **labels}
+        if shape.value_head:
+            (end,) = [end for end, bias in CLASSIFIERS.items() if bias == shape.head_bias]
+            name = "value" if shape.head_bias else "reward"
+            labels = {"id2label": {"0": name}, "label2id": {name: 0}}
+            config |= {"architectures": [_stem(config) + end], **labels}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

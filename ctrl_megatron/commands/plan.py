@@ -3,7 +3,7 @@
 ``ctrl-plan --config FILE --gpu-memory 80 key=value`` needs no GPU and no weights: it reads the
 shape of the models from config.json in actor_rollout_ref.model.path, or from --model-config.
 With --push it prints instead how long a push from shard to shard takes, and over which links; with
---placement which ranks to give to the value model and the reference, and how long they would wait.
+--placement which ranks to give to the models beside the actor, and how long they would wait.
 """
 
 from __future__ import annotations

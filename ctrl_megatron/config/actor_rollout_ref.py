@@ -50,13 +50,14 @@ ENVIRONMENT_PIPELINES = (
     "ctrl_megatron.pipeline:embodied_srpo_pipeline",
 )
 """The built-in pipelines whose samples are scored by an environment of the user's."""
+EPISODE_PIPELINES = ("ctrl_megatron.pipeline:repair_pipeline", *ENVIRONMENT_PIPELINES)
+"""The built-in pipelines whose samples may have several turns."""
 COMPLETION_PIPELINES = (
     GRPO_PIPELINE,
     "ctrl_megatron.pipeline:ppo_pipeline",
     "ctrl_megatron.pipeline:dapo_pipeline",
     COUPLED_GRPO_PIPELINE,
-    "ctrl_megatron.pipeline:repair_pipeline",
-    *ENVIRONMENT_PIPELINES,
+    *EPISODE_PIPELINES,
 )
 """The built-in pipelines of completions without critiques."""
 REVISIONS = Condition(

@@ -24,6 +24,7 @@ from ctrl_megatron.config.keys import (
     key,
     when,
 )
+from ctrl_megatron.config.reward_model import REWARD_MODEL
 
 ADV_ESTIMATORS = (
     *("grpo", "gae", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
@@ -139,8 +140,8 @@ class RolePlacement:
     true`."""
 
     auto: bool = False
-    """Let the memory plan choose the ranks of both when the run starts, as ctrl-plan --placement
-    does: one world where it fits, else the shortest step that fits."""
+    """Let the memory plan choose the ranks of these roles when the run starts, as ctrl-plan
+    --placement does: one world where it fits, else the shortest step that fits."""
     gpu_memory: float | None = key(None, ABOVE_0, read=when(".auto", True))
     """Memory of a device that this plan counts with, in GiB; None for what the device has (a CPU's
     is not limited)."""
@@ -149,6 +150,8 @@ class RolePlacement:
     """Ranks that have the value model; empty: with the actor."""
     reference: Where = key((), read=REFERENCE)
     """Ranks that have the frozen reference; empty: with the actor."""
+    reward_model: Where = key((), read=REWARD_MODEL)
+    """Ranks that have the reward model; empty: with the actor."""
 
 
 _APART = Condition(("placement.critic",), bool, "{0}=RANKS")

@@ -12,13 +12,14 @@ from ctrl_megatron.config.actor_rollout_ref import (
     COUPLED_GRPO_PIPELINE,
     CTRL_PIPELINE,
     ENVIRONMENT_PIPELINES,
+    EPISODE_PIPELINES,
     POLICY_LOSSES,
     EngineKeys,
 )
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import Place, one_of
 from ctrl_megatron.config.keys import Condition, value_of
-from ctrl_megatron.config.placement import roles_apart
+from ctrl_megatron.config.placement import ROLES, roles_apart
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -97,6 +98,10 @@ def check_files(config: Config, purpose: Purpose) -> None:
             others["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
         if config.needs_values:
             others["critic.model.path"] = config.critic.model.path
+        if config.needs_reward_model:
+            files = config.reward_model.model
+            others["reward_model.model.path"] = files.path
+            others["reward_model.model.tokenizer_path"] = files.tokenizer_path
     # A directory that is not set is the actor's, which is checked once.
     for key, path in (own | {key: path for key, path in others.items() if path}).items():
         needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
@@ -328,10 +333,11 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_R}placement=dedicated"
         )
     placement = config.placement
-    if placement.auto and (placement.critic or placement.reference):
+    given = [f"placement.{role}" for role in ROLES if getattr(placement, role)]
+    if placement.auto and given:
         yield (
-            "placement.auto=true chooses the ranks of both roles; leave placement.critic and "
-            "placement.reference out, or placement.auto"
+            f"placement.auto=true chooses the ranks of all roles; leave {' and '.join(given)} out, "
+            "or placement.auto"
         )
     if placement.auto and config.trainer.min_nnodes is not None:
         yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"
@@ -367,7 +373,7 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
-    for name in ("reference", "critic", "auto"):
+    for name in (*ROLES, "auto"):
         if getattr(config.placement, name):
             yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
     if ENGINES[rollout.name].denoises:
@@ -624,6 +630,7 @@ def _groups(config: Config) -> Iterator[str]:
 def _tasks(config: Config) -> Iterator[str]:
     reward, key = config.reward, "reward.reward_tasks"
     on = {*reward.reward_funcs, "overlong", "judgment", "transition"}
+    on |= {"reward_model"} if config.needs_reward_model else set()
     for name, tasks in reward.reward_tasks.items():
         if name not in on:
             yield (
@@ -648,14 +655,15 @@ def _tasks(config: Config) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     names, weights = config.reward.reward_funcs, config.reward.reward_weights
-    if not names or len(set(names)) < len(names):
+    judged = config.needs_reward_model
+    if not (names or judged) or len(set(names)) < len(names):
         yield f"reward.reward_funcs={list(names)} must name at least one reward function, each once"
     elif weights and len(weights) != len(names):
         yield (
             f"reward.reward_weights has {len(weights)} entries for {len(names)} reward functions "
             f"({', '.join(names)}); give one each, or none for 1 each"
         )
-    elif not any(config.reward.weights.values()):
+    elif not any((*config.reward.weights.values(), judged and config.reward_model.weight)):
         yield "reward.reward_weights are all 0; nothing would be rewarded"
     others = set(config.reward.reward_options) - (set(names) - {"critic"})
     if others:
@@ -664,6 +672,7 @@ def _reward(config: Config) -> Iterator[str]:
             "(critic takes its options from reward.*)"
         )
     yield from _tasks(config)
+    yield from _reward_model(config)
     scored = config.dag.custom_pipeline_fn in ENVIRONMENT_PIPELINES
     if "critic" in names and not config.writes_revisions and not scored:
         yield (
@@ -675,6 +684,23 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.copying={config.reward.copying} limits what critic and transition pay, which "
             f"reward.reward_funcs={list(names)} does not name; add critic or leave it at measure"
+        )
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    if not config.needs_reward_model:
+        return
+    if config.reward_model.model.path is None:
+        yield "reward_model.enable=true needs reward_model.model.path, a Hugging Face directory"
+    if config.dag.custom_pipeline_fn in EPISODE_PIPELINES:
+        yield (
+            f"{config.dag.custom_pipeline_fn} draws episodes of several turns, and the reward "
+            "model reads one answer to a prompt; leave reward_model.enable out"
+        )
+    if config.placement.reward_model and config.algorithm.filter_groups.enable:
+        yield (
+            "algorithm.filter_groups.enable=true compares rewards while the actor's ranks draw, "
+            "and placement.reward_model puts the reward model on others; leave one of them out"
         )
 
 

@@ -76,6 +76,13 @@ RENAMED: Mapping[str, str] = {
         for n in _OVERLONG
     },
     "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
+    **{
+        f"reward_model.{name}": _FORWARD_TOKENS
+        for name in (
+            *("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz"),
+            "forward_max_token_len_per_gpu",
+        )
+    },
     "custom_reward_function.reward_kwargs": "reward.reward_options",
     "reward.custom_reward_function.reward_kwargs": "reward.reward_options",
     "code_provider": "reward.provider",
@@ -175,7 +182,25 @@ ABSENT: Mapping[str, str] = {
         "validation draws one greedy answer per row; ctrl-evaluate draws several at a temperature"
     ),
     _ROLLOUT + "load_format": "the trainer's weights are put into the engine before the first step",
-    "reward_model": "rewards are functions, those of reward.reward_funcs",
+    "reward_model.model.input_tokenizer": (
+        "texts are decoded with actor_rollout_ref.model.tokenizer_path, and the reward model reads "
+        "them through its own reward_model.model.tokenizer_path, always"
+    ),
+    "reward_model.model.trust_remote_code": "no code of a model directory is ever run",
+    "reward_model.model.use_remove_padding": "sequences are always packed without padding",
+    "reward_model.model.external_lib": "no module is imported for it",
+    "reward_model.model.fsdp_config": f"it is shared like the actor ({_FSDP}fsdp_size)",
+    "reward_model.megatron.param_offload": (
+        f"it rests in host memory with {_MEGATRON}param_offload=true"
+    ),
+    "reward_model.strategy": f"it has the actor's, {_ACTOR}strategy",
+    "reward_model.reward_kwargs": (
+        "reward.reward_options and reward.overlong_buffer are the options of functions"
+    ),
+    **dict.fromkeys(
+        map("reward_model.{}".format, ("launch_reward_fn_async", "sandbox_fusion")),
+        "functions run beside the trainer; reward.provider names the service that runs programs",
+    ),
     "custom_reward_function": _BY_FILE,
     "reward.custom_reward_function": _BY_FILE,
     "reward_model.reward_manager": (

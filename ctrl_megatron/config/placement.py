@@ -10,6 +10,7 @@ from ctrl_megatron.config.actor_rollout_ref import REFERENCE, RoleLayout
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Where
 from ctrl_megatron.config.coerce import coerce
 from ctrl_megatron.config.keys import Condition, value_of
+from ctrl_megatron.config.reward_model import REWARD_MODEL
 from ctrl_megatron.config.schema import Config
 from ctrl_megatron.errors import UserError
 
@@ -19,6 +20,7 @@ _FORMS = "write a list of ranks, {hosts: [HOST]} or {share: SHARE}"
 ROLES: Mapping[str, tuple[Condition, str]] = {
     "critic": (VALUE_MODEL, "critic.megatron"),
     "reference": (REFERENCE, "actor_rollout_ref.ref.megatron"),
+    "reward_model": (REWARD_MODEL, "reward_model.megatron"),
 }
 """Role -> (the condition under which a run has its model, the group of its layout)."""
 

@@ -39,6 +39,7 @@ from ctrl_megatron.config.keys import (
     key,
     when,
 )
+from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelKeys
 
 SinkName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
 """Sinks of metrics."""
@@ -247,6 +248,7 @@ class Config:
     placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
+    reward_model: RewardModelKeys = group(RewardModelKeys, read=REWARD_MODEL)
     sandbox: Sandbox = group(Sandbox)
     trainer: Trainer = group(Trainer, stage="both")
     dag: Dag = group(Dag)
@@ -302,6 +304,11 @@ class Config:
     def needs_reference(self) -> bool:
         """True if the objective contains a KL to the reference."""
         return REFERENCE.is_met(self)
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """True if a model rewards texts."""
+        return REWARD_MODEL.is_met(self)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ class TextCodec:
         text. Raises ``ValueError`` for an empty conversation or one that the template refuses.
         """
         return self._control.encode_rendered(self._rendered(messages, add_generation_prompt))
+
+    def encode_answered(
+        self, messages: Sequence[Mapping[str, str]], answer: str
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of a conversation whose last message is the assistant's ``answer``: (those that
+        are as before any answer to ``messages``, the rest). Raises as ``encode_chat``.
+        """
+        last = {"role": "assistant", "content": answer}
+        whole = self.encode_chat([*messages, last], add_generation_prompt=False)
+        pairs = zip(whole, self.encode_chat(messages), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return whole[:same], whole[same:]
 
     def encode_reply(self, text: str, *, ended: bool) -> list[int]:
         """Tokens by which a conversation goes on after an answer: the rest of the answer's turn,

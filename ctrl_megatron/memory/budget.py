@@ -174,17 +174,22 @@ def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseUse]:
         )
 
 
+_FROZEN = {"reference": "reference", "reward_model": "reward model"}
+"""Role -> name of a model that does not learn."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Models:
     """The models of a world."""
 
     trained: Mapping[str, AnyShape]
-    reference: AnyShape | None
+    frozen: Mapping[str, AnyShape]
 
 
 def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
     """ValueError if one of them does not divide over the world's layout."""
-    given = {"actor": shapes.actor, "critic": shapes.value, "reference": shapes.reference}
+    given = {"actor": shapes.actor, "critic": shapes.value}
+    given |= {"reference": shapes.reference, "reward_model": shapes.reward_model}
     here = {
         role: shape
         for role, shape in given.items()
@@ -194,9 +199,11 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
         if isinstance(shape, ModelShape):
             world.layout.check_layers(shape.num_layers)
             check_split(shape, world.layout)
-    reference = here.pop("reference", None)
-    names = {"actor": "actor", "critic": "value model"}
-    return _Models(trained={names[role]: s for role, s in here.items()}, reference=reference)
+    trained, frozen = (
+        {name: here[role] for role, name in names.items() if role in here}
+        for names in ({"actor": "actor", "critic": "value model"}, _FROZEN)
+    )
+    return _Models(trained=trained, frozen=frozen)
 
 
 class _Stage:
@@ -221,8 +228,11 @@ class _Stage:
         self.has_actor = "actor" in models.trained
         self.shapes = {**models.trained}
         """The models that make passes; the actor's are like those of a reference beside it."""
-        if models.reference is not None and not self.has_actor:
-            self.shapes["reference"] = models.reference
+        self.shapes |= {
+            name: shape
+            for name, shape in models.frozen.items()
+            if not (self.has_actor and name == "reference")
+        }
         self.trained = {
             name: trained_state(
                 shape,
@@ -233,9 +243,10 @@ class _Stage:
             )
             for name, shape in models.trained.items()
         }
-        self.reference: ModelState | None = None
-        if models.reference is not None:
-            self.reference = frozen_state(models.reference, layout, pp=pp, dtype=dtype)
+        self.frozen: dict[str, ModelState] = {
+            name: frozen_state(shape, layout, pp=pp, dtype=dtype)
+            for name, shape in models.frozen.items()
+        }
         self.dtype_size = DTYPE_SIZE[dtype]
         self.buckets = 0
         """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
@@ -245,9 +256,9 @@ class _Stage:
     @property
     def checkpoint(self) -> int:
         """Bytes that this rank writes."""
-        frozen = 0
-        if self.reference is not None and self.config.refreshes_reference:
-            frozen = self.reference.parameters // self.layout.data
+        frozen, reference = 0, self.frozen.get("reference")
+        if reference is not None and self.config.refreshes_reference:
+            frozen = reference.parameters // self.layout.data
         return sum(state.saved for state in self.trained.values()) + frozen
 
     def phases(self) -> dict[str, dict[str, int]]:
@@ -326,11 +337,19 @@ class _Stage:
                 items[f"{name}'s moments"] = state.moments
         return items
 
-    def _reference(self, *, used: bool = False) -> dict[str, int]:
-        away = self.megatron.param_offload and self.has_actor and not used
-        if self.reference is None or away:
-            return {}
-        return {"reference's parameters": self.reference.parameters}
+    def _unchanged(self, *, used: str = "") -> dict[str, int]:
+        """The frozen models on the device, of which one is ``used``."""
+        away = self.megatron.param_offload and self.has_actor
+        return {
+            f"{name}'s parameters": state.parameters
+            for name, state in self.frozen.items()
+            if not away or name == used
+        }
+
+    def _one_used(self) -> dict[str, int]:
+        """The same while one of them is used that takes most of the device."""
+        each = [self._unchanged(used=name) for name in self.frozen] or [{}]
+        return max(each, key=lambda items: sum(items.values()))
 
     def _staying(self, *, weights: bool = False) -> dict[str, int]:
         """Parts that stay on the device while the engine generates, if it is the engines' too."""
@@ -367,13 +386,13 @@ class _Stage:
                 f"{name}'s master weights": state.master,
             }
             if name == "actor":
-                moments.append(before | self._reference(used=True))
-                before = before | self._reference()
-        moments.append(before | self._reference())
+                moments.append(before | self._one_used())
+                before = before | self._unchanged()
+        moments.append(before | self._unchanged(used="reward model"))
         return max(moments, key=lambda items: sum(items.values()))
 
     def _generating(self) -> dict[str, int]:
-        staying = self._staying() | self._reference()
+        staying = self._staying() | self._unchanged()
         return self._process() | self._engine_awake() | staying
 
     def _log_probs(self) -> dict[str, int]:
@@ -387,7 +406,7 @@ class _Stage:
             self._process()
             | self._engine_at_rest()
             | self._staying(weights=True)
-            | self._reference(used=True)
+            | self._one_used()
             | {"workspace": workspace}
         )
 
@@ -396,7 +415,7 @@ class _Stage:
             self._process()
             | self._engine_at_rest()
             | self._states(weights=True, gradients=True, optimizer=True)
-            | self._reference()
+            | self._unchanged()
         )
         passes = []
         for name in self.trained:
@@ -426,7 +445,7 @@ class _Stage:
         if engine is not None:
             held["engine's tensors on arrival"] = engine.reload
         sent = {"actor's parameters": self.trained["actor"].parameters}
-        return self._process() | held | self._staying() | sent | self._reference()
+        return self._process() | held | self._staying() | sent | self._unchanged()
 
     def _pushing_proxy(self) -> dict[str, int]:
         """The push of the proxy's weights, which are read from files while the engine is awake with
@@ -436,7 +455,7 @@ class _Stage:
 
     def _saving(self, *, gradients: bool) -> dict[str, int]:
         states = self._states(weights=True, gradients=gradients, optimizer=True)
-        return self._process() | self._engine_at_rest() | states | self._reference()
+        return self._process() | self._engine_at_rest() | states | self._unchanged()
 
     # Passes
 
@@ -541,8 +560,7 @@ def _host(
         items["weights away"] = sum(
             state.parameters
             for stage in shared
-            for state in (*stage.trained.values(), stage.reference)
-            if state is not None
+            for state in (*stage.trained.values(), *stage.frozen.values())
         )
     if megatron.optimizer_offload:
         items["optimizer away"] = sum(

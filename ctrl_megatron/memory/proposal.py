@@ -1,4 +1,4 @@
-"""Which ranks to give to the value model and the reference: a proposal for ``placement``. Pure.
+"""Which ranks to give to the models beside the actor: a proposal for ``placement``. Pure.
 
 The arithmetic of the passes decides, and the memory plan: all ranks compute equally fast, passes of
 worlds that the graph lets run at the same time overlap, and a step also generates, for a share of
@@ -38,6 +38,7 @@ class StepWork:
     """The time of the engines as so many operations of their ranks."""
     old_log_prob: float
     ref_log_prob: float
+    reward_model: float
     values: float
     critic_update: float
     actor_update: float
@@ -90,6 +91,7 @@ def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWo
         generate=0.0,
         old_log_prob=passes(shapes.actor, 1, backward=False),
         ref_log_prob=passes(shapes.reference, 1, backward=False),
+        reward_model=passes(shapes.reward_model, 1, backward=False, head=False),
         values=passes(shapes.value, 1, backward=False, head=False),
         critic_update=passes(shapes.value, config.value_epochs, backward=True, head=False),
         actor_update=passes(shapes.actor, actor.ppo_epochs, backward=True),
@@ -106,6 +108,8 @@ def busy_of(work: StepWork, roles: tuple[str, ...]) -> tuple[float, float, float
         before, after = work.old_log_prob, work.actor_update
     if "reference" in roles:
         before += work.ref_log_prob
+    if "reward_model" in roles:
+        before += work.reward_model
     if "critic" in roles:
         before, after = before + work.values, after + work.critic_update
     return work.generate if "actor" in roles else 0.0, before, after
@@ -192,6 +196,9 @@ def placed(
 def _placements(config: Config, size: int) -> Iterator[dict[str, Any]]:
     """One world, then shares for each role that exists, in the actor's layout."""
     roles = [role for role, (condition, _) in ROLES.items() if condition.is_met(config)]
+    if config.algorithm.filter_groups.enable:
+        # The actor's ranks compare rewards while they draw.
+        roles = [role for role in roles if role != "reward_model"]
     own = config.actor_rollout_ref.actor.megatron
     layout = {name: getattr(own, name) for name in _SIZES if getattr(own, name) > 1}
     shares = (None, *(share for share in _SHARES if (share * size).is_integer()))

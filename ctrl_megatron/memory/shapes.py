@@ -21,6 +21,8 @@ class ModelShapes:
     """None if the objective has no KL, or if the reference is the actor without its adapters."""
     value: AnyShape | None
     """None if nothing reads values."""
+    reward_model: AnyShape | None = None
+    """None if no model rewards texts."""
     proxy: ModelShape | None = None
     """The model of the proxy's own engines; None if it has none, and for one that has no shape
     here, since these engines run any model."""
@@ -57,6 +59,9 @@ def model_shapes(
     if purpose == "rl" and config.needs_values:
         value = value_shape(shape_of(config.critic.model.path))
         value = adapted(value, configured(config, value=True))
+    rewarding = None
+    if purpose == "rl" and config.needs_reward_model:
+        rewarding = value_shape(shape_of(config.reward_model.model.path), head_bias=False)
     actor = adapted(shape_of(own), configured(config))
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:
@@ -66,7 +71,12 @@ def model_shapes(
         except UserError as error:
             unknown = str(error)
     return ModelShapes(
-        actor=actor, reference=reference, value=value, proxy=proxy, proxy_is_unknown=unknown
+        actor=actor,
+        reference=reference,
+        value=value,
+        reward_model=rewarding,
+        proxy=proxy,
+        proxy_is_unknown=unknown,
     )
 
 

@@ -28,6 +28,7 @@ METRICS: dict[str, Metric] = {
     "reward/mean": Metric("the first reward function over judged samples", "Reward"),
     "reward/total": Metric("the weighted sum of all reward functions, where there are several"),
     "reward/NAME": Metric("the reward function NAME, unweighted, beside the first one"),
+    "reward_model/length": Metric("tokens of a conversation that the reward model reads"),
     "reward_share/zero": Metric("share of judged samples whose reward is 0"),
     "reward_share/up_to_half": Metric("share above 0 and up to 0.5"),
     "reward_share/below_one": Metric("share above 0.5 and below 1"),

@@ -245,7 +245,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
         _rotate_by_positions(model, shape)
         _choose_in_groups(model, kinds)
         if model.post_process and shape.value_head:
-            model.output_layer = ValueOutputLayer(config)  # type: ignore[assignment]
+            model.output_layer = ValueOutputLayer(config, bias=shape.head_bias)  # type: ignore[assignment]
         elif model.post_process:
             model.output_layer.forward = _pass_through  # type: ignore[method-assign]
         if shape.lora is not None:

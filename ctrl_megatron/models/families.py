@@ -17,6 +17,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import divides, need, whole
 from ctrl_megatron.models.rope import Yarn
 from ctrl_megatron.models.shape import (
+    CLASSIFIERS,
     Attention,
     Dense,
     ExpertNames,
@@ -51,7 +52,7 @@ class Family:
     """Key -> the values that are supported."""
     scalings: tuple[type, ...] = (object,)
     """Classes of the supported scalings of ``models.rope``."""
-    architectures: tuple[str, ...] = ("ForCausalLM", "ForTokenClassification")
+    architectures: tuple[str, ...] = ("ForCausalLM", *CLASSIFIERS)
     """The ends of the supported names under ``architectures``."""
     key_names: Mapping[str, str] = field(default_factory=dict)
     """Key of this family -> the key of the same meaning in Llama's files."""

@@ -119,7 +119,8 @@ class FsdpStrategy:
         self.packs = True
         model, self._blocks = empty_model(shape.config, torch.float32)
         self._config = model.config
-        self._module: Any = ReadsValues(model) if shape.value_head else model
+        bias = shape.head_bias
+        self._module: Any = ReadsValues(model, bias=bias) if shape.value_head else model
         self._head: Any = self._module.score if shape.value_head else model.get_output_embeddings()
         if not shape.value_head:
             self._project()
@@ -268,7 +269,8 @@ class FsdpStrategy:
         """As in ``Strategy``."""
         hidden = output.squeeze(0)[micro.predictors].float()
         head = self._head
-        return F.linear(hidden, head.weight.float(), head.bias.float()).squeeze(-1)
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden, head.weight.float(), bias).squeeze(-1)
 
     @torch.no_grad()
     def begin(self) -> None:

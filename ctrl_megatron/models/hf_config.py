@@ -13,7 +13,7 @@ from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.fp8 import weight_block
 from ctrl_megatron.models.hf_keys import need, whole
 from ctrl_megatron.models.rope import parse_rope
-from ctrl_megatron.models.shape import AnyShape, ModelShape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, head_of
 from ctrl_megatron.types import StrategyName
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     if not isinstance(rope.scaling, family.scalings):
         kind = type(rope.scaling).__name__.lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
-    value_head = _has_value_head(config, family, where)
+    _check_architecture(config, family, where)
+    head = head_of(config, where)
     further = config.get("num_nextn_predict_layers") or 0
     if not isinstance(further, int) or further < 0:
         raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
@@ -126,10 +127,11 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         max_position_embeddings=whole(config, "max_position_embeddings", where),
         norm_epsilon=need(config, "rms_norm_eps", where),
         rope=rope,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)) and not value_head,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)) and head is None,
         attention=family.attention(config, where),
         feed_forward=family.feed_forward(config, where),
-        value_head=value_head,
+        value_head=head is not None,
+        head_bias=head is not False,
         diffusion=None if family.diffusion is None else family.diffusion(config, where),
         file_names=family.file_names,
         layers_left_out=further,
@@ -145,19 +147,12 @@ def _in_usual_words(config: dict[str, Any], family: Family, where: str) -> dict[
     return words
 
 
-def _has_value_head(config: dict[str, Any], family: Family, where: str) -> bool:
+def _check_architecture(config: dict[str, Any], family: Family, where: str) -> None:
     usual = family.architectures
     architecture = (config.get("architectures") or [usual[0]])[0]
     if not architecture.endswith(usual):
         kinds = " and ".join(f"*{end}" for end in usual)
         raise UserError(f"{where}: architecture {architecture} is not supported, only {kinds}")
-    if not architecture.endswith("ForTokenClassification"):
-        return False
-    # transformers writes no id2label for its default of two labels.
-    labels = len(config.get("id2label") or (0, 1))
-    if labels != 1:
-        raise UserError(f"{where}: a value model has 1 label, this model has {labels}")
-    return True
 
 
 @cache

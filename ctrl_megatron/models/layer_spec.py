@@ -88,17 +88,18 @@ class ValueOutputLayer(MegatronModule):
     without the mark the ranks' heads would diverge.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, *, bias: bool = True) -> None:
         super().__init__(config)
         dtype = config.params_dtype
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
-        for param in (self.weight, self.bias):
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype)) if bias else None
+        for param in self.parameters():
             param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         """hidden (..., H) in any float dtype -> ((..., 1) float32, None), as in Megatron."""
-        return F.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias), None
 
 
 def has_transformer_engine() -> bool:

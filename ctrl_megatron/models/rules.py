@@ -94,8 +94,10 @@ def rules(shape: AnyShape) -> tuple[ParamRule, ...]:
     if shape.value_head:
         output = [
             ParamRule("output", "output_layer.weight", (_head("weight", 1, hidden),), "replicated"),
-            ParamRule("output", "output_layer.bias", (_head("bias", 1),), "replicated"),
         ]
+        if shape.head_bias:
+            own = (_head("bias", 1),)
+            output.append(ParamRule("output", "output_layer.bias", own, "replicated"))
     else:
         tensor = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", vocabulary)
         output = [ParamRule("output", "output_layer.weight", (tensor,), "vocab")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.types import Lora, StrategyName
 
@@ -192,7 +193,7 @@ class HfTensor:
 
 
 VALUE_HEAD = "score"
-"""The name of the head in transformers' token classification models."""
+"""The name of the head in transformers' classification models."""
 Attention = GroupedQueryAttention | MultiLatentAttention
 FeedForward = Dense | Experts
 
@@ -216,6 +217,9 @@ class ModelShape:
     """One for each layer."""
     value_head: bool = False
     """One number per token instead of a vocabulary (transformers' token classification models)."""
+    head_bias: bool = True
+    """Whether this head has a bias. Those of reward models (transformers' sequence classification
+    models), of which one number is read, have none."""
     lora: Lora | None = None
     """Adapters, if they are trained in place of the decoder's weights."""
     diffusion: MaskedDiffusion | None = None
@@ -284,6 +288,8 @@ class TransformersShape:
     """The names of the output layer's parameters; a tied one is none of ``tensors``."""
     value_head: bool = False
     """As in ``ModelShape``."""
+    head_bias: bool = True
+    """As in ``ModelShape``."""
     lora: Lora | None = None
     """As in ``ModelShape``."""
     strategy: ClassVar[StrategyName] = "fsdp"
@@ -306,15 +312,38 @@ AnyShape = ModelShape | TransformersShape
 SomeShape = TypeVar("SomeShape", bound=AnyShape)
 
 
-def value_shape(shape: SomeShape) -> SomeShape:
-    """The value model with the same decoder."""
+def value_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:
+    """The value model with the same decoder; without ``head_bias`` the reward model."""
     if isinstance(shape, TransformersShape):
         kept = [(layer, own) for layer, own in shape.tensors if own.name not in shape.outputs]
-        sizes = {"weight": (1, shape.hidden_size), "bias": (1,)}
+        sizes = {"weight": (1, shape.hidden_size), **({"bias": (1,)} if head_bias else {})}
         head = [HfTensor(f"{VALUE_HEAD}.{leaf}", size) for leaf, size in sizes.items()]
         shape = replace(
             shape,
             tensors=(*kept, *((None, tensor) for tensor in head)),
             outputs=tuple(tensor.name for tensor in head),
         )
-    return replace(shape, value_head=True, tied_embeddings=False)
+    return replace(shape, value_head=True, head_bias=head_bias, tied_embeddings=False)
+
+
+def is_reward_model(shape: AnyShape) -> bool:
+    """Whether it is the shape of a reward model."""
+    return shape.value_head and not shape.head_bias
+
+
+CLASSIFIERS = {"ForTokenClassification": True, "ForSequenceClassification": False}
+"""The end of a class's name in transformers -> whether its head has a bias."""
+
+
+def head_of(config: Mapping[str, Any], where: str) -> bool | None:
+    """Whether the head for numbers that a ``config.json`` describes has a bias; None for a language
+    model. UserError for a head of several numbers."""
+    (architecture, *_) = config.get("architectures") or ("",)
+    found = [bias for end, bias in CLASSIFIERS.items() if architecture.endswith(end)]
+    if not found:
+        return None
+    # transformers writes no id2label for its default of two labels.
+    if (labels := len(config.get("id2label") or (0, 1))) != 1:
+        kind = "value" if found[0] else "reward"
+        raise UserError(f"{where}: a {kind} model has 1 label, this model has {labels}")
+    return found[0]

@@ -19,6 +19,7 @@ from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
     TransformersShape,
+    head_of,
     value_shape,
 )
 
@@ -124,7 +125,8 @@ def _shape(text: str, where: str) -> TransformersShape:
         tensors=tuple(tensors),
         outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
     )
-    return value_shape(shape) if _has_value_head(given, where) else shape
+    bias = head_of(given, where)
+    return shape if bias is None else value_shape(shape, head_bias=bias)
 
 
 @contextmanager
@@ -141,18 +143,6 @@ def _remedy(family: str) -> str:
     if family in FAMILIES:
         return "set actor_rollout_ref.actor.strategy=megatron, which has the family"
     return _OTHER
-
-
-def _has_value_head(given: dict[str, Any], where: str) -> bool:
-    """Whether config.json describes a token classification model; UserError if it has several
-    labels."""
-    (architecture, *_) = given.get("architectures") or ("",)
-    if not architecture.endswith("ForTokenClassification"):
-        return False
-    # transformers writes no id2label for its default of two labels.
-    if (labels := len(given.get("id2label") or (0, 1))) != 1:
-        raise UserError(f"{where}: a value model has 1 label, this model has {labels}")
-    return True
 
 
 def _config(text: str) -> Any:
@@ -192,17 +182,17 @@ def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Mod
 
 class ReadsValues(torch.nn.Module):
     """The decoder of a language model with a head for values, under the names of transformers'
-    token classification models.
+    classification models.
 
     Its forward pass returns hidden states (1, T, H) after the final norm, as the decoder takes its
     arguments; ``score`` is applied by its caller.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, bias: bool) -> None:
         super().__init__()
         self.decoder_name: str = model.base_model_prefix
         self.add_module(self.decoder_name, model.base_model)
-        self.score = torch.nn.Linear(model.config.hidden_size, 1, device="meta")
+        self.score = torch.nn.Linear(model.config.hidden_size, 1, bias=bias, device="meta")
 
     def forward(self, **arguments: Any) -> torch.Tensor:
         """As described above."""

@@ -1,4 +1,4 @@
-"""The value model of PPO: a scalar per response token in place of the vocabulary head."""
+"""Models with a scalar in place of the vocabulary head: PPO's value model, and reward models."""
 
 from __future__ import annotations
 
@@ -44,4 +44,23 @@ class ValueModel(ParallelModel):
 
     def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
         """A ``models.forward_step.Head``: (values before the response tokens,)."""
+        return (self.strategy.values(module, micro, output),)
+
+
+class RewardModel(ParallelModel):
+    """r(conversation), of a ``hf_config`` shape of a sequence classification model; frozen.
+
+    Its head is read at one token of a row, as transformers reads it at the last one.
+    """
+
+    def rewards(self, rows: Fields) -> torch.Tensor:
+        """(B,) float32 on the host: the head's number for everything before the one token of each
+        row that ``response_mask`` selects.
+
+        Every rank of the model copy calls this with the same rows and gets the same result.
+        """
+        return self.infer(rows, self._head, 1)[0].sum(dim=1)
+
+    def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
+        """A ``models.forward_step.Head``."""
         return (self.strategy.values(module, micro, output),)

@@ -29,13 +29,14 @@ from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.strategy import ModelOptions
-from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.guide_worker import GuideWorker
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
 from ctrl_megatron.pipeline.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
+from ctrl_megatron.pipeline.reward_reader import RewardReader, longest_conversation
 from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere, Proxy, RolloutWorker
@@ -46,6 +47,7 @@ from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.weight_update import read_model_config
 
 
 def build_worker(
@@ -78,6 +80,13 @@ def build_worker(
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
             device.adopt(value)
+    reward_model = None
+    if run.is_here("reward_model"):
+        reward_model = build_reward_model(config, groups, inputs, device.to_trainer)
+        if reward_model is not None:
+            device.adopt(reward_model.model)
+            if config.actor_rollout_ref.actor.megatron.param_offload:
+                reward_model.model.offload("weights")
     worker = GuideWorker(
         config=config,
         groups=groups,
@@ -98,6 +107,7 @@ def build_worker(
         policy=policy,
         reference=reference,
         value=value,
+        reward_model=reward_model,
         kl_controller=build_kl_controller(config),
         restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
@@ -117,6 +127,9 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         reference = build_reference(config, groups)
     if run.is_here("critic"):
         value = build_value_model(config, groups, steps)
+    reward_model = None
+    if run.is_here("reward_model"):
+        reward_model = build_reward_model(config, groups, inputs)
     worker = GuideWorker(
         config=config,
         groups=groups,
@@ -135,6 +148,7 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         policy=absent("the actor"),
         reference=reference,
         value=value,
+        reward_model=reward_model,
         kl_controller=build_kl_controller(config),
         peak_flops=1.0,
     )
@@ -368,6 +382,32 @@ def build_value_model(
     load_hf(model, path)
     model.start_optimizer()
     return model
+
+
+def build_reward_model(
+    config: Config,
+    groups: ProcessGroups,
+    inputs: RunInputs,
+    take_device: Callable[[], None] = _nothing,
+) -> RewardReader | None:
+    """The frozen reward model with its tokenizer; None if no model rewards texts."""
+    codec = inputs.reward_codec
+    if codec is None:
+        return None
+    path = config.reward_model.model.path
+    assert path is not None  # whose tokenizer it is
+    options = _model_options(
+        config, optimizer=None, budget=config.actor_rollout_ref.log_prob_token_budget
+    )
+    shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
+    model = RewardModel(shape, groups, options, take_device)
+    load_hf(model, path)
+    return RewardReader(
+        model=model,
+        codec=codec,
+        padding=read_model_config(path).get("pad_token_id"),
+        longest=longest_conversation(config, shape),
+    )
 
 
 def leaving_parts(config: Config) -> tuple[Part, ...]:

@@ -30,6 +30,7 @@ from ctrl_megatron.pipeline.sampling import (
 from ctrl_megatron.pipeline.worker import Answer, DAGWorker, Failure, RolloutWorker
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, RewardSum, Scores
+from ctrl_megatron.rewards.registry import MODEL_REWARD
 from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
 REVISION_FIELDS = (
@@ -327,7 +328,8 @@ async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fi
     count_failures(worker, critiques)
     items = [critique.item for critique in critiques if critique.rewardable]
     known = iter(score_fields(await worker.score(items)))
-    nothing: dict[str, list[float | None]] = {name: [None] for name in worker.reward_weights}
+    names = (name for name in worker.reward_weights if name != MODEL_REWARD)
+    nothing: dict[str, list[float | None]] = {name: [None] for name in names}
     (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[None]))
     return [
         next(known) if critique.rewardable else {**unknown, "detail": critique.failure or _LEFT_OUT}

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from ctrl_megatron.data.rows import CRITIQUE
 from ctrl_megatron.pipeline.batch import Sample, columns, known, texts
 from ctrl_megatron.pipeline.chain import Critique, critiques_of
+from ctrl_megatron.pipeline.model_reward import total_rewards
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import EXAMPLES_PER_STEP, length_metrics
 from ctrl_megatron.pipeline.worker import DAGWorker
@@ -71,12 +72,12 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
     tasks = sorted({row.task for row in worker.train.rows})
     if len(tasks) == 1:
         return {}
-    here = texts(batch["task"])
+    here, totals = texts(batch["task"]), total_rewards(worker, batch)
     measured, lengths = dict[str, torch.Tensor](), batch["response_mask"].sum(dim=1).float()
     for task in tasks:
         mine = torch.tensor([name == task for name in here])
         measured[f"task/{task}/share"] = mine.float()
-        measured[f"task/{task}/reward"] = batch["score"][mine]
+        measured[f"task/{task}/reward"] = totals[mine]
         measured[f"task/{task}/length"] = lengths[mine & batch["rewarded"]]
     return measured
 
@@ -96,7 +97,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
                 "task": row.task,
                 "prompt": row.prompt[-1]["content"],
                 "response": critique.text,
-                "reward": known(batch["score"][i]),
+                "reward": known(total_rewards(worker, batch)[i]),
                 "versions": f"response by {versions[i]}",
             }
             continue

@@ -76,13 +76,19 @@ from ctrl_megatron.pipeline.losses import (
     select_tokens,
 )
 from ctrl_megatron.pipeline.masks import of_pass, scored_passes, seen_in_pass
+from ctrl_megatron.pipeline.model_reward import (
+    model_reward,
+    needs_of_scores,
+    total_rewards,
+    with_model_rewards,
+)
 from ctrl_megatron.pipeline.node_fields import DRAWN, asks_values, needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.sampling import balance, sampled
 from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
 from ctrl_megatron.pipeline.worker import DAGWorker
 from ctrl_megatron.rewards.items import LARGEST_REWARD
-from ctrl_megatron.rewards.registry import refuse_without_rewards
+from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
 
 DRAWS: dict[str, Any] = {
     "node_type": NodeType.MODEL_INFERENCE,
@@ -178,6 +184,10 @@ def add_update_nodes(
     add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
     if config.needs_values:
         add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
+    if config.needs_reward_model and not config.algorithm.filter_groups.enable:
+        inference: dict[str, Any] = {"node_type": NodeType.MODEL_INFERENCE}
+        add(MODEL_REWARD, model_reward, [drawn_last], node_role=NodeRole.REWARD_MODEL, **inference)
+        judged = [*judged, MODEL_REWARD]
     add("scores", place_scores, judged, node_role=reward)
     ready = ["advantages"]
     if before and corrects:
@@ -315,12 +325,13 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=columns(await judge(worker, critiques_of(worker, batch))))
 
 
-@reads(*node_keys.REVISIONS, *node_keys.REWARDS)
+@reads(*node_keys.REVISIONS, *node_keys.REWARDS, *node_keys.REWARD_MODEL)
 def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """The work of the three nodes above, for dynamic sampling. Collective."""
     samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
     critiques = revise(worker, critiques)
     scored = worker.ask(lambda: judge(worker, critiques), "the judging of revisions")
+    samples = with_model_rewards(worker, samples)
     revised = with_fields(samples, [critique.revised for critique in critiques])
     return with_fields(revised, scored)
 
@@ -382,11 +393,11 @@ def value_model(worker: DAGWorker) -> ValueModel:
 # Rewards and advantages
 
 
-@needs(lambda config: {"score": ""})
+@needs(needs_of_scores)
 @writes("token_level_scores", "rewarded", "response_mask", "uid")
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``token_level_scores`` (B, R) float32: ``score``, the weighted sum of rewards, on the last
-    token of each response that the model drew.
+    """``token_level_scores`` (B, R) float32: the weighted sum of rewards (``total_rewards``) on the
+    last token of each response that the model drew.
 
     The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
     without a reward (its sandbox failed) leaves the loss and its group: ``rewarded`` (B,) is False,
@@ -395,7 +406,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     reward.
     """
     judging = worker.take_judging()
-    mask, total = batch["response_mask"], batch["score"]
+    mask, total = batch["response_mask"], total_rewards(worker, batch)
     if len(huge := total[total.abs() > LARGEST_REWARD]):
         raise UserError(
             f"the field score contains {float(huge[0]):g}, and a reward may be at most "

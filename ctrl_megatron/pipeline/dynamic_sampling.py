@@ -14,7 +14,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.batch import Group, Sample, make_batch
 from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline
-from ctrl_megatron.pipeline.node_fields import DRAWN
+from ctrl_megatron.pipeline.node_fields import DRAWN, OF_REWARD_MODEL
 from ctrl_megatron.pipeline.sampling import share_rows
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.rewards import weighted_sum
@@ -45,7 +45,7 @@ class DynamicSampling:
     def __init__(self, draw: Draw, measure: Measure) -> None:
         self._draw, self._measure = draw, measure
         self.reads: tuple[str, ...] = getattr(draw, "reads", ())
-        self.writes = (*DRAWN, "score")
+        self.writes = (*DRAWN, "score", OF_REWARD_MODEL)
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""

@@ -32,8 +32,9 @@ from ctrl_megatron.pipeline.ctrl import DRAWS, JUDGES, add_sharing, add_update_n
 from ctrl_megatron.pipeline.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.pipeline.graph import NodeOutput, Pipeline, StepReport, TaskGraph
 from ctrl_megatron.pipeline.masks import seed_masks
+from ctrl_megatron.pipeline.model_reward import model_parts, with_model_rewards
 from ctrl_megatron.pipeline.node_fields import DRAWN, writes
-from ctrl_megatron.pipeline.node_keys import REWARDS, reads
+from ctrl_megatron.pipeline.node_keys import REWARD_MODEL, REWARDS, reads
 from ctrl_megatron.pipeline.performance import step_performance
 from ctrl_megatron.pipeline.sampling import (
     EXAMPLES_PER_STEP,
@@ -165,7 +166,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
     return NodeOutput(fields=columns(reward_fields(await worker.score(items))))
 
 
-@reads(*REWARDS)
+@reads(*REWARDS, *REWARD_MODEL)
 def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
     """The work of the two nodes above, for dynamic sampling. Collective."""
     samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
@@ -175,7 +176,7 @@ def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> lis
         [len(sample.completion.token_ids) for sample in samples],
     )
     scores = worker.ask(lambda: worker.score(items), "the judging of texts")
-    return with_fields(samples, reward_fields(scores))
+    return with_model_rewards(worker, with_fields(samples, reward_fields(scores)))
 
 
 def draw_completions(
@@ -237,11 +238,12 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
     return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
-@reads(*REWARDS)
+@reads(*REWARDS, *REWARD_MODEL)
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """Mean of every reward over one greedy completion per validation row. Collective.
 
-    ``unjudged`` counts rewards that are unknown because a service failed. With several validation
+    ``unjudged`` counts rewards that are unknown because a service failed. The reward of a model on
+    the ranks of another world is not measured. With several validation
     files, each has means of its own too.
     """
     table = worker.validation
@@ -266,6 +268,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     with worker.timeline.phase("validate_rewards"):
         mine = worker.ask(lambda: worker.score(items), "the judging of texts").parts
         worker.take_judging()
+        mine |= model_parts(worker, items)
     own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
     results = [result for part in worker.groups.from_data_ranks(own) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)

@@ -33,6 +33,7 @@ from ctrl_megatron.pipeline.grpo import (
     measure_completions,
     reward_completions,
 )
+from ctrl_megatron.pipeline.model_reward import model_reward
 from ctrl_megatron.pipeline.node_fields import needs, writes
 from ctrl_megatron.pipeline.node_keys import reads
 from ctrl_megatron.pipeline.worker import DAGWorker as BaseWorker
@@ -100,7 +101,8 @@ class GuideWorker(BaseWorker):
     """The worker of a run; ``DAGWorker`` of ``ctrl_megatron.pipeline``."""
 
     generate = generate_completions
-    compute_reward = one_after_another(rewarded, place_scores, token_rewards)
+    compute_reward = one_after_another(rewarded, model_reward, place_scores, token_rewards)
+    compute_model_reward = model_reward
     dynamic_sampling = drawn_groups
     compute_value = compute_values
     compute_advantage = advantages

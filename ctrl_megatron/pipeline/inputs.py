@@ -42,10 +42,11 @@ from ctrl_megatron.models.layer_spec import has_transformer_engine
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention
+from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import world_with, worlds_of
 from ctrl_megatron.pipeline.recorder import config_changes, stages_of
+from ctrl_megatron.pipeline.reward_reader import check_reward_model
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.rewards.plan import RewardPlan
@@ -76,6 +77,8 @@ class RunInputs:
     """The tokenizer of a proxy with engines of its own."""
     proxy_model_len: int | None = None
     """Longest sequence of these engines, in tokens."""
+    reward_codec: TextCodec | None = None
+    """The reward model's tokenizer."""
 
 
 def check_together(*checks: Callable[[], object]) -> None:
@@ -208,8 +211,9 @@ def _check_role(
     if isinstance(shape, ModelShape):
         _check_megatron(config, key, path, shape, trained=trained)
     if shape.value_head and key != "critic.model.path":
+        kind = "reward" if is_reward_model(shape) else "value"
         raise UserError(
-            f"{path} is a value model, which writes no text", remedy="name a language model"
+            f"{path} is a {kind} model, which writes no text", remedy="name a language model"
         )
     refreshed = config.refreshes_reference and key == "actor_rollout_ref.ref.model.path"
     if refreshed and actor is not None and shape != actor:
@@ -450,6 +454,7 @@ def read_inputs(
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
     codec, proxy_codec = check_tokenizer(config), check_proxy(config)
+    reward_codec = check_reward_model(config) if trains else None
     if trains:
         train, validation = prompt_tables(config, codec, validates=validates)
         _require_a_step(len(train.rows), train.dropped, config)
@@ -472,6 +477,7 @@ def read_inputs(
         max_model_len=engine_length(config, codec, rows, revises=shares),
         proxy_codec=proxy_codec,
         proxy_model_len=own,
+        reward_codec=reward_codec,
     )
 
 

@@ -19,10 +19,13 @@ F = TypeVar("F", bound=Callable[..., object])
 Needs = Callable[[Config], Mapping[str, str]]
 """Takes the configuration; returns the fields that a function needs, each with the setting that
 makes it necessary, or "" where it is always necessary."""
+OF_REWARD_MODEL = "reward/reward_model"
+"""The field of a model's reward."""
 OF_MODELS = {
     "old_log_probs": NodeRole.ACTOR,
     "ref_log_prob": NodeRole.REFERENCE,
     "values": NodeRole.CRITIC,
+    OF_REWARD_MODEL: NodeRole.REWARD_MODEL,
 }
 """Fields that only a model can compute, and the role of the node that runs the model."""
 DRAWN = ("input_ids", "response_mask", "rollout_log_probs", "mini_batch", "uid")
@@ -120,6 +123,14 @@ def _unused_models(config: Config, graph: TaskGraph) -> list[UserError]:
             UserError(
                 f"{key}=true: no node of the pipeline {graph.graph_id} uses the reference",
                 remedy=_remedy("ref_log_prob"),
+            )
+        )
+    if config.needs_reward_model and not any(_may_write(node, OF_REWARD_MODEL) for node in nodes):
+        problems.append(
+            UserError(
+                f"reward_model.enable=true: no node of the pipeline {graph.graph_id} uses the "
+                "reward model",
+                remedy=_remedy(OF_REWARD_MODEL),
             )
         )
     trains = [

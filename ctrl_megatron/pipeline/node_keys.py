@@ -17,6 +17,7 @@ from ctrl_megatron.pipeline.graph import TaskGraph
 F = TypeVar("F", bound=Callable[..., object])
 _ACTOR = "actor_rollout_ref.actor."
 REWARDS = ("reward", "sandbox")
+REWARD_MODEL = ("reward_model",)
 REVISIONS = ("actor_rollout_ref.proxy", "actor_rollout_ref.rollout.revision_max_tokens")
 CORRECTION = ("algorithm.rollout_correction",)
 KL_IN_REWARD = (
@@ -41,7 +42,17 @@ _VALIDATION = (
     *("data.val_files", "data.val_batch_size", "trainer.test_freq", "trainer.val_before_train"),
 )
 _OF_NODES = (
-    *(*REWARDS, *REVISIONS, *CORRECTION, *KL_IN_REWARD, *ADVANTAGES, *VALUES, *LOSS, *REFRESH),
+    *(
+        *REWARDS,
+        *REWARD_MODEL,
+        *REVISIONS,
+        *CORRECTION,
+        *KL_IN_REWARD,
+        *ADVANTAGES,
+        *VALUES,
+        *LOSS,
+        *REFRESH,
+    ),
     *_VALIDATION,
 )
 

@@ -21,6 +21,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 from ctrl_megatron.pipeline.proxy import ApiProxy
 from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere
 from ctrl_megatron.resharding.device import DeviceOwner
+from ctrl_megatron.rewards.registry import MODEL_REWARD
 from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
@@ -62,11 +63,13 @@ def passes(worker: DAGWorker) -> tuple[float, float]:
     """The floating-point operations of this world's passes since the last call, and the seconds of
     all its devices together that they took in this step. Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
-    models = (worker.policy, worker.reference, worker.value)
+    rewarding = None if worker.reward_model is None else worker.reward_model.model
+    models = (worker.policy, worker.reference, worker.value, rewarding)
     mine = sum(
         sum(m.take_flops()) for m in models if m is not None and not isinstance(m, Elsewhere)
     )
     phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
+    phases += (MODEL_REWARD,)
     took = sum(seconds.get(f"time/{name}", 0.0) for name in phases)
     return sum(worker.groups.from_data_ranks(mine)), took * worker.groups.size
 

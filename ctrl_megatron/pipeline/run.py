@@ -61,6 +61,7 @@ from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory, passes, weights_gauges
 from ctrl_megatron.pipeline.profile import check_profile, profiles
 from ctrl_megatron.pipeline.recorder import Recorder, banner
+from ctrl_megatron.pipeline.reward_reader import check_reward_model
 from ctrl_megatron.pipeline.services import Services, engine_keys
 from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
@@ -97,6 +98,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),
         lambda: check_proxy(config),
+        lambda: check_reward_model(config),
         lambda: check_loggers(config),
         lambda: check_profile(config),
         lambda: check_place(config),

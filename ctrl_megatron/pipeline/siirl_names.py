@@ -8,7 +8,8 @@ an effect, and ``graph.py`` and ``node_fields.py`` define it:
   such a node is finished even if a stop is requested. ``MODEL_TRAIN`` and ``MODEL_INFERENCE`` nodes
   issue collectives, so they cannot be coroutine functions.
 - ``NodeRole.DYNAMIC_SAMPLING`` marks a node that draws the rows of its step. ``ACTOR``,
-  ``REFERENCE`` and ``CRITIC`` name the model whose log-probs or values a node writes.
+  ``REFERENCE`` and ``CRITIC`` name the model whose log-probs or values a node writes, and
+  ``REWARD_MODEL``, which the guide does not have, the model that computes a reward.
 
 All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are labels for readers.
 """
@@ -45,6 +46,7 @@ class NodeRole(Enum):
     REFERENCE = "REFERENCE"
     REWARD = "REWARD"
     DYNAMIC_SAMPLING = "DYNAMIC_SAMPLING"
+    REWARD_MODEL = "REWARD_MODEL"
 
 
 class NodeStatus(Enum):

@@ -26,6 +26,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import DrawsAhead, LeftoverGroups
+from ctrl_megatron.pipeline.reward_reader import RewardReader
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
@@ -253,6 +254,8 @@ class DAGWorker(RolloutWorker):
     it."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""
+    reward_model: RewardReader | None = None
+    """The model that rewards texts; None if the run has none, or if another world has it."""
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
     """Peak of one device, in flop/s."""

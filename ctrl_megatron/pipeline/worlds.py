@@ -39,7 +39,11 @@ from ctrl_megatron.pipeline.siirl_names import NodeRole
 T = TypeVar("T")
 HOME = "actor"
 """The world of every role without one of its own: it has rank 0 and the engines."""
-ROLES: Mapping[NodeRole, str] = {NodeRole.CRITIC: "critic", NodeRole.REFERENCE: "reference"}
+ROLES: Mapping[NodeRole, str] = {
+    NodeRole.CRITIC: "critic",
+    NodeRole.REFERENCE: "reference",
+    NodeRole.REWARD_MODEL: "reward_model",
+}
 """The worlds of the roles that may have one of their own."""
 _ROWS = ("prompts", "responses", "attention_mask", "response_mask", "mini_batch")
 _ROWS += ("uid", "problem_id")

@@ -40,13 +40,14 @@ def build_reward_sum(
     of_critic = {"file": judged, "tokenizer": tokenizer, "sandbox": judge, "cache": cache}
     of_others = {"provider": judge, "cache": cache}
     functions = {}
-    for name, planned in plan.functions.items():
+    for name, planned in plan.called.items():
         shared = of_critic if name == "critic" else _accepted(name, of_others)
         functions[name] = made = make_reward(name, **shared, **planned.options)
         if isinstance(made, UsersReward):
             made.seconds = config.reward.function_timeout
-    tasks = {name: planned.tasks for name, planned in plan.functions.items() if planned.tasks}
-    return RewardSum(functions, plan.weights, judge=judge, tasks=tasks)
+    tasks = {name: planned.tasks for name, planned in plan.called.items() if planned.tasks}
+    weights = {name: planned.weight for name, planned in plan.called.items()}
+    return RewardSum(functions, weights, judge=judge, tasks=tasks)
 
 
 def check_rewards(config: Config) -> None:
@@ -91,7 +92,7 @@ def code_judge(
 
 def _make_without_judge(plan: RewardPlan) -> None:
     """Make every function but ``critic``, so that mistakes in options are found."""
-    for name, planned in plan.functions.items():
+    for name, planned in plan.called.items():
         if name != "critic":
             nothing = _accepted(name, {"provider": None, "cache": None})
             make_reward(name, **nothing, **planned.options)

@@ -10,7 +10,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.rewards.grading import Patience
-from ctrl_megatron.rewards.registry import columns_read_by, reward_parameters
+from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
 _OF_CRITIQUES = ("critic", "transition")
 """Functions that read the verdict on a revision."""
@@ -43,12 +43,18 @@ class RewardPlan:
     functions: Mapping[str, PlannedReward]
     """Name -> function, in the order of the sum: ``critic``, the others of ``reward.reward_funcs``,
     ``overlong`` (``reward.overlong_buffer``), ``judgment`` (``reward.judgment_weight``),
-    ``transition`` (``reward.transition``)."""
+    ``transition`` (``reward.transition``), ``reward_model`` (``reward_model``)."""
 
     @property
     def weights(self) -> dict[str, float]:
         """Name of every function -> its weight."""
         return {name: function.weight for name, function in self.functions.items()}
+
+    @property
+    def called(self) -> dict[str, PlannedReward]:
+        """Name -> function of those that are called with texts: all but the reward of a model,
+        whose passes all ranks make together."""
+        return {name: f for name, f in self.functions.items() if name != MODEL_REWARD}
 
     @property
     def runs_programs(self) -> bool:
@@ -92,13 +98,14 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
     """The reward functions that the configuration turns on, and those that ``always`` names.
 
     A function that only ``always`` names has weight 0, and so has ``critic`` where only
-    ``transition`` reads it. None for ``always`` says that no node of the pipeline reads rewards:
-    the plan is empty. Raises ``UserError`` for an unknown name, for an import path that cannot be
-    imported, and for a function that two keys turn on.
+    ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
+    functions: the plan has none. Raises ``UserError`` for an unknown name, for an import path that
+    cannot be imported, and for a function that two keys turn on.
     """
+    reward, judged = config.reward, config.needs_reward_model
     if always is None:
-        return RewardPlan({})
-    reward = config.reward
+        weight = config.reward_model.weight
+        return RewardPlan({MODEL_REWARD: _planned(config, MODEL_REWARD, weight)} if judged else {})
     terms: dict[str, float] = {}
     if reward.overlong_buffer.enable:
         terms["overlong"] = reward.overlong_buffer.penalty_factor
@@ -106,6 +113,8 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
         terms["judgment"] = reward.judgment_weight
     if reward.transition.is_on:
         terms["transition"] = 1.0
+    if judged:
+        terms[MODEL_REWARD] = config.reward_model.weight
     if twice := sorted(reward.weights.keys() & terms.keys()):
         raise UserError(
             f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
@@ -120,13 +129,18 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
 
 
 def _planned(config: Config, name: str, weight: float) -> PlannedReward:
+    tasks = config.reward.tasks.get(name)
+    if name == MODEL_REWARD:
+        if not config.needs_reward_model:
+            raise UserError(f"{name!r} is on with reward_model.enable=true, not by its name here")
+        return PlannedReward(weight=weight, reads=(), options={}, runs_programs=False, tasks=tasks)
     parameters = reward_parameters(name)
     return PlannedReward(
         weight=weight,
         reads=columns_read_by(name),
         options=_options(config, name, parameters),
         runs_programs=name == "critic" or "provider" in parameters,
-        tasks=config.reward.tasks.get(name),
+        tasks=tasks,
     )
 
 

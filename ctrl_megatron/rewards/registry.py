@@ -27,6 +27,8 @@ from ctrl_megatron.rewards.shaping import (
 )
 from ctrl_megatron.rewards.users_reward import UsersReward
 
+MODEL_REWARD = "reward_model"
+"""The reward that a model of the run computes (``reward_model.enable``), no function."""
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 _FACTORIES: dict[str, Callable[..., Any]] = {
@@ -115,6 +117,13 @@ def refuse_without_rewards(silent: Sequence[str]) -> NoReturn:
             f"{', '.join(users)} returned None for every item of the step",
             key="reward.reward_funcs",
             remedy="return a number for items whose reward is known",
+        )
+    if MODEL_REWARD in silent:
+        raise UserError(
+            "every conversation of the step has more tokens than the reward model reads",
+            key="reward_model.max_length",
+            remedy="raise it as far as the model's context goes, or shorten prompts and responses "
+            "(data.max_prompt_length, data.max_response_length)",
         )
     raise UserError(
         "no sample of the step has a reward: every critique contains the program of its revision "

@@ -79,8 +79,8 @@ class RewardSum:
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
     is closed by ``close``; ``judging`` counts how it fared since ``take_judging``. A function that
     ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds nothing,
-    and its reward of them is None. Raises ``ValueError`` for weights that do not match the
-    functions or are not finite.
+    and its reward of them is None. Without functions every sum is 0. Raises ``ValueError`` for
+    weights that do not match the functions or are not finite.
     """
 
     def __init__(
@@ -91,8 +91,6 @@ class RewardSum:
         judge: Judge | None = None,
         tasks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        if not functions:
-            raise ValueError("there is no reward function; name at least one")
         self.functions = dict(functions)
         self.weights = dict.fromkeys(functions, 1.0) if weights is None else dict(weights)
         self.judge, self.judging, self._tasks = judge, Judging(), dict(tasks or {})
@@ -127,7 +125,7 @@ class RewardSum:
         if self.critic is not None:
             earned = [None if outcome is None else outcome.reward for outcome in outcomes]
             parts["critic"] = checked_rewards("'critic'", earned, len(items))
-        totals = weighted_sum(self._counted(parts, items), self.weights)
+        totals = weighted_sum(self._counted(parts, items), self.weights) or [0.0] * len(items)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:
                 raise UserError(

@@ -259,6 +259,7 @@ UNBOUNDED = {
     "actor_rollout_ref.actor.clip_cov_lb",
     "actor_rollout_ref.actor.clip_cov_ub",
     "reward.reward_weights",
+    "reward_model.weight",
 }
 """Covariances have both signs, like rewards."""
 

@@ -60,7 +60,7 @@ def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     file.write_text(
         "reward_model:\n  reward_manager: dapo\n  reward_kwargs: {max_resp_len: 9}\n"
-        "  enable: false\n"
+        "  enable: false\n  model: {input_tokenizer: models/actor}\n"
         "actor_rollout_ref:\n  ref: {megatron: {param_offload: true}}\n"
     )
     with pytest.raises(ValueError) as raised:
@@ -69,7 +69,7 @@ def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
     told = [line.partition("unknown key ")[2].partition(":")[0] for line in lines]
     assert sorted(told) == [
         "'actor_rollout_ref.ref.megatron.param_offload'",
-        "'reward_model.enable'",
+        "'reward_model.model.input_tokenizer'",
         "'reward_model.reward_kwargs.max_resp_len'",
         "'reward_model.reward_manager'",
     ]

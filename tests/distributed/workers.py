@@ -864,6 +864,33 @@ def value_parity(
     return results
 
 
+def reward_parity(
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    rows: list[tuple[list[dict[str, str]], str]],
+    out: str,
+    strategy: Any = "megatron",
+    longest: int = 1000,
+) -> dict[str, list[float | None]]:
+    """Per model its rewards of the answers; every model exported below ``out``."""
+    from ctrl_megatron.checkpoint.hf import save_hf
+    from ctrl_megatron.data.tokens import TextCodec
+    from ctrl_megatron.models.hf_config import read_shape
+    from ctrl_megatron.models.value import RewardModel
+    from ctrl_megatron.pipeline.reward_reader import RewardReader
+
+    groups, results = start(layout), {}
+    options = _model_options(None, {"token_budget": 256})
+    for name, directory in directories.items():
+        shape = read_shape(directory, strategy)
+        model = _filled(RewardModel(shape, groups, options), directory)
+        reader = RewardReader(model=model, codec=TextCodec(directory), padding=0, longest=longest)
+        results[name] = reader.rewards([reader.tokens(prompt, answer) for prompt, answer in rows])
+        save_hf(model, f"{out}/{name}", side_files=directory)
+    return results
+
+
 def value_loss(values, rows, counts):
     """A clipped value loss, normalised by sequences."""
     mask, old = rows["response_mask"].float(), rows["values"]

@@ -8,6 +8,7 @@ import pytest
 from forked_run import run_forked
 from golden_runs import sft_examples
 from launched_run import Job
+from tiny_reward_models import save_reward_model
 from tiny_run import write_problems
 
 from ctrl_megatron.config import KEYS
@@ -43,7 +44,7 @@ NOT_HERE = {
     **{
         f"{group}.megatron.{size}_model_parallel_size": "a model on ranks of its own, as in "
         "test_apart.py"
-        for group in ("critic", "actor_rollout_ref.ref")
+        for group in ("critic", "actor_rollout_ref.ref", "reward_model")
         for size in ("tensor", "pipeline")
     },
     "placement.auto": "the start of a command, as in test_apart.py",
@@ -65,8 +66,11 @@ NOT_HERE = {
 def test_every_key_is_read_by_a_run(job: Job, tmp_path: Path) -> None:
     seen: set[str] = set()
     validation = write_problems(tmp_path / "validation.parquet", first=8)
+    rewarding = save_reward_model(tmp_path / "rewards")
     for name, extra in RUNS.items():
         files = (f"data.val_files={validation}",)
+        if name == "grpo":
+            files += ("reward_model.enable=true", f"reward_model.model.path={rewarding}")
         done = run_forked(
             job, f"read_{name}", steps=1, extra=(*files, *extra), reads=str(tmp_path / name)
         )

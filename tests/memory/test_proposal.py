@@ -33,6 +33,7 @@ WORK = StepWork(
     generate=8.0,
     old_log_prob=2.0,
     ref_log_prob=2.0,
+    reward_model=0.0,
     values=2.0,
     critic_update=6.0,
     actor_update=6.0,
@@ -133,7 +134,7 @@ def test_a_command_places_by_the_memory_that_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("placement.critic=[1]",), "leave placement.critic and placement.reference out"),
+        (("placement.critic=[1]",), "leave placement.critic out"),
         (("trainer.min_nnodes=1",), "leave trainer.min_nnodes out"),
         (("actor_rollout_ref.ref.sync_steps=2",), "leave one of them out"),
     ],

@@ -64,9 +64,10 @@ def test_enums_hold_the_guides_values() -> None:
         *("COMPUTE", "DATA_LOAD", "ENV_INTERACT", "MODEL_INFERENCE", "MODEL_TRAIN"),
         *("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC", "CUSTOM"),
     ]
+    own = ["REWARD_MODEL"]
     assert [r.value for r in NodeRole] == [
         *("DEFAULT", "ACTOR", "ADVANTAGE", "CRITIC", "ROLLOUT", "REFERENCE", "REWARD"),
-        "DYNAMIC_SAMPLING",
+        *("DYNAMIC_SAMPLING", *own),
     ]
     assert [s.value for s in NodeStatus] == [
         *("PENDING", "READY", "RUNNING", "COMPLETED", "FAILED", "SKIPPED")

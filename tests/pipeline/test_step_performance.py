@@ -36,6 +36,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         policy=model(100, 6000),
         reference=reference,
         value=None,
+        reward_model=None,
         engine=None,
         proxy=None,
         counted={},

@@ -133,10 +133,14 @@ def test_without_a_critic_there_are_no_outcomes() -> None:
     assert asyncio.run(total.score([])).parts == {"code": []}
 
 
+def test_the_sum_of_nothing_is_0() -> None:
+    """A model's reward is added to it elsewhere."""
+    scores = asyncio.run(RewardSum({}).score([item(""), item("x")]))
+    assert (scores.parts, scores.totals) == ({}, [0.0, 0.0])
+
+
 def test_wrong_sums_are_refused() -> None:
     functions = {"code_format": make_reward("code_format")}
-    with pytest.raises(ValueError, match="no reward function"):
-        RewardSum({})
     with pytest.raises(ValueError, match=r"differ in code$"):
         RewardSum(functions, {"code_format": 1.0, "code": 1.0})
     with pytest.raises(ValueError, match="finite"):
