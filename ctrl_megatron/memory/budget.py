@@ -189,7 +189,8 @@ class _Models:
 
 def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
     """ValueError if one of them does not divide over the world's layout."""
-    given = {"actor": shapes.actor, "critic": shapes.value, "reference": shapes.reference}
+    given = {"actor": shapes.actor, "agent1": shapes.second}
+    given |= {"critic": shapes.value, "reference": shapes.reference}
     here = {
         role: shape
         for role, shape in given.items()
@@ -200,7 +201,7 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
             world.layout.check_layers(shape.num_layers)
             check_split(shape, world.layout)
     reference = here.pop("reference", None)
-    names = {"actor": "actor", "critic": "value model"}
+    names = {"actor": "actor", "agent1": "second policy", "critic": "value model"}
     return _Models(trained={names[role]: s for role, s in here.items()}, reference=reference)
 
 
@@ -239,6 +240,8 @@ class _Stage:
             for name, shape in models.trained.items()
         }
         self.reference: ModelState | None = None
+        """Of each policy that learns."""
+        self.references = len(config.agents)
         if models.reference is not None:
             self.reference = frozen_state(models.reference, layout, pp=pp, dtype=dtype)
         self.dtype_size = DTYPE_SIZE[dtype]
@@ -265,7 +268,7 @@ class _Stage:
         phases["start: models"] = self._building()
         if pushes:
             phases["generate"] = self._generating()
-            if self.config.shares_engines:
+            if self.config.has_frozen_proxy:
                 phases["sync proxy"] = self._pushing_proxy()
         if rl:
             phases["log-probs"] = self._log_probs()
@@ -332,10 +335,12 @@ class _Stage:
         return items
 
     def _reference(self, *, used: bool = False) -> dict[str, int]:
-        away = self.megatron.param_offload and self.has_actor and not used
-        if self.reference is None or away:
+        away = self.megatron.param_offload and self.has_actor
+        if self.reference is None or (away and not used):
             return {}
-        return {"reference's parameters": self.reference.parameters}
+        # Those that are away when they are not used come one after the other.
+        count = 1 if away else self.references
+        return {"reference's parameters": count * self.reference.parameters}
 
     def _staying(self, *, weights: bool = False) -> dict[str, int]:
         """Parts that stay on the device while the engine generates, if it is the engines' too."""
@@ -514,7 +519,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     items = {"weight buckets": _BUCKETS * bucket}
     proxy = family.proxy
-    if config.shares_engines and proxy.keep_in_host_memory and sends == "merged":
+    if config.has_frozen_proxy and proxy.keep_in_host_memory and sends == "merged":
         items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)
     return items
 
@@ -546,7 +551,7 @@ def _host(
         items["weights away"] = sum(
             state.parameters
             for stage in shared
-            for state in (*stage.trained.values(), stage.reference)
+            for state in (*stage.trained.values(), *[stage.reference] * stage.references)
             if state is not None
         )
     if megatron.optimizer_offload:

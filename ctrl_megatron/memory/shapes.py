@@ -21,6 +21,8 @@ class ModelShapes:
     """None if the objective has no KL, or if the reference is the actor without its adapters."""
     value: AnyShape | None
     """None if nothing reads values."""
+    second: AnyShape | None = None
+    """The second policy; None where the actor learns alone."""
     proxy: ModelShape | None = None
     """The model of the proxy's own engines; None if it has none, and for one that has no shape
     here, since these engines run any model."""
@@ -30,7 +32,7 @@ class ModelShapes:
     @property
     def trained(self) -> tuple[AnyShape, ...]:
         """The models that learn."""
-        return (self.actor,) if self.value is None else (self.actor, self.value)
+        return (self.actor, *(one for one in (self.second, self.value) if one is not None))
 
 
 def model_shapes(
@@ -58,6 +60,7 @@ def model_shapes(
         value = value_shape(shape_of(config.critic.model.path))
         value = adapted(value, configured(config, value=True))
     actor = adapted(shape_of(own), configured(config))
+    second = config.agent1.model.path if purpose == "rl" else None
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:
         file = _file(family.proxy.model.path or own, proxy_file, "--proxy-config")
@@ -66,7 +69,12 @@ def model_shapes(
         except UserError as error:
             unknown = str(error)
     return ModelShapes(
-        actor=actor, reference=reference, value=value, proxy=proxy, proxy_is_unknown=unknown
+        actor=actor,
+        reference=reference,
+        value=value,
+        second=None if second is None else shape_of(second),
+        proxy=proxy,
+        proxy_is_unknown=unknown,
     )
 
 

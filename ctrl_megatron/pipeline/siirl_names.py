@@ -10,7 +10,8 @@ an effect, and ``graph.py`` and ``node_fields.py`` define it:
 - ``NodeRole.DYNAMIC_SAMPLING`` marks a node that draws the rows of its step. ``ACTOR``,
   ``REFERENCE`` and ``CRITIC`` name the model whose log-probs or values a node writes.
 
-All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are labels for readers.
+A node's ``agent_group`` names the policy that it uses (``executor.py``). All other values, its
+``status`` and ``agent_options`` are labels for readers.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def test_what_looks_at_a_step_sees_the_batch_before_its_first_update(worker: Any
         Node("second", NodeType.MODEL_TRAIN, dependencies=["first"], func=field("second")),
     )
     seen: list[set[Any]] = []
-    executor = Executor(graph, worker, before_update=lambda batch: seen.append({*batch.keys()}))
+    executor = Executor(graph, worker, before_update=lambda batch, _: seen.append({*batch.keys()}))
     after, _ = executor.run_step(batch())
     assert seen == [{"x", "before"}] and {*after.keys()} == {"x", "before", "first", "second"}
     executor.run_step(batch())
