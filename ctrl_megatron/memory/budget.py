@@ -269,7 +269,9 @@ class _Stage:
         if pushes:
             phases["generate"] = self._generating()
             if self.config.has_frozen_proxy:
-                phases["sync proxy"] = self._pushing_proxy()
+                phases["sync proxy"] = self._pushing_awake()
+            if len(self.config.agents) > 1 and not self.megatron.param_offload:
+                phases["sync agent1"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()
         if self.trained:
@@ -438,9 +440,9 @@ class _Stage:
         sent = {"actor's parameters": self.trained["actor"].parameters}
         return self._process() | held | self._staying() | sent | self._reference()
 
-    def _pushing_proxy(self) -> dict[str, int]:
-        """The push of the proxy's weights, which are read from files while the engine is awake with
-        its cache: the cache stays between critiques and revisions."""
+    def _pushing_awake(self) -> dict[str, int]:
+        """The push of weights that are read from files, or are on the device anyway, while the
+        engine is awake with its cache: the cache stays between critiques and revisions."""
         arriving = 0 if self.engine is None else self.engine.reload
         return self._generating() | {"engine's tensors on arrival": arriving}
 

@@ -114,6 +114,7 @@ def build_worker(
             policy=policy,
             reference=reference,
             value=None,
+            rewards=worker.rewards and worker.rewards.counting_apart(),
             kl_controller=build_kl_controller(config),
             ahead=DrawsAhead(),
             leftover=LeftoverGroups(),

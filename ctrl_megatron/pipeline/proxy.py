@@ -51,8 +51,9 @@ class SharedProxy:
         max_model_len: int,
         role: Role = "proxy",
     ) -> None:
-        self._engine, self._device, self._role = engine, device, role
-        self._codec, self._longest, self._version = codec, max_model_len, ""
+        self._engine, self._device = engine, device
+        self._role: Role = role
+        self._codec, self._longest, self._version = codec, max_model_len, str(role)
 
     def prepare(self, step: int) -> None:
         self._version = self._device.to_engine(self._role, step)

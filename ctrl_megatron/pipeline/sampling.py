@@ -249,13 +249,15 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of training's draws for prompts of the ``rows`` with these ids."""
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
+    # What a policy reads may be another's draw, on which its own must not depend otherwise.
+    purpose = "train" if worker.role == "actor" else f"train/{worker.role}"
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         n=rollout.n,
-        seed=draw_seed(rollout.seed, "train", step, attempt),
+        seed=draw_seed(rollout.seed, purpose, step, attempt),
         rows=tuple(rows),
         stop_token_ids=tuple(worker.codec.eos_token_ids),
     )
