@@ -202,7 +202,7 @@ def test_what_looks_at_a_step_sees_the_batch_before_its_first_update(worker: Any
 
 def test_each_policy_has_a_worker_a_batch_and_metrics_of_its_own(worker: Any) -> None:
     """The second policy makes three rows of each; the first reads them, also on the host."""
-    second = SimpleNamespace(**vars(worker), name="second")
+    second: Any = SimpleNamespace(**vars(worker), name="second")
     worker.name = "first"
 
     def draw(worker: Any, batch: TensorDict) -> NodeOutput:
