@@ -131,7 +131,7 @@ SECOND = "agent1.model.path=solver"
 
 
 def test_the_nodes_of_each_policy_have_what_they_need_from_its_own() -> None:
-    config = config_of(SECOND, ACTOR + "use_kl_loss=true")
+    config = config_of(SECOND, ACTOR + "use_kl_loss=true", "data.train_batch_size=256")
     check_fields(config, two_agents.build(config))
     pipeline = Pipeline("mine")
     pipeline.add_node("draw", grpo.generate_completions)
