@@ -20,7 +20,6 @@ from typing import Any
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.rows import Row
 from ctrl_megatron.pipeline import (
     DAGWorker,
     NodeOutput,
@@ -30,14 +29,17 @@ from ctrl_megatron.pipeline import (
     TaskGraph,
     add_update_nodes,
     balance,
+    columns,
+    critiques_of,
     draw_samples,
+    judge,
     make_batch,
     node_keys,
+    read_critique,
+    revise,
     step_performance,
     texts,
 )
-from ctrl_megatron.pipeline.batch import columns, known, rows_of, with_fields
-from ctrl_megatron.pipeline.chain import Critique, critiques_of, judge, read_critique, revise
 from ctrl_megatron.prompts import critique_messages, generation_messages
 
 CRITIC, SOLVER = 0, 1
@@ -69,7 +71,7 @@ def answer(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``score`` (B,) float32, the share of the tests that it passes.
     """
 
-    def prompt(row: Row) -> Sequence[int]:
+    def prompt(row: Any) -> Sequence[int]:
         return tokens(worker, generation_messages(row.attempt().problem))
 
     samples = draw_samples(
@@ -83,10 +85,11 @@ def answer(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return [one.reward for one in await worker.rewards.judge_solutions(answers, rows)]
 
     scores = worker.ask(run, "the judging of answers")
-    fields = [{"answer": a, "score": s} for a, s in zip(answers, scores, strict=True)]
-    return NodeOutput(
-        batch=make_batch(with_fields(samples, fields), pad_token_id=worker.codec.pad_token_id)
-    )
+    samples = [
+        dataclasses.replace(sample, fields={"answer": text, "score": score})
+        for sample, text, score in zip(samples, answers, scores, strict=True)
+    ]
+    return NodeOutput(batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id))
 
 
 def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict]) -> NodeOutput:
@@ -95,33 +98,31 @@ def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict
     """
     criticised = wrong_answers(worker, batches[SOLVER])
 
-    def prompt(row: Row) -> Sequence[int]:
+    def prompt(row: Any) -> Sequence[int]:
         return critique_prompt(worker, criticised.get(row.id, row))
 
-    samples = draw_samples(
+    samples = []
+    for sample in draw_samples(
         worker, batch["row"].tolist(), mini_batch_size=mini_batch_size(worker), asks=prompt
-    )
-    fields = []
-    for sample in samples:
+    ):
         row = criticised.get(sample.row_id, worker.train.row(sample.row_id))
         critique = read_critique(worker, row, sample.completion)
-        fields.append({**critique.drawn, "solution": row.solution, "before": row.pass_rate})
-    return NodeOutput(
-        batch=make_batch(with_fields(samples, fields), pad_token_id=worker.codec.pad_token_id)
-    )
+        fields = {**critique.drawn, "solution": row.solution, "before": row.pass_rate}
+        samples.append(dataclasses.replace(sample, fields=fields))
+    return NodeOutput(batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id))
 
 
-def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Row]:
+def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Any]:
     """Row id -> the row with the solver's first wrong answer as its solution, where there is one
     whose critique fits ``data.max_prompt_length``.
     """
-    longest, found = worker.config.data.max_prompt_length, dict[str, Row]()
-    written = zip(texts(answers["answer"]), answers["score"].tolist(), strict=True)
-    for row, (text, score) in zip(rows_of(worker.train, answers), written, strict=True):
-        if row.id not in found and score < 1:
-            wrong = dataclasses.replace(row, solution=text, pass_rate=score)
+    longest, found = worker.config.data.max_prompt_length, dict[str, Any]()
+    ids, written = texts(answers["problem_id"]), texts(answers["answer"])
+    for id_, text, score in zip(ids, written, answers["score"].tolist(), strict=True):
+        if id_ not in found and score < 1:
+            wrong = dataclasses.replace(worker.train.row(id_), solution=text, pass_rate=score)
             if len(critique_prompt(worker, wrong)) <= longest:
-                found[row.id] = wrong
+                found[id_] = wrong
     return found
 
 
@@ -142,7 +143,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=columns(await judge(worker, critiques_about(worker, batch))))
 
 
-def critiques_about(worker: DAGWorker, batch: TensorDict) -> list[Critique]:
+def critiques_about(worker: DAGWorker, batch: TensorDict) -> list[Any]:
     """The critiques of the batch, each about its field ``solution``."""
     return [
         dataclasses.replace(critique, row=dataclasses.replace(critique.row, solution=solution))
@@ -152,7 +153,7 @@ def critiques_about(worker: DAGWorker, batch: TensorDict) -> list[Critique]:
     ]
 
 
-def critique_prompt(worker: DAGWorker, row: Row) -> Sequence[int]:
+def critique_prompt(worker: DAGWorker, row: Any) -> Sequence[int]:
     """The request for a critique of the row's solution, in tokens."""
     return tokens(worker, critique_messages(row.attempt().problem, row.solution))
 
@@ -178,10 +179,12 @@ def metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
 
 def examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """One answer and one critique per step, with the weights that drew them."""
-    shown = {"agent": worker.role, "id": texts(batch["problem_id"])[0]}
+    shown: dict[str, Any] = {"agent": worker.role, "id": texts(batch["problem_id"])[0]}
     if worker.role == "actor":
         shown |= {name: texts(batch[name])[0] for name in ("solution", "critique", "revision")}
         shown["revised_by"] = texts(batch["revision_version"])[0]
     else:
         shown["answer"] = texts(batch["answer"])[0]
-    return [{**shown, "reward": known(batch["score"][0]), "version": texts(batch["version"])[0]}]
+    score = batch["score"][0]
+    shown |= {"reward": None if score.isnan() else float(score)}
+    return [{**shown, "version": texts(batch["version"])[0]}]
