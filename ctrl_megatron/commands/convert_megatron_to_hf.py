@@ -1,6 +1,7 @@
 """Convert a Megatron checkpoint to an HF directory.
 
-``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value] [--adapters]``
+``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value|agent1]
+[--adapters]``
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
     )
     parser.add_argument("--out", required=True, type=new_path, help="directory to write")
-    parser.add_argument("--model", choices=("policy", "value"), default="policy")
+    parser.add_argument("--model", choices=("policy", "value", "agent1"), default="policy")
     parser.add_argument(
         "--adapters",
         action="store_true",
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=progress,
             overwrite=options.overwrite,
         )
-    engines = "transformers and vLLM" if options.model == "policy" else "transformers"
+    engines = "transformers" if options.model == "value" else "transformers and vLLM"
     print(f"wrote {options.out} for {engines}")
     return 0
 

@@ -36,8 +36,9 @@ Schedule = Literal["constant", "cosine"]
 """Schedules of the learning rate after the warm-up."""
 Dtype = Literal["bfloat16", "float32"]
 """Types of parameters; float16 would need a loss scale."""
-ProxyKind = Literal["shared", "engine", "api"]
-"""Where the proxy runs: on the actor's engines, on engines of its own, or on servers."""
+ProxyKind = Literal["shared", "engine", "api", "agent1"]
+"""The proxy: a model on the actor's engines, on engines of its own, or on servers; or the second
+policy."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
@@ -367,11 +368,12 @@ class ProxyServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyKeys:
-    """The frozen proxy that writes the revisions, and where it runs."""
+    """The proxy that writes the revisions, frozen unless its kind is agent1, and where it runs."""
 
     kind: ProxyKind = "shared"
     """shared: on the actor's engines, in turn with the actor, whose shape, tokenizer and chat
-    template it has; engine: any model, on engines of its own; api: any model, on servers."""
+    template it has; engine: any model, on engines of its own; api: any model, on servers; agent1:
+    the second policy, which learns in the same steps."""
     model: ModelFiles = group(ModelFiles, read=when(".kind", "shared", "engine"))
     keep_in_host_memory: bool = key(True, read=when(".kind", "shared"))
     """Keep the weights in the memory of every host with engines, which read them from there

@@ -37,6 +37,7 @@ _OTHER_CUTS = (
 _CUT = ("shards", "cuda_ipc", "nccl")
 """Transports that send each worker its part of a model."""
 _M = _A + "megatron."
+_LORA = "actor_rollout_ref.model.lora_rank"
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
 _BUILT_IN = (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
@@ -57,7 +58,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         *_fsdp(config, purpose),
     ]
     for relation in (
-        *(_names, _parallelism, _proxy, _adapters, _quantisation, _ahead),
+        *(_names, _parallelism, _proxy, _agents, _adapters, _quantisation, _ahead),
         *(_objective, _coupled, _refreshed, _groups, _reward),
     ):
         problems += relation(config)
@@ -96,6 +97,7 @@ def check_files(config: Config, purpose: Purpose) -> None:
         others["actor_rollout_ref.ref.model.path"] = model.ref.model.path
         if config.writes_revisions:
             others["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
+        others["agent1.model.path"] = config.agent1.model.path
         if config.needs_values:
             others["critic.model.path"] = config.critic.model.path
         if config.needs_reward_model:
@@ -425,6 +427,45 @@ def _proxy(config: Config) -> Iterator[str]:
     ):
         if not value:
             yield f"{_P}kind=api needs {_P}api.{name}; give {what}"
+
+
+def _agents(config: Config) -> Iterator[str]:
+    """Problems of a second policy."""
+    family, algorithm = config.actor_rollout_ref, config.algorithm
+    key = "agent1.model.path"
+    if config.agent1.model.path is None:
+        if family.proxy.kind == "agent1":
+            yield f"{_P}kind=agent1 is the second policy, which the run lacks; set {key}"
+        return
+    if config.dag.custom_pipeline_fn in _BUILT_IN:
+        yield (
+            f"{key} adds a second policy, which only nodes of agent_group 1 use, and "
+            f"dag.custom_pipeline_fn={_words(config.dag.custom_pipeline_fn)} has none; name a "
+            "pipeline of your own, such as examples.two_agents:build, or leave the key out"
+        )
+    alone = f"{key} adds a second policy, which "
+    if config.needs_values:
+        yield (
+            f"{alone}has no value model; choose an algorithm.adv_estimator other than gae, and "
+            "leave critic.enable out"
+        )
+    if algorithm.filter_groups.enable:
+        yield f"{alone}has no dynamic sampling; leave algorithm.filter_groups.enable out"
+    if config.refreshes_reference:
+        yield f"{alone}has a reference that stays; leave actor_rollout_ref.ref.sync_steps out"
+    if family.model.lora_rank:
+        yield f"{alone}trains all weights, as the actor then does; set {_LORA} to 0"
+    for name in ("critic", "reference", "reward_model", "auto"):
+        if getattr(config.placement, name):
+            yield f"{alone}shares all ranks with the actor; leave placement.{name} out"
+    if config.trainer.dump_steps:
+        yield f"{alone}a dump of a step would lack; leave trainer.dump_steps out"
+    own = config.agents[1].actor_rollout_ref.rollout.n
+    if own == 1 and algorithm.adv_estimator in _GROUPED:
+        yield (
+            f"agent1.rollout.n=1 gives algorithm.adv_estimator={algorithm.adv_estimator} groups of "
+            "one, which have no baseline; set it to 2 or more"
+        )
 
 
 def _adapters(config: Config) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -16,6 +16,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     ActorRolloutRef,
     Schedule,
 )
+from ctrl_megatron.config.agents import SECOND, SecondAgent
 from ctrl_megatron.config.algorithm import (
     VALUE_MODEL,
     Algorithm,
@@ -244,6 +245,7 @@ class Config:
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
+    agent1: SecondAgent = group(SecondAgent, read=SECOND)
     critic: Critic = group(Critic, read=VALUE_MODEL)
     placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
@@ -253,6 +255,26 @@ class Config:
     trainer: Trainer = group(Trainer, stage="both")
     dag: Dag = group(Dag)
     sft: Sft = group(Sft, stage="sft")
+
+    @property
+    def agents(self) -> tuple[Config, ...]:
+        """The configuration of each policy that learns, by the number of its ``agent_group``: this
+        one, and where there is a second policy, one in which it has the actor's place.
+        """
+        second, family = self.agent1, self.actor_rollout_ref
+        if second.model.path is None:
+            return (self,)
+        model, actor, rollout = family.model, family.actor, family.rollout
+        own = replace(
+            family,
+            model=replace(model, path=second.model.path, tokenizer_path=model.tokenizer),
+            actor=replace(actor, optim=replace(actor.optim, lr=second.optim.lr)),
+            ref=replace(family.ref, model=replace(family.ref.model, path=None)),
+            rollout=replace(rollout, n=second.rollout.n or rollout.n),
+        )
+        config = replace(self, actor_rollout_ref=own)
+        object.__setattr__(config, "written", self.written)
+        return (self, config)
 
     @property
     def sequence_tokens(self) -> int:
@@ -281,7 +303,13 @@ class Config:
     @property
     def shares_engines(self) -> bool:
         """True if actor and proxy generate on the same engines."""
-        return self.writes_revisions and self.actor_rollout_ref.proxy.kind == "shared"
+        kind = self.actor_rollout_ref.proxy.kind
+        return self.writes_revisions and kind in ("shared", "agent1")
+
+    @property
+    def has_frozen_proxy(self) -> bool:
+        """True if the actor's engines also generate with a proxy that does not learn."""
+        return self.shares_engines and self.actor_rollout_ref.proxy.kind == "shared"
 
     @property
     def has_proxy_engines(self) -> bool:

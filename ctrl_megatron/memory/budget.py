@@ -174,6 +174,7 @@ def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseUse]:
         )
 
 
+_TRAINED = {"actor": "actor", "agent1": "second policy", "critic": "value model"}
 _FROZEN = {"reference": "reference", "reward_model": "reward model"}
 """Role -> name of a model that does not learn."""
 
@@ -188,7 +189,7 @@ class _Models:
 
 def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
     """ValueError if one of them does not divide over the world's layout."""
-    given = {"actor": shapes.actor, "critic": shapes.value}
+    given = {"actor": shapes.actor, "agent1": shapes.second, "critic": shapes.value}
     given |= {"reference": shapes.reference, "reward_model": shapes.reward_model}
     here = {
         role: shape
@@ -201,7 +202,7 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
             check_split(shape, world.layout)
     trained, frozen = (
         {name: here[role] for role, name in names.items() if role in here}
-        for names in ({"actor": "actor", "critic": "value model"}, _FROZEN)
+        for names in (_TRAINED, _FROZEN)
     )
     return _Models(trained=trained, frozen=frozen)
 
@@ -247,6 +248,10 @@ class _Stage:
             name: frozen_state(shape, layout, pp=pp, dtype=dtype)
             for name, shape in models.frozen.items()
         }
+        for policy in range(1, len(config.agents)):
+            # Each policy that learns has a reference of its own.
+            if "reference" in self.frozen:
+                self.frozen[f"reference of agent{policy}"] = self.frozen["reference"]
         self.dtype_size = DTYPE_SIZE[dtype]
         self.buckets = 0
         """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
@@ -271,8 +276,10 @@ class _Stage:
         phases["start: models"] = self._building()
         if pushes:
             phases["generate"] = self._generating()
-            if self.config.shares_engines:
-                phases["sync proxy"] = self._pushing_proxy()
+            if self.config.has_frozen_proxy:
+                phases["sync proxy"] = self._pushing_awake()
+            if len(self.config.agents) > 1 and not self.megatron.param_offload:
+                phases["sync agent1"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()
         if self.trained:
@@ -447,9 +454,9 @@ class _Stage:
         sent = {"actor's parameters": self.trained["actor"].parameters}
         return self._process() | held | self._staying() | sent | self._unchanged()
 
-    def _pushing_proxy(self) -> dict[str, int]:
-        """The push of the proxy's weights, which are read from files while the engine is awake with
-        its cache: the cache stays between critiques and revisions."""
+    def _pushing_awake(self) -> dict[str, int]:
+        """The push of weights that are read from files, or are on the device anyway, while the
+        engine is awake with its cache: the cache stays between critiques and revisions."""
         arriving = 0 if self.engine is None else self.engine.reload
         return self._generating() | {"engine's tensors on arrival": arriving}
 
@@ -528,7 +535,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     bucket = max(place.offset + spec_bytes(place.spec) for place in places)
     items = {"weight buckets": _BUCKETS * bucket}
     proxy = family.proxy
-    if config.shares_engines and proxy.keep_in_host_memory and sends == "merged":
+    if config.has_frozen_proxy and proxy.keep_in_host_memory and sends == "merged":
         items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)
     return items
 

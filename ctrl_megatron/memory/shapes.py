@@ -23,6 +23,8 @@ class ModelShapes:
     """None if nothing reads values."""
     reward_model: AnyShape | None = None
     """None if no model rewards texts."""
+    second: AnyShape | None = None
+    """The second policy; None where the actor learns alone."""
     proxy: ModelShape | None = None
     """The model of the proxy's own engines; None if it has none, and for one that has no shape
     here, since these engines run any model."""
@@ -32,7 +34,7 @@ class ModelShapes:
     @property
     def trained(self) -> tuple[AnyShape, ...]:
         """The models that learn."""
-        return (self.actor,) if self.value is None else (self.actor, self.value)
+        return (self.actor, *(one for one in (self.second, self.value) if one is not None))
 
 
 def model_shapes(
@@ -63,6 +65,7 @@ def model_shapes(
     if purpose == "rl" and config.needs_reward_model:
         rewarding = value_shape(shape_of(config.reward_model.model.path), head_bias=False)
     actor = adapted(shape_of(own), configured(config))
+    second = config.agent1.model.path if purpose == "rl" else None
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:
         file = _file(family.proxy.model.path or own, proxy_file, "--proxy-config")
@@ -75,6 +78,7 @@ def model_shapes(
         reference=reference,
         value=value,
         reward_model=rewarding,
+        second=None if second is None else shape_of(second),
         proxy=proxy,
         proxy_is_unknown=unknown,
     )

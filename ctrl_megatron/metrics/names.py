@@ -199,6 +199,7 @@ METRICS: dict[str, Metric] = {
     "val/episode_score": Metric("the score of greedy episodes", headline=True),
     "val/episode_turns": Metric("answers of the model in a greedy episode"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
+    "agent1/NAME": Metric("NAME of the second policy (agent1.model.path)"),
     "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token", headline=True),
 }
 

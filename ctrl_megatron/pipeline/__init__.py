@@ -25,7 +25,8 @@ from ctrl_megatron.pipeline.scheduler import (
 from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.batch import make_batch, texts
+    from ctrl_megatron.pipeline.batch import columns, make_batch, texts
+    from ctrl_megatron.pipeline.chain import critiques_of, judge, read_critique, revise
     from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.pipeline.embodied import embodied_srpo_pipeline
     from ctrl_megatron.pipeline.episodes import (
@@ -64,7 +65,9 @@ __all__ = [
     "TaskScheduler",
     "add_update_nodes",
     "balance",
+    "columns",
     "coupled_grpo_pipeline",
+    "critiques_of",
     "ctrl_pipeline",
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
@@ -72,12 +75,15 @@ __all__ = [
     "embodied_srpo_pipeline",
     "environment_pipeline",
     "grpo_pipeline",
+    "judge",
     "make_batch",
     "node_fields",
     "node_keys",
     "pipeline_from_file",
     "ppo_pipeline",
+    "read_critique",
     "repair_pipeline",
+    "revise",
     "step_performance",
     "texts",
 ]
@@ -85,7 +91,8 @@ __all__ = [
 
 _LATER = {
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
-    **dict.fromkeys(("make_batch", "texts"), "batch"),
+    **dict.fromkeys(("columns", "make_batch", "texts"), "batch"),
+    **dict.fromkeys(("critiques_of", "judge", "read_critique", "revise"), "chain"),
     **dict.fromkeys(("balance", "draw_samples"), "sampling"),
     **dict.fromkeys(
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"

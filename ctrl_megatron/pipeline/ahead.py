@@ -62,12 +62,11 @@ def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     that are about to train on it; and, with updates in flight, ``rollout/mixed_rate``. Collective.
     Raises RuntimeError where a token is more than ``rollout.staleness`` updates old.
     """
-    worker.device.version("actor", worker.step)
+    worker.device.version(worker.role, worker.step)
     rollout, lengths = worker.config.actor_rollout_ref.rollout, batch["response_mask"].sum(dim=1)
     spans = [spans_of(*one) for one in zip(texts(batch["version"]), lengths.tolist(), strict=True)]
-    behind = {
-        span.version: worker.device.versions.behind(span.version) for of in spans for span in of
-    }
+    known = worker.device.versions[worker.role]
+    behind = {span.version: known.behind(span.version) for of in spans for span in of}
     if max(behind.values(), default=0) > rollout.staleness:
         raise RuntimeError(
             f"samples are {min(behind.values())} to {max(behind.values())} updates old, and at "
@@ -101,9 +100,9 @@ class SavedDraws:
         worker = self._worker
         begun = [d for d in worker.ahead.every() if d.begun < worker.step <= d.step]
         limit = worker.config.actor_rollout_ref.rollout.staleness
-        worker.device.version("actor", worker.step)  # has a name from now on
+        worker.device.version(worker.role, worker.step)  # has a name from now on
         return {
-            "versions": worker.device.versions.last(limit + 1),
+            "versions": worker.device.versions[worker.role].last(limit + 1),
             "draws": [self._state(draw) for draw in self._there(begun)],
         }
 
@@ -114,7 +113,8 @@ class SavedDraws:
         if not state:
             return
         worker, rollout = self._worker, self._worker.config.actor_rollout_ref.rollout
-        worker.device.versions.go_on(state["versions"], worker.device.updates)
+        updates = worker.device.updates(worker.role)
+        worker.device.versions[worker.role].go_on(state["versions"], updates)
         for saved in state["draws"]:
             age, samples = saved["step"] - saved["begun"], len(saved["groups"][0])
             if samples == rollout.n and age <= rollout.staleness:

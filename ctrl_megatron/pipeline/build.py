@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.pipeline.batch import DrawsAhead, LeftoverGroups
 from ctrl_megatron.pipeline.guide_worker import GuideWorker
 from ctrl_megatron.pipeline.inputs import RunInputs
 from ctrl_megatron.pipeline.performance import peak_flops_per_device
@@ -40,7 +42,7 @@ from ctrl_megatron.pipeline.reward_reader import RewardReader, longest_conversat
 from ctrl_megatron.pipeline.services import Services, actor_shape, proxy_path
 from ctrl_megatron.pipeline.session import Session
 from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere, Proxy, RolloutWorker
-from ctrl_megatron.resharding.device import DeviceOwner, Role
+from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.shard_plan import engine_cut
 from ctrl_megatron.resharding.transports import sender_class
@@ -72,8 +74,9 @@ def build_worker(
         leaves=leaving_parts(config),
         rests_until=config.trainer.critic_warmup,
     )
-    policy, reference = build_policies(
-        config, groups, steps, device, with_reference=run.is_here("reference")
+    (policy, reference), *others = (
+        build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
+        for role, own in zip(AGENTS, config.agents, strict=False)
     )
     value = None
     if run.is_here("critic"):
@@ -112,6 +115,20 @@ def build_worker(
         restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
+    for number, (policy, reference) in enumerate(others, 1):
+        # It joins the agents of the first.
+        dataclasses.replace(
+            worker,
+            config=config.agents[number],
+            role=AGENTS[number],
+            policy=policy,
+            reference=reference,
+            value=None,
+            rewards=worker.rewards and worker.rewards.counting_apart(),
+            kl_controller=build_kl_controller(config),
+            ahead=DrawsAhead(),
+            leftover=LeftoverGroups(),
+        )
     return worker, sampler, steps
 
 
@@ -226,7 +243,13 @@ def build_proxy(
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
             patient=config.trainer.service_restarts > 0,
         )
-    return SharedProxy(engine, device, inputs.codec, max_model_len=services.max_model_len)
+    return SharedProxy(
+        engine,
+        device,
+        inputs.codec,
+        max_model_len=services.max_model_len,
+        role="proxy" if config.has_frozen_proxy else "agent1",
+    )
 
 
 def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
@@ -293,23 +316,24 @@ def build_policies(
     groups: ProcessGroups,
     steps: int,
     device: DeviceOwner,
+    role: Role = "actor",
     *,
     with_reference: bool = True,
 ) -> tuple[Policy, Policy | BasePolicy | None]:
-    """The actor for ``steps`` training steps, and the reference if the objective has a KL and
-    ``with_reference`` it is to be here.
+    """The policy of a ``role`` for ``steps`` training steps, and its reference if the objective has
+    a KL and ``with_reference`` it is to be here. ``config`` is the policy's (``Config.agents``).
     """
     family = config.actor_rollout_ref
     policy = build_policy(
         config,
         groups,
         path=family.model.path,
-        optimizer=actor_optimizer(config, steps),
+        optimizer=policy_optimizer(config, steps, role),
         budget=family.update_token_budget,
         take_device=device.to_trainer,
         canvas=config.data.max_response_length,
     )
-    device.adopt(policy, "actor")
+    device.adopt(policy, role)
     if config.reference_is_base:
         return policy, BasePolicy(policy)
     reference = build_reference(config, groups, device.to_trainer) if with_reference else None
@@ -421,12 +445,13 @@ def leaving_parts(config: Config) -> tuple[Part, ...]:
     return tuple(part for part, leaves in flags.items() if leaves)
 
 
-def actor_optimizer(config: Config, steps: int) -> OptimizerOptions:
-    """The actor's optimizer for a run of ``steps`` training steps."""
+def policy_optimizer(config: Config, steps: int, role: Role = "actor") -> OptimizerOptions:
+    """The optimizer of the policy of a ``role`` for a run of ``steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    return optimizer_options(config, "actor_rollout_ref.actor.optim.lr", learning * per_step)
+    lr_key = "actor_rollout_ref.actor.optim.lr" if role == "actor" else f"{role}.optim.lr"
+    return optimizer_options(config, lr_key, learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
@@ -528,4 +553,4 @@ def device_owner(
 
 def shared_proxy(config: Config) -> dict[Role, str]:
     """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
-    return {"proxy": proxy_path(config)} if config.shares_engines else {}
+    return {"proxy": proxy_path(config)} if config.has_frozen_proxy else {}

@@ -224,7 +224,7 @@ def criticise(
     """
     heard = None if then is None else then.listener(worker)
     finished = by_row(rows, params.n, heard)
-    answers = generate(worker, "actor", prompts, params, finished=finished)
+    answers = generate(worker, worker.role, prompts, params, finished=finished)
     return [
         [read_critique(worker, row, completion) for completion in group]
         for row, group in zip(rows, answers, strict=True)

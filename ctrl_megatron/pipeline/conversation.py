@@ -268,7 +268,7 @@ def judge_pairs(
             for pair in part
         ]
         once = dataclasses.replace(params, n=1, rows=tuple(n for four in names for n in four[:2]))
-        chosen = generate(worker, "actor", [p for four in prompts for p in four[:2]], once)
+        chosen = generate(worker, worker.role, [p for four in prompts for p in four[:2]], once)
         rows = [row for pair in part for row in _rows_of_pair(pair)]
         named = dataclasses.replace(params, rows=tuple(n for four in names for n in four[2:]))
         groups = criticise(worker, rows, [p for four in prompts for p in four[2:]], named, None)

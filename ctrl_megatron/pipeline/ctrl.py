@@ -62,6 +62,7 @@ from ctrl_megatron.pipeline.graph import (
     Pipeline,
     StepReport,
     TaskGraph,
+    of_policy,
 )
 from ctrl_megatron.pipeline.greedy_baseline import (
     draw_greedy_critiques,
@@ -164,11 +165,18 @@ def add_sharing(
 
 
 def add_update_nodes(
-    pipeline: Pipeline, config: Config, *, drawn: str, judged: list[str], corrects: bool = True
+    pipeline: Pipeline,
+    config: Config,
+    *,
+    drawn: str,
+    judged: list[str],
+    corrects: bool = True,
+    agent_group: int = 0,
 ) -> None:
     """Add the second half of a step: from the responses of the node ``drawn`` and the rewards of
     the nodes ``judged`` to new weights in the engine. Every built-in pipeline ends with it.
-    ``corrects`` says whether the engine's log-probs are compared with the trainer's.
+    ``corrects`` says whether the engine's log-probs are compared with the trainer's. The nodes of a
+    further policy, ``agent_group``, have its name before theirs: ``agent1_actor_update``.
 
     Without a setting that needs ``old_log_probs`` before the update (``needs_old_log_prob``), the
     update computes them itself, and the node for them is left out.
@@ -176,7 +184,13 @@ def add_update_nodes(
     forward: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
     train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
     actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
-    add = pipeline.add_node
+    added: dict[str, str] = {}
+
+    def add(name: str, function: Callable[..., NodeOutput], after: list[str], **kinds: Any) -> None:
+        added[name] = of_policy(name, agent_group)
+        deps = [added.get(node, node) for node in after]
+        pipeline.add_node(added[name], function, deps, agent_group=agent_group, **kinds)
+
     before, drawn_last = needs_old_log_prob(config), drawn
     if before:
         add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
@@ -204,7 +218,8 @@ def add_update_nodes(
         add("rollout_correction", rollout_correction, ["actor_update"], node_role=advantage)
     if config.refreshes_reference:
         add("refresh_reference", refresh_reference, ["actor_update"], node_role=actor, **train)
-    add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
+    if not agent_group:
+        add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
 
 
 def needs_old_log_prob(config: Config) -> bool:

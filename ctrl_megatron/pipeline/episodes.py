@@ -271,7 +271,7 @@ class Episodes:
         worker.settle()
         version, played = answered(
             worker,
-            lambda: worker.device.to_engine("actor", worker.step),
+            lambda: worker.device.to_engine(worker.role, worker.step),
             ask,
             f"{len(rows) * params.n} episodes of the actor",
         )

@@ -159,6 +159,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl", others),
         lambda: check_proxy(config),
+        lambda: _check_frozen(config),
         lambda: check_rewards(config),
     )
 
@@ -198,6 +199,17 @@ def _weights(directory: str) -> dict[str, str]:
     if is_written(directory):
         return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
+
+
+def _check_frozen(config: Config) -> None:
+    """UserError for a proxy that a run trains."""
+    if config.actor_rollout_ref.proxy.kind == "agent1":
+        raise UserError(
+            "nothing learns in an evaluation",
+            key="actor_rollout_ref.proxy.kind=agent1",
+            remedy="set it to shared, and actor_rollout_ref.proxy.model.path to the policy's "
+            "directory (ctrl-convert-megatron-to-hf --model agent1)",
+        )
 
 
 def _proxy(config: Config) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -56,6 +56,10 @@ class Executor:
     the first node that depends on one waits for it, and its output is sent to all ranks of the
     copy. All other functions run on the main thread in the graph's order, so that every rank issues
     collectives in the same order.
+
+    Each policy that learns has a worker and a batch of its own, which the nodes of its
+    ``agent_group`` get; a node may read the others' batches (``batches``). The names of a policy's
+    metrics begin with its own (``metric_prefix``).
     """
 
     def __init__(
@@ -63,41 +67,50 @@ class Executor:
         graph: TaskGraph,
         worker: Rank,
         *,
+        agents: Sequence[Rank] = (),
         runs: Callable[[Node], bool] = lambda node: True,
-        before_update: Callable[[TensorDict], None] = lambda batch: None,
+        before_update: Callable[[TensorDict, int], None] = lambda batch, policy: None,
         between: Between | None = None,
     ) -> None:
-        """A node for which ``runs`` is False is left out. In every step ``before_update`` is called
-        on all ranks, with the batch that the first node which changes weights is about to use.
-        ``between`` leads to other worlds.
+        """``agents`` are the workers of all policies, ``worker`` first; none for that one alone. A
+        node for which ``runs`` is False is left out. In every step ``before_update`` is called on
+        all ranks for each policy, with its batch, which the first of its nodes that changes weights
+        is about to use, and its number. ``between`` leads to other worlds.
         """
         self.graph, self._worker, self._before_update = graph, worker, before_update
+        self._agents = agents or (worker,)
+        self.batches: list[TensorDict] = []
+        """The batch of each policy."""
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._between = between or OneWorld()
         self._program = self._between.program(graph, [node for node in every if runs(node)])
         self._pending: dict[str, tuple[Future[NodeOutput] | None, int]] = {}
         """Nodes that run aside: the result, on leaders, and how many moves came before it."""
-        self._moves: list[Sequence[int]] = []
-        """``NodeOutput.moved`` of this step's nodes, in order."""
+        self._moves: list[list[Sequence[int]]] = []
+        """``NodeOutput.moved`` of this step's nodes, in order, for each policy."""
+        self._updating: set[int] = set()
+        """The policies whose weights this step has begun to change."""
         self.weights_changed = False
         """Whether a step that did not end has begun to change weights."""
 
     def run_step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
-        """The batch after the last node, and the metrics of all nodes.
+        """The first policy's batch after the last node, and the metrics of all nodes.
 
         Raises StopRequested, on all ranks at the same node, if a stop is requested before the first
         node that changes weights. After that the step is finished, whatever its nodes wait for.
         """
         metrics: dict[str, float] = {}
         self.weights_changed = False
-        self._moves = []
+        self._updating.clear()
+        self._moves = [[] for _ in self._agents]
+        self.batches = [batch, *(batch.copy() for _ in self._agents[1:])]
         left = list(self._program)
         try:
             while left:
-                batch = self._do(left[0], batch, metrics)
+                self._do(left[0], metrics)
                 del left[0]
             for needed in list(self._pending):
-                batch = self._merge(batch, self._collect(needed), metrics)
+                self._collect(needed, metrics)
             self.weights_changed = False
         except (StopRequested, ServiceFault) as why:
             # What failed is behind, unless it was to send, which has not been done then.
@@ -110,83 +123,92 @@ class Executor:
                 if future is not None:
                     future.cancel()
             self._pending.clear()
-        return batch, metrics
+        return self.batches[0], metrics
 
-    def _do(self, action: Action, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
-        """The batch after one action."""
+    def _do(self, action: Action, metrics: dict[str, float]) -> None:
+        """One action, which changes the batches."""
         match action:
             case Run(node):
-                batch = self._ready(node, batch, metrics)
-                return self._run(node, batch, metrics)
+                self._ready(node, metrics)
+                self._run(node, metrics)
             case Send(message):
-                batch = self._ready(message.node, batch, metrics)
-                self._between.send(message, batch)
-                return batch
+                self._ready(message.node, metrics)
+                self._between.send(message, self.batches[0])
             case Receive(message):
                 with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
-                    output = self._between.receive(message, batch)
-                return self._merge(batch, output, metrics)
+                    output = self._between.receive(message, self.batches[0])
+                self._merge(0, output, metrics)
 
-    def _ready(self, node: Node, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
-        """The batch with everything that the node, here or in another world, has to wait for."""
-        ancestors = self.graph.get_ancestors(node.node_id)
+    def _ready(self, node: Node, metrics: dict[str, float]) -> None:
+        """Wait for everything that the node, here or in another world, has to wait for."""
+        ancestors, policy = self.graph.get_ancestors(node.node_id), node.agent_group
         for needed in [n for n in self._pending if n in ancestors]:
-            batch = self._merge(batch, self._collect(needed), metrics)
+            self._collect(needed, metrics)
         # The world that deals the rows decides it for the others.
         may_stop = self._between.is_home and not self.weights_changed
         if may_stop and self._worker.stop.agreed(self._worker.groups):
             raise StopRequested
-        if node.changes_weights and not self.weights_changed:
+        if node.changes_weights and policy not in self._updating:
+            self._updating.add(policy)
             self.weights_changed = self._worker.stop.deferred = True
-            self._before_update(batch)
-        return batch
+            self._before_update(self.batches[policy], policy)
 
-    def _run(self, node: Node, batch: TensorDict, metrics: dict[str, float]) -> TensorDict:
+    def _run(self, node: Node, metrics: dict[str, float]) -> None:
+        policy = node.agent_group
         if node.runs_aside:
-            self._start(node, batch)
-            return batch
+            self._start(node)
+            return
         if node.filter_plugin is not None:
-            batch, kept = filtered(batch, node)
+            self.batches[policy], kept = filtered(self.batches[policy], node)
             totals = self._worker.groups.sum_over_data(kept)
-            metrics[f"filter/{node.node_id}"] = float(totals[0] / totals[1].clamp(min=1))
+            share = float(totals[0] / totals[1].clamp(min=1))
+            metrics[f"{metric_prefix(policy)}filter/{node.node_id}"] = share
         with self._worker.timeline.phase(node.node_id):
-            output = node.run_in_step(self._worker, batch)
-        batch = self._merge(batch, output, metrics)
+            output = node.run_in_step(self._agents[policy], self.batches[policy], self.batches)
+        self._merge(policy, output, metrics)
         if output is not None and output.moved is not None:
-            self._moves.append(output.moved)
-        return batch
+            self._moves[policy].append(output.moved)
 
-    def _merge(
-        self, batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]
-    ) -> TensorDict:
-        if output is not None and output.batch is not None and output.batch is not batch:
+    def _merge(self, policy: int, output: NodeOutput | None, metrics: dict[str, float]) -> None:
+        if output is None:
+            return
+        if output.batch is not None and output.batch is not self.batches[policy]:
             self._between.new_rows()
-        return _merge(batch, output, metrics)
+        named = prefixed(output.metrics, policy)
+        if repeated := metrics.keys() & named.keys():
+            raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
+        metrics.update(named)
+        merged = self.batches[policy] if output.batch is None else output.batch
+        for name, value in output.fields.items():
+            merged[name] = value
+        self.batches[policy] = merged
 
-    def _start(self, node: Node, batch: TensorDict) -> None:
+    def _start(self, node: Node) -> None:
         future = None
         if self._worker.groups.is_leader:
-            future = self._worker.background.submit(self._run_aside(node, batch))
-        self._pending[node.node_id] = future, len(self._moves)
+            future = self._worker.background.submit(self._run_aside(node, tuple(self.batches)))
+        self._pending[node.node_id] = future, len(self._moves[node.agent_group])
 
-    async def _run_aside(self, node: Node, batch: TensorDict) -> NodeOutput:
+    async def _run_aside(self, node: Node, batches: Sequence[TensorDict]) -> NodeOutput:
+        worker, batch = self._agents[node.agent_group], batches[node.agent_group]
         with self._worker.timeline.phase(node.node_id, kind="host"):
             for retries_left in range(node.retry_limit, -1, -1):
                 try:
-                    return await node.run_in_step(self._worker, batch)
+                    return await node.run_in_step(worker, batch, batches)
                 except Exception:
                     if not retries_left:
                         raise
             raise AssertionError("a negative retry_limit, which Node refuses")
 
-    def _collect(self, node_id: str) -> NodeOutput:
+    def _collect(self, node_id: str, metrics: dict[str, float]) -> None:
+        policy = self.graph.nodes[node_id].agent_group
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
             output = self._worker.waiting.together(future, what)
             output = self._worker.groups.from_leader(output)
-        for moved in self._moves[before:] if output is not None else ():
+        for moved in self._moves[policy][before:] if output is not None else ():
             output = self._brought(output, moved, node_id)
-        return output
+        self._merge(policy, output, metrics)
 
     def _brought(self, output: NodeOutput, moved: Sequence[int], node_id: str) -> NodeOutput:
         """The output with its fields at the rows that ``moved`` has dealt to this rank. Collective.
@@ -239,14 +261,12 @@ def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
     return batch, torch.tensor([keep.sum(), len(keep)], dtype=torch.float64)
 
 
-def _merge(batch: TensorDict, output: NodeOutput | None, metrics: dict[str, float]) -> TensorDict:
-    if output is None:
-        return batch
-    repeated = metrics.keys() & output.metrics.keys()
-    if repeated:
-        raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
-    metrics.update(output.metrics)
-    merged = output.batch if output.batch is not None else batch
-    for name, value in output.fields.items():
-        merged[name] = value
-    return merged
+def metric_prefix(policy: int) -> str:
+    """What the names of a policy's metrics begin with: nothing for the first, ``agent1/`` for the
+    second."""
+    return f"agent{policy}/" if policy else ""
+
+
+def prefixed(metrics: Mapping[str, float], policy: int) -> dict[str, float]:
+    """The metrics of a policy under its names."""
+    return {f"{metric_prefix(policy)}{name}": value for name, value in metrics.items()}

@@ -54,13 +54,15 @@ class Node(NodeLife):
     (``executor.Executor``); if it raises, it is called up to ``retry_limit`` times more.
     ``config`` gives values to parameters of the function.
     ``filter_plugin(batch)`` returns a (B,) bool tensor: from this node on the rows with False have
-    an empty ``response_mask`` (``executor.filtered``). ``siirl_names`` says which values of
-    ``node_type``, ``node_role`` and ``only_forward_compute`` have an effect; ``agent_group`` and
-    ``agent_options`` have none.
+    an empty ``response_mask`` (``executor.filtered``). The function gets worker and batch of the
+    policy number ``agent_group`` (``executor.Executor``). ``siirl_names`` says which values of
+    ``node_type``, ``node_role`` and ``only_forward_compute`` have an effect; ``agent_options`` has
+    none.
 
     Raises ValueError for an empty id, a wrong enumeration, a dependency that is no id, a negative
-    ``retry_limit``, two functions, and for what a function cannot do: a coroutine function cannot
-    work on a model or filter, and no other function can be retried, since it issues collectives.
+    ``retry_limit`` or ``agent_group``, two functions, and for what a function cannot do: a
+    coroutine function cannot work on a model or filter, and no other function can be retried, since
+    it issues collectives.
     UnresolvedReference (an ImportError and a ValueError) for an import path without a function.
     """
 
@@ -85,6 +87,8 @@ class Node(NodeLife):
         for value, kind in ((node_type, NodeType), (node_role, NodeRole)):
             if not isinstance(value, kind):
                 raise ValueError(f"node {node_id!r}: {value!r} is not a {kind.__name__}")
+        if not isinstance(agent_group, int) or agent_group < 0:
+            raise ValueError(f"node {node_id!r}: agent_group={agent_group!r} is no number from 0")
         if func is not None and executable_ref is not None:
             raise ValueError(f"node {node_id!r}: give either func or executable_ref, not both")
         self.node_id, self.node_type, self.node_role = node_id, node_type, node_role
@@ -142,22 +146,25 @@ class Node(NodeLife):
             self.update_status(NodeStatus.COMPLETED)
             return answer
 
-    def run_in_step(self, worker: Any, batch: Any) -> Any:
-        """``run`` as a step does it: the function gets those of ``worker``, ``batch`` and the run's
-        ``config`` that its parameters name, and a method that was taken from its class gets the
-        worker as its ``self``, as siiRL's guide has it (section 5.5).
+    def run_in_step(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:
+        """``run`` as a step does it: the function gets those of ``worker``, ``batch``, ``batches``
+        (of all policies) and the ``config`` of its policy that its parameters name, and a method
+        that was taken from its class gets the worker as its ``self``, as siiRL's guide has it
+        (section 5.5).
         """
-        instance, given = self._step_call(worker, batch)
+        instance, given = self._step_call(worker, batch, batches)
         return self.run(_dag_worker_instance=instance, **given)
 
     def check_call(self) -> None:
         """TypeError if the node's function cannot be called as ``run_in_step`` does."""
         if self.executable is not None:
-            instance, given = self._step_call(SimpleNamespace(config=None), None)
+            instance, given = self._step_call(SimpleNamespace(config=None), None, ())
             bound = () if instance is None else (instance,)
             inspect.signature(self.executable).bind(*bound, **{**self._own_options(), **given})
 
-    def _step_call(self, worker: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    def _step_call(
+        self, worker: Any, batch: Any, batches: Sequence[Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """(the ``self`` of a method, else None; the keyword arguments)."""
         if self.executable is None:
             return None, {}
@@ -165,6 +172,8 @@ class Node(NodeLife):
         offered = {"worker": worker, "batch": batch}
         if "config" in names:
             offered["config"] = worker.config
+        if "batches" in names:
+            offered["batches"] = batches
         instance = worker if next(iter(names), None) == "self" else None
         return instance, accepted(self.executable, offered)
 
@@ -207,10 +216,11 @@ class StepReport:
     a pipeline."""
 
     metrics: Callable[[Any, TensorDict], Mapping[str, float]] = lambda worker, batch: {}
-    """(worker, the step's last batch) -> metrics beside those of the nodes. Collective."""
+    """(worker, the step's last batch) -> metrics beside those of the nodes. Collective. Called for
+    each policy that learns, with its worker and batch."""
     examples: Callable[[Any, TensorDict], Sequence[Mapping[str, Any]]] = lambda worker, batch: []
     """(worker, the step's last batch) -> records for the report, whose fields are shown in their
-    order. Called on rank 0."""
+    order. Called on rank 0, for each policy that learns."""
     validate: Callable[[Any], Mapping[str, float]] | None = None
     """worker -> rates over the validation rows; None without validation. Collective."""
     rewards: tuple[str, ...] = ()
@@ -409,6 +419,11 @@ class Pipeline:
         if not valid:
             raise ValueError(f"pipeline {self.pipeline_id!r}: {reason}")
         return graph
+
+
+def of_policy(node_id: str, policy: int) -> str:
+    """The id of a built-in node that several policies have: ``agent1_NAME`` for the second one."""
+    return f"agent{policy}_{node_id}" if policy else node_id
 
 
 def _described(described: Mapping[str, Any], number: int, graph_id: str) -> Node:

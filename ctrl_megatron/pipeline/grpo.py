@@ -256,7 +256,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
             rows = [table.rows[row] for row in batch]
             drawn = generate(
                 worker,
-                "actor",
+                worker.role,
                 [table.prompts[row] for row in batch],
                 params,
                 finished=by_row(rows, params.n, partial(_begin_reward, worker)),

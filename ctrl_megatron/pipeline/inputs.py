@@ -56,6 +56,7 @@ from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
 _MODEL = "actor_rollout_ref.model.path"
 _PROXY = "actor_rollout_ref.proxy.model.path"
+_AGENT = "agent1.model.path"
 _ROLES = {"actor_rollout_ref.ref.model.path": "reference", "critic.model.path": "critic"}
 """The key of a model that generates no text, and its role."""
 _REENCODED_SHARE = 8
@@ -171,8 +172,10 @@ def this_gpu() -> tuple[str, int] | None:
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
     family = config.actor_rollout_ref
-    if config.shares_engines:
+    if config.has_frozen_proxy:
         yield _PROXY, family.proxy.model.path or actor
+    if config.agent1.model.path is not None:
+        yield _AGENT, config.agent1.model.path
     if config.needs_reference:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
     if config.needs_values:

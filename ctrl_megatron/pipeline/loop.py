@@ -23,7 +23,7 @@ from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.batch import texts
 from ctrl_megatron.pipeline.dump import ROW_ID
-from ctrl_megatron.pipeline.executor import Executor, Rank
+from ctrl_megatron.pipeline.executor import Executor, Rank, prefixed
 from ctrl_megatron.pipeline.graph import TaskGraph
 from ctrl_megatron.pipeline.performance import DeviceMemory
 from ctrl_megatron.pipeline.recorder import Recorder
@@ -41,6 +41,9 @@ class Trainee(Rank, Protocol):
     """The part of the worker that the loop uses."""
 
     step: int
+
+    @property
+    def agents(self) -> Sequence[Trainee]: ...  # the workers of all policies, this one first
 
     @property
     def trained(self) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
@@ -120,8 +123,8 @@ class TrainingLoop:
     keep_batch: Callable[[int, TensorDict], Path] | None = None
     """(step, batch just before the update) -> the directory into which it is written; for the step
     that ends a run. Collective."""
-    _updating: TensorDict | None = None
-    """The batch just before the update of the step in hand, or of the last one."""
+    _updating: dict[int, TensorDict] = field(default_factory=dict)
+    """The batch of each policy just before its update in the step in hand, or in the last one."""
     _bad: list[SkippedUpdate] = field(default_factory=list)
     """The last skipped update of each of the last steps in a row that had one."""
     _state: dict[str, Any] | None = None
@@ -136,7 +139,7 @@ class TrainingLoop:
         """
         first, mode = (self.everyone or self.worker.groups).is_first, self.schedule.resume_mode
         parts = ("sampler", *self.parts)
-        loaded = self.store.load_newest(self.worker.saved, mode, parts=parts)
+        loaded = self.store.load_newest(self._saved_models, mode, parts=parts)
         if loaded is not None:
             state = loaded.state
             self.sampler.load_state_dict(state["sampler"])
@@ -144,7 +147,8 @@ class TrainingLoop:
                 part.load_state_dict(state[name])
             for name, part in self.late.items():
                 part.load_state_dict(state.get(name, {}))
-            self.worker.step = self._saved = state["step"]
+            self._saved = state["step"]
+            self._set_step(self._saved)
         self.recorder.begin()
         for remark in loaded.remarks if loaded else ():
             self.recorder.say(f"warning: {remark}")
@@ -162,7 +166,11 @@ class TrainingLoop:
         """
         worker, schedule = self.worker, self.schedule
         executor = Executor(
-            self.graph, worker, before_update=self._before_update, between=self.between
+            self.graph,
+            worker,
+            agents=worker.agents,
+            before_update=self._before_update,
+            between=self.between,
         )
         try:
             if schedule.val_before_train and worker.step == 0:
@@ -211,10 +219,20 @@ class TrainingLoop:
         drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
         return drawn or self.worker.step >= schedule.total_steps
 
-    def _before_update(self, batch: TensorDict) -> None:
-        self._updating = batch.copy()
-        for watcher in self.watchers:
+    def _before_update(self, batch: TensorDict, policy: int) -> None:
+        self._updating[policy] = batch.copy()
+        for watcher in self.watchers if policy == 0 else ():
             watcher.before_update(self.worker.step + 1, batch)
+
+    def _set_step(self, step: int) -> None:
+        """So many steps are finished."""
+        for agent in self.worker.agents:
+            agent.step = step
+
+    @property
+    def _saved_models(self) -> dict[str, ParallelModel]:
+        """The models of all policies that a checkpoint holds, by folder."""
+        return {name: m for agent in self.worker.agents for name, m in agent.saved.items()}
 
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
@@ -227,7 +245,7 @@ class TrainingLoop:
         size = 0 if self.graph.draws_rows else self.schedule.batch_size
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
         batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
-        worker.step = step
+        self._set_step(step)
         # Before anything that a stop can interrupt: weights and state are of the same step.
         self._state = self._snapshot()
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
@@ -253,11 +271,18 @@ class TrainingLoop:
         metrics["memory/host_gib"] = max(everyone.from_all(held))
         if self.memory is not None:
             metrics |= self.memory.take(everyone)
-        metrics |= {**self.constants, **report.metrics(worker, batch)}
+        own_batches = list(zip(worker.agents, executor.batches, strict=True))
+        metrics |= self.constants
+        for policy, (agent, own_batch) in enumerate(own_batches):
+            metrics |= prefixed(report.metrics(agent, own_batch), policy)
         self._report_save(self.store.take_report())
         metrics |= self._metrics
         self._metrics = {}
-        examples = report.examples(worker, batch) if everyone.is_first else []
+        examples = [
+            example
+            for agent, own_batch in own_batches
+            for example in (report.examples(agent, own_batch) if everyone.is_first else ())
+        ]
         for other in others:
             self.recorder.keep_timeline(timeline_record(step, other.rank, other.phases))
         record = timeline_record(step, everyone.rank, phases)
@@ -276,11 +301,12 @@ class TrainingLoop:
     def _skipped(self) -> tuple[tuple[str, SkippedUpdate, tuple[str, ...]], ...]:
         """``News.skipped`` of this world. Collective."""
         groups, found = self.worker.groups, []
-        for name, model in self.worker.trained.items():
-            for one in model.take_skipped():
-                parts = groups.from_data_ranks(self._names(one.rows))
-                rows = dict.fromkeys(row for part in parts for row in part)
-                found.append((name, one, tuple(rows)))
+        for policy, agent in enumerate(self.worker.agents):
+            for name, model in agent.trained.items():
+                for one in model.take_skipped():
+                    parts = groups.from_data_ranks(self._names(one.rows, policy))
+                    rows = dict.fromkeys(row for part in parts for row in part)
+                    found.append((name, one, tuple(rows)))
         return tuple(found)
 
     def _report_skipped(self, step: int, worlds: Sequence[News]) -> dict[str, float]:
@@ -300,8 +326,8 @@ class TrainingLoop:
         if len(self._bad) < self.schedule.max_bad_steps:
             return
         last, kept = self._bad[-1], ""
-        if self.keep_batch is not None and self._updating is not None:
-            folder = self.keep_batch(step, self._updating)
+        if self.keep_batch is not None and 0 in self._updating:
+            folder = self.keep_batch(step, self._updating[0])
             kept = f", or look at the batch in {folder} with ctrl-replay"
         raise UserError(
             f"{len(self._bad)} steps in a row, up to step {step}, skipped an update "
@@ -311,9 +337,9 @@ class TrainingLoop:
             remedy=f"lower it, continue from an older checkpoint (trainer.resume_mode){kept}",
         )
 
-    def _names(self, places: Sequence[int]) -> list[str]:
+    def _names(self, places: Sequence[int], policy: int) -> list[str]:
         """The rows of samples of this data rank's batch, as far as the batch names them."""
-        batch = self._updating
+        batch = self._updating.get(policy)
         if batch is None or not places:
             return []
         if ROW_ID in batch:
@@ -332,7 +358,7 @@ class TrainingLoop:
             state = self._state or self._snapshot()
             state = {**state, **{name: part.state_dict() for name, part in self.late.items()}}
             self._report_save(self.store.wait())
-            self.store.save(self.worker.saved, self.worker.step, state)
+            self.store.save(self._saved_models, self.worker.step, state)
         self._saved = self.worker.step
         self._report_save(self.store.take_report())
 
@@ -343,7 +369,8 @@ class TrainingLoop:
 
     def _export(self) -> None:
         with self.worker.timeline.phase("save_hf"):
-            path = self.store.export(self.worker.trained, self.worker.step)
+            models = {n: m for agent in self.worker.agents for n, m in agent.trained.items()}
+            path = self.store.export(models, self.worker.step)
         self.recorder.say(f"wrote {path}")
 
     def _validate(self, stage: str) -> None:

@@ -7,7 +7,7 @@ write only in a node of the model's role.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ctrl_megatron.config import Config
@@ -60,10 +60,20 @@ def asks_values(function: F) -> F:
 
 def check_fields(config: Config, graph: TaskGraph) -> None:
     """Raise UserError with a line for every field that a node needs and no node before it writes,
-    and for every model that the configuration enables and no node uses.
+    for every model that the configuration enables and no node uses, and for every policy that only
+    one of them knows.
     """
     order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
-    problems = []
+    problems = _unknown_policies(config, graph)
+    all_of(problems)
+    for policy, own in enumerate(config.agents):
+        nodes = [node for node in order if node.agent_group == policy]
+        problems += [*_missing_fields(own, graph, nodes), *_unused_models(own, graph, nodes)]
+    all_of(problems)
+
+
+def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> Iterator[UserError]:
+    """For the nodes of one policy, dependencies first."""
     for place, node in enumerate(order):
         needed: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
         ancestors = graph.get_ancestors(node.node_id)
@@ -72,14 +82,36 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
         for field, setting in needed.items():
             if not any(_may_write(writer, field) for writer in before):
                 why = f"{setting}: " if setting else ""
-                problems.append(
-                    UserError(
-                        f"{why}the node {node.node_id!r} of the pipeline {graph.graph_id} needs "
-                        f"the field {field}, which no node before it writes",
-                        remedy=_remedy(field),
-                    )
+                yield UserError(
+                    f"{why}the node {node.node_id!r} of the pipeline {graph.graph_id} needs "
+                    f"the field {field}, which no node before it writes",
+                    remedy=_remedy(field),
                 )
-    all_of([*problems, *_unused_models(config, graph)])
+
+
+def _unknown_policies(config: Config, graph: TaskGraph) -> list[UserError]:
+    """Problems of nodes whose policy the run lacks, and of a policy without nodes."""
+    known, problems = len(config.agents), list[UserError]()
+    for node in graph.nodes.values():
+        if node.agent_group >= known:
+            problems.append(
+                UserError(
+                    f"the node {node.node_id!r} of the pipeline {graph.graph_id} has agent_group="
+                    f"{node.agent_group}, and the run trains {known} of at most 2 policies",
+                    remedy="set agent1.model.path to the second one's directory"
+                    if known == node.agent_group == 1
+                    else "give it a smaller one",
+                )
+            )
+    if known > 1 and all(node.agent_group != 1 for node in graph.nodes.values()):
+        problems.append(
+            UserError(
+                f"no node of the pipeline {graph.graph_id} has agent_group 1",
+                key="agent1.model.path",
+                remedy="leave the key out, or give the second policy's nodes that number",
+            )
+        )
+    return problems
 
 
 def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
@@ -113,8 +145,7 @@ def _remedy(field: str) -> str:
     )
 
 
-def _unused_models(config: Config, graph: TaskGraph) -> list[UserError]:
-    nodes = list(graph.nodes.values())
+def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> list[UserError]:
     problems = []
     if config.needs_reference and not any(_may_write(node, "ref_log_prob") for node in nodes):
         on = config.actor_rollout_ref.actor.use_kl_loss

@@ -18,6 +18,7 @@ from ctrl_megatron.metrics import (
     seconds_by_name,
 )
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
+from ctrl_megatron.pipeline.graph import of_policy
 from ctrl_megatron.pipeline.proxy import ApiProxy
 from ctrl_megatron.pipeline.worker import DAGWorker, Elsewhere
 from ctrl_megatron.resharding.device import DeviceOwner
@@ -64,13 +65,14 @@ def passes(worker: DAGWorker) -> tuple[float, float]:
     all its devices together that they took in this step. Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
     rewarding = None if worker.reward_model is None else worker.reward_model.model
-    models = (worker.policy, worker.reference, worker.value, rewarding)
+    own = ((agent.policy, agent.reference, agent.value) for agent in worker.agents)
+    models = [*(model for of_agent in own for model in of_agent), rewarding]
     mine = sum(
         sum(m.take_flops()) for m in models if m is not None and not isinstance(m, Elsewhere)
     )
-    phases = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
-    phases += (MODEL_REWARD,)
-    took = sum(seconds.get(f"time/{name}", 0.0) for name in phases)
+    nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
+    names = [of_policy(name, policy) for policy in range(len(worker.agents)) for name in nodes]
+    took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))
     return sum(worker.groups.from_data_ranks(mine)), took * worker.groups.size
 
 
@@ -119,8 +121,10 @@ def restart_metrics(worker: DAGWorker) -> dict[str, float]:
 
 
 def weights_gauges(device: DeviceOwner) -> list[Gauge]:
-    """Which weights of the actor the engines got last, for any thread; nothing before a push."""
-    samples = [({}, device.pushed)] if device.pushed is not None else []
+    """Which weights the engines got last for each policy that learns, for any thread; nothing
+    before a push."""
+    every = list(device.pushed.items())
+    samples = [({} if role == "actor" else {"agent": role}, number) for role, number in every]
     text = "Finished steps of the weights that the engines got last for the actor."
     return [Gauge("ctrl_weights_version", text, samples)] if samples else []
 

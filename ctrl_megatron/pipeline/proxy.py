@@ -18,7 +18,7 @@ from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.generation.chat import Chat, ChatError, DealtChat
 from ctrl_megatron.pipeline.sampling import greedy_params, require_version
 from ctrl_megatron.pipeline.worker import Answer, Conversation, Failure, ProxyListener
-from ctrl_megatron.resharding.device import DeviceOwner
+from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, fingerprint
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
 from ctrl_megatron.types import Completion, Message, SamplingParams
@@ -33,7 +33,8 @@ Reply = Answer | Failure | None
 
 
 class SharedProxy:
-    """A proxy on the actor's engines, to which ``device`` pushes its weights before it answers.
+    """A proxy on the actor's engines, to which ``device`` pushes the weights of its ``role`` before
+    it answers: a frozen model, or a policy that learns.
 
     It has the actor's shape, tokenizer and chat template. ``engine`` is a client of all engines on
     leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
@@ -42,21 +43,29 @@ class SharedProxy:
     beside = False
 
     def __init__(
-        self, engine: Engine | None, device: DeviceOwner, codec: TextCodec, *, max_model_len: int
+        self,
+        engine: Engine | None,
+        device: DeviceOwner,
+        codec: TextCodec,
+        *,
+        max_model_len: int,
+        role: Role = "proxy",
     ) -> None:
         self._engine, self._device = engine, device
-        self._codec, self._longest = codec, max_model_len
+        self._role: Role = role
+        self._codec, self._longest, self._version = codec, max_model_len, str(role)
 
     def prepare(self, step: int) -> None:
-        self._device.to_engine("proxy", step)
+        self._version = self._device.to_engine(self._role, step)
 
     async def answer(
         self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
     ) -> list[Answer | Failure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
+        version = self._version
         return await _answers(
-            self._engine, self._codec, asked, max_tokens, heard, drawn_by="proxy", version="proxy"
+            self._engine, self._codec, asked, max_tokens, heard, drawn_by=version, version=version
         )
 
     async def greet(self) -> str:

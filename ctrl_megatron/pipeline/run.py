@@ -55,7 +55,7 @@ from ctrl_megatron.pipeline.inputs import (
     is_finished,
     read_inputs,
 )
-from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
+from ctrl_megatron.pipeline.loop import Resumable, Schedule, TrainingLoop
 from ctrl_megatron.pipeline.node_fields import check_fields
 from ctrl_megatron.pipeline.node_keys import check_read
 from ctrl_megatron.pipeline.performance import device_memory, passes, weights_gauges
@@ -67,6 +67,7 @@ from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.pipeline.worlds import Between, News, OneWorld, Worlds, check_worlds
+from ctrl_megatron.resharding.device import AGENTS
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
@@ -105,7 +106,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_checkpoint(
             config,
             saved_folders(config),
-            ("sampler", *_PARTS),
+            ("sampler", *saved_parts(config)),
         ),
     )
     check_gpu(config, "rl")
@@ -159,7 +160,9 @@ def train(config: Config) -> bool:
             config, active=run.everyone.is_first, total_steps=steps, served=run.served
         )
         memory = device_memory(run.groups)
-        worker.timeline = recorder.timeline(memory)
+        timeline = recorder.timeline(memory)
+        for agent in worker.agents:
+            agent.timeline = timeline
         dump = StepDump(worker, steps)
         loop = TrainingLoop(
             worker=worker,
@@ -190,9 +193,9 @@ def train(config: Config) -> bool:
             passes=None if between.is_home else lambda: passes(worker),
             hear=partial(_hear, worker),
             watchers=(dump, *profiles(config, worker)) if between.is_home else (),
-            keep_batch=dump.keep if between.is_home else None,
-            # Under these names they are in checkpoints.
-            parts=dict(zip(_PARTS, (worker.kl_controller, worker.leftover), strict=True)),
+            # A dump holds the batch of one policy.
+            keep_batch=dump.keep if between.is_home and len(worker.agents) == 1 else None,
+            parts=_saved_parts(worker),
             late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
             constants=isolation,
         )
@@ -223,7 +226,20 @@ def train(config: Config) -> bool:
 def saved_folders(config: Config) -> tuple[str, ...]:
     """The folders of models in a checkpoint of the run."""
     others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
-    return (POLICY_FOLDER, *(folder for folder, saved in others.items() if saved))
+    agents = AGENTS[1 : len(config.agents)]
+    return (POLICY_FOLDER, *(folder for folder, saved in others.items() if saved), *agents)
+
+
+def saved_parts(config: Config) -> tuple[str, ...]:
+    """The parts of the state in a checkpoint beside the sampler."""
+    agents = AGENTS[1 : len(config.agents)]
+    return (*_PARTS, *(f"{agent}/{part}" for agent in agents for part in _PARTS))
+
+
+def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
+    """The same with their names in a checkpoint."""
+    parts = [part for agent in worker.agents for part in (agent.kl_controller, agent.leftover)]
+    return dict(zip(saved_parts(worker.config), parts, strict=True))
 
 
 def world_line(world: World) -> str:
@@ -267,7 +283,7 @@ def planned_steps(config: Config, train: PromptTable) -> int:
         return steps
     models = saved_folders(config)
     with users_input():
-        state = read_state(checkpoint, models, ("sampler", *_PARTS))
+        state = read_state(checkpoint, models, ("sampler", *saved_parts(config)))
         sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
     through = sampler.is_through(epochs, config.gen_batch_size)

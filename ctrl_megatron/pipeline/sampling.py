@@ -38,6 +38,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 RowListener = Callable[["Row", Completion], None]
 """Called with every completion as soon as it is drawn, and the row that it belongs to."""
+Asks = Callable[["Row"], Sequence[int]]
+"""The prompt of a row, in tokens."""
 EXAMPLES_PER_STEP = 6
 """Most samples of a step that the report shows."""
 
@@ -50,19 +52,21 @@ def begin_draw(
     attempt: int = 0,
     step: int | None = None,
     heard: RowListener | None = None,
+    asks: Asks | None = None,
 ) -> Draw:
-    """Start to draw the actor's ``rollout.n`` samples of this data rank's share of ``rows``
-    (positions in ``worker.train``), from its weights as they are now, and return. Collective.
+    """Start to draw the ``rollout.n`` samples of the worker's policy for this data rank's share of
+    ``rows`` (positions in ``worker.train``), from its weights as they are now, and return.
+    ``asks`` makes the prompt of a row, by default that of the data. Collective.
 
     The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
     numbers the draws of training step ``step``, by default the next one. ``heard`` is called with
     every completion as soon as it is drawn, on the leader's event loop.
     """
     number = worker.step if step is None else step
-    version = worker.device.to_engine("actor", worker.step)
+    version = worker.device.to_engine(worker.role, worker.step)
     mine = share_prompts(len(rows), mini_batch_size, worker.groups)
     table = [worker.train.rows[rows[prompt]] for prompt, _ in mine]
-    prompts = [list(worker.train.prompts[rows[prompt]]) for prompt, _ in mine]
+    prompts = [list(_prompt_of(worker, rows[prompt], asks)) for prompt, _ in mine]
     params = sampling_params(worker, [row.id for row in table], step=number, attempt=attempt)
 
     async def ask_engine() -> list[list[Completion]]:
@@ -82,14 +86,23 @@ def begin_draw(
     )
 
 
+def _prompt_of(worker: DAGWorker, row: int, asks: Asks | None) -> Sequence[int]:
+    return worker.train.prompts[row] if asks is None else asks(worker.train.rows[row])
+
+
 def finish_draw(
-    worker: DAGWorker, draw: Draw, *, mini_batch_size: int, heard: RowListener | None = None
+    worker: DAGWorker,
+    draw: Draw,
+    *,
+    mini_batch_size: int,
+    heard: RowListener | None = None,
+    asks: Asks | None = None,
 ) -> list[Sample]:
     """The samples of the draw, on all ranks of the model copy. Collective. Raises RuntimeError if
     other weights drew any token, unless weights may change meanwhile (``update_in_flight``).
 
-    A draw whose engines are lost is begun anew on all ranks, from the actor's weights as they are
-    now; ``heard`` as in ``begin_draw``.
+    A draw whose engines are lost is begun anew on all ranks, from the policy's weights as they are
+    now; ``heard`` and ``asks`` as in ``begin_draw``.
     """
     mine = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
     what = f"{len(mine) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
@@ -105,8 +118,9 @@ def finish_draw(
             attempt=draw.attempt,
             step=draw.step,
             heard=heard,
+            asks=asks,
         )
-        return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard)
+        return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard, asks=asks)
     if not worker.config.actor_rollout_ref.rollout.update_in_flight:
         require_version(answers, draw.version)
     return [
@@ -114,7 +128,7 @@ def finish_draw(
             uid=group_uid(worker, draw.step, draw.attempt, prompt),
             row_id=worker.train.rows[draw.rows[prompt]].id,
             mini_batch=mini_batch,
-            prompt=worker.train.prompts[draw.rows[prompt]],
+            prompt=tuple(_prompt_of(worker, draw.rows[prompt], asks)),
             completion=completion,
         )
         for (prompt, mini_batch), group in zip(mine, answers, strict=True)
@@ -136,17 +150,18 @@ def draw_samples(
     mini_batch_size: int,
     attempt: int = 0,
     heard: RowListener | None = None,
+    asks: Asks | None = None,
 ) -> list[Sample]:
     """The samples of ``begin_draw``, once they are all there; or of the draw of ``rows`` that an
     earlier step has begun. Collective.
     """
     if worker.config.actor_rollout_ref.rollout.update_in_flight:
-        # What is being drawn goes on with the actor's weights as they are now.
-        worker.device.to_engine("actor", worker.step)
+        # What is being drawn goes on with the policy's weights as they are now.
+        worker.device.to_engine(worker.role, worker.step)
     draw = worker.ahead.take(worker.step, rows) or begin_draw(
-        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard
+        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard, asks=asks
     )
-    return finish_draw(worker, draw, mini_batch_size=mini_batch_size, heard=heard)
+    return finish_draw(worker, draw, mini_batch_size=mini_batch_size, heard=heard, asks=asks)
 
 
 def by_row(rows: Sequence[Row], n: int, heard: RowListener | None) -> CompletionListener | None:
@@ -234,13 +249,15 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of training's draws for prompts of the ``rows`` with these ids."""
     config, rollout = worker.config, worker.config.actor_rollout_ref.rollout
+    # What a policy reads may be another's draw, on which its own must not depend otherwise.
+    purpose = "train" if worker.role == "actor" else f"train/{worker.role}"
     return SamplingParams(
         max_tokens=config.data.max_response_length,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         n=rollout.n,
-        seed=draw_seed(rollout.seed, "train", step, attempt),
+        seed=draw_seed(rollout.seed, purpose, step, attempt),
         rows=tuple(rows),
         stop_token_ids=tuple(worker.codec.eos_token_ids),
     )

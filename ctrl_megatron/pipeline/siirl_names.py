@@ -11,7 +11,8 @@ an effect, and ``graph.py`` and ``node_fields.py`` define it:
   ``REFERENCE`` and ``CRITIC`` name the model whose log-probs or values a node writes, and
   ``REWARD_MODEL``, which the guide does not have, the model that computes a reward.
 
-All other values, a node's ``status``, ``agent_group`` and ``agent_options`` are labels for readers.
+A node's ``agent_group`` names the policy that it uses (``executor.py``). All other values, its
+``status`` and ``agent_options`` are labels for readers.
 """
 
 from __future__ import annotations

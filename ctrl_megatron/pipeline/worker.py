@@ -27,7 +27,7 @@ from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import DrawsAhead, LeftoverGroups
 from ctrl_megatron.pipeline.reward_reader import RewardReader
-from ctrl_megatron.resharding.device import DeviceOwner
+from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
@@ -124,6 +124,8 @@ class RolloutWorker:
     """All engines of the run; None on ranks that are not leaders."""
     device: DeviceOwner
     """Who has the device, engine or trainer, and which weights the engines have."""
+    role: Role = "actor"
+    """The policy whose weights the engines draw with for this worker."""
     max_model_len: int
     """Longest sequence of the engine, in tokens."""
     proxy: Proxy | None = None
@@ -261,6 +263,12 @@ class DAGWorker(RolloutWorker):
     """Peak of one device, in flop/s."""
     elsewhere: Sequence[tuple[float, float]] = ()
     """``performance.passes`` of the other worlds in the last step."""
+    agents: list[DAGWorker] = field(default_factory=list, repr=False, compare=False)
+    """The workers of all policies that learn, by the number of their ``agent_group``; they share
+    this list, services and rows."""
+
+    def __post_init__(self) -> None:
+        self.agents.append(self)
 
     def settle(self) -> None:
         for draw in self.ahead.every():
@@ -275,8 +283,9 @@ class DAGWorker(RolloutWorker):
 
     @property
     def trained(self) -> dict[str, ParallelModel]:
-        """The models that learn, by the name of their folder in a checkpoint."""
-        models = {POLICY_FOLDER: self.policy, VALUE_FOLDER: self.value}
+        """The models of this policy that learn, by the name of their folder in a checkpoint."""
+        folder = POLICY_FOLDER if self.role == "actor" else self.role
+        models = {folder: self.policy, VALUE_FOLDER: self.value}
         return {
             name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
         }
@@ -289,8 +298,8 @@ class DAGWorker(RolloutWorker):
 
     @property
     def saved(self) -> dict[str, ParallelModel]:
-        """The models that a checkpoint contains, by the name of their folder: those of ``trained``,
-        and a reference that changes."""
+        """The models of this policy that a checkpoint contains, by the name of their folder: those
+        of ``trained``, and a reference that changes."""
         reference = self.refreshed_reference
         return self.trained | ({} if reference is None else {REFERENCE_FOLDER: reference})
 

@@ -39,7 +39,9 @@ from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 from ctrl_megatron.types import StrategyName
 
-Role = Literal["actor", "proxy"]
+Role = Literal["actor", "agent1", "proxy"]
+AGENTS: tuple[Role, ...] = ("actor", "agent1")
+"""The roles of the policies that learn, by their number."""
 _MOST_LOSSES = 3
 """Losses in a step without an engine that was started again, after which the run ends."""
 
@@ -58,11 +60,12 @@ class EngineKeeper(Protocol):
 
 
 class ActorVersions:
-    """Names of the actor's weights: ``actor@N`` after N training steps, a new one only where the
-    weights have changed.
+    """Names of the weights of a policy that learns: ``actor@N`` after N training steps, a new one
+    only where the weights have changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role = "actor") -> None:
+        self._role = role
         self._numbers: list[int] = []
         """N of every name so far."""
         self._updates = 0
@@ -77,13 +80,13 @@ class ActorVersions:
         elif self._updates != updates:
             self._numbers.append(max(step, self._numbers[-1] + 1))
         self._updates = updates
-        return f"actor@{self._numbers[-1]}"
+        return f"{self._role}@{self._numbers[-1]}"
 
     def behind(self, version: str) -> int:
         """Names that are newer than ``version``: the updates since. ValueError if it is newer than
         the last name.
         """
-        number = int(version.removeprefix("actor@"))
+        number = int(version.removeprefix(f"{self._role}@"))
         if not self._numbers or number > self._numbers[-1]:
             raise ValueError(f"no weights were called {version} until now")
         return sum(number < newer for newer in self._numbers)
@@ -101,7 +104,7 @@ class DeviceOwner:
     """Hands the devices of all ranks over between trainer and engines, and pushes to the engines
     the weights that they lack. All ranks call the same methods in the same order.
 
-    The engines generate for two roles in turn; every completion names the weights that drew it.
+    The engines generate for all roles in turn; every completion names the weights that drew it.
 
     An engine that is lost, whenever that is, is restored by the next ``to_engine``: all ranks wait
     for its restart, and all engines get the weights anew.
@@ -155,10 +158,10 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self.versions = ActorVersions()
+        self.versions = {agent: ActorVersions(agent) for agent in AGENTS}
         self._reports: list[PushReport] = []
-        self.pushed: int | None = None
-        """N of the actor's weights that were pushed last; None before the first push."""
+        self.pushed: dict[Role, int] = {}
+        """N of the weights of each policy that were pushed last."""
         self.to_trainer()
 
     def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
@@ -225,7 +228,8 @@ class DeviceOwner:
     def to_engine(self, role: Role, step: int) -> str:
         """Let the engine generate with the role's weights; returns their version. Collective.
 
-        The version is ``proxy``, or ``actor@N`` for the actor's weights after N training steps.
+        The version is ``proxy``, or ``actor@N`` or ``agent1@N`` for the weights of a policy that
+        learns after N training steps.
         ``step`` is the number of training steps that are finished.
         """
         if step != self._step:
@@ -291,8 +295,8 @@ class DeviceOwner:
             )
             self._reports.append(report)
             self._loaded = version
-            if role == "actor":
-                self.pushed = int(version.removeprefix("actor@"))
+            if role in AGENTS:
+                self.pushed[role] = int(version.removeprefix(f"{role}@"))
         self._handing_over = True
         self._let_go()
         self._wake_all()
@@ -317,12 +321,11 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        return role if role == "proxy" else self.versions.name(self.updates, step)
+        return role if role == "proxy" else self.versions[role].name(self.updates(role), step)
 
-    @property
-    def updates(self) -> int:
-        """Updates of the actor's model in this process."""
-        model = self._sources["actor"].model
+    def updates(self, role: Role) -> int:
+        """Updates of a policy's model in this process."""
+        model = self._sources[role].model
         return 0 if model is None else model.updates
 
     def _let_go(self, but: ParallelModel | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import partial
@@ -223,6 +224,12 @@ class RewardSum:
         """``judging``, which begins anew."""
         taken, self.judging = self.judging, Judging()
         return taken
+
+    def counting_apart(self) -> RewardSum:
+        """The same functions, with a ``judging`` of its own."""
+        other = copy(self)
+        other.judging = Judging()
+        return other
 
     async def close(self) -> None:
         """Close the judge's connections, where it has any."""

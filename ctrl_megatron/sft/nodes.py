@@ -55,6 +55,11 @@ class SftWorker:
     step: int = 0
 
     @property
+    def agents(self) -> list[SftWorker]:
+        """The worker of the only policy."""
+        return [self]
+
+    @property
     def trained(self) -> dict[str, Policy]:
         """Name of the folder in a checkpoint -> the trained model."""
         return {POLICY_FOLDER: self.policy}

@@ -33,6 +33,7 @@ NAMES_OF_GROUPS = {f.name for f in fields(Config)}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WRITTEN_BY_RUNS = ("runs/", "/", "http")
 INSIDE_A_CHECKPOINT = {
+    "agent1/",
     "policy/",
     "value/",
     "hf/",

@@ -208,6 +208,47 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
     assert all(fragment in line for fragment in fragments), line
 
 
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("algorithm.adv_estimator=gae", ["has no value model", "adv_estimator"]),
+        ("placement.reference=[1]", ["shares all ranks", "placement.reference"]),
+        ("placement=auto", ["shares all ranks", "placement.auto"]),
+        ("actor_rollout_ref.model.lora_rank=4", ["all weights", "lora_rank to 0"]),
+        ("actor_rollout_ref.ref.sync_steps=2", ["reference that stays", "ref.sync_steps"]),
+        ("algorithm.filter_groups.enable=true", ["no dynamic sampling", "filter_groups"]),
+        ("trainer.dump_steps=[1]", ["a dump of a step would lack", "trainer.dump_steps"]),
+        ("agent1.rollout.n=1", ["agent1.rollout.n=1", "set it to 2 or more"]),
+        ("dag.custom_pipeline_fn=null", ["agent_group 1", "a pipeline of your own"]),
+        ("agent1.model.path=null", ["kind=agent1", "set agent1.model.path"]),
+    ],
+)
+def test_what_a_second_policy_cannot_do_is_refused(override: str, fragments: list[str]) -> None:
+    second = (
+        *("agent1.model.path=solver", "dag.custom_pipeline_fn=mine:build"),
+        *("actor_rollout_ref.proxy.kind=agent1", ACTOR + "use_kl_loss=true"),
+    )
+    assert messages(*second) == []
+    (line,) = messages(*second, override)
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None:
+    second = ("agent1.model.path=solver", "agent1.optim.lr=1e-3", "agent1.rollout.n=2")
+    own = (ACTOR + "clip_ratio=0.1", "actor_rollout_ref.ref.model.path=before")
+    given = (*PATHS, *second, *own, ACTOR + "use_kl_loss=true", "dag.custom_pipeline_fn=mine:build")
+    actor, solver = (config.actor_rollout_ref for config in load_config(None, given).agents)
+    assert (actor.model.path, solver.model.path) == ("model", "solver")
+    assert actor.model.tokenizer == solver.model.tokenizer == "model"
+    assert (actor.actor.optim.lr, solver.actor.optim.lr) == (1e-6, 1e-3)
+    assert (actor.rollout.n, solver.rollout.n) == (8, 2)
+    assert actor.actor.clip_ratio == solver.actor.clip_ratio == 0.1
+    # Its reference is its own start.
+    assert (actor.ref.model.path, solver.ref.model.path) == ("before", None)
+    (alone,) = load_config(None, PATHS).agents
+    assert alone.agent1.model.path is None
+
+
 def test_a_reference_that_follows_the_actor_is_a_copy_of_its_weights() -> None:
     sync = (ACTOR + "use_kl_loss=true", "actor_rollout_ref.ref.sync_steps=8")
     assert messages(*sync, "actor_rollout_ref.ref.sync_mix=0.6") == []

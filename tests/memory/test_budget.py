@@ -113,6 +113,21 @@ def test_the_proxy_arrives_beside_the_cache() -> None:
     assert "sync proxy" not in totals(memory_budget(own, shapes, gpu_memory=MEMORY))
 
 
+def test_a_second_policy_takes_what_the_actor_takes() -> None:
+    second = ("agent1.model.path=solver", "dag.custom_pipeline_fn=mine:build")
+    config, shapes = example("ctrl_7b.yaml", *second, f"{M}param_offload=false")
+    shapes = replace(shapes, second=shapes.actor)
+    budget = memory_budget(config, shapes, gpu_memory=MEMORY)
+    update = next(use.items for use in budget.phases if use.phase == "update")
+    for part in ("parameters", "gradients", "master weights", "moments"):
+        assert update[f"second policy's {part}"] == update[f"actor's {part}"] > 0
+    # Each has a reference.
+    assert update["reference's parameters"] == 2 * update["actor's parameters"]
+    found, engine = totals(budget), budget.engine
+    assert engine is not None and found["sync agent1"] == found["generate"] + engine.reload
+    assert shapes.trained == (shapes.actor, shapes.actor)
+
+
 def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:
     config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.87")
     with pytest.raises(ValueError, match=r"^sync proxy needs 7\d\.\d GiB .* fits with .*0\.85"):

@@ -330,6 +330,18 @@ def test_a_rate_of_several_validation_files_is_one_chart() -> None:
     ]
 
 
+def test_the_second_policy_is_drawn_beside_the_first() -> None:
+    names = ("reward/mean", "actor/grad_norm", "actor/pg_loss", "mine/length")
+    series = {f"{agent}{n}": [(1, 0.5)] for agent in ("", "agent1/") for n in names}
+    # What is not drawn of the first one is not drawn of the second.
+    assert [c.metrics for c in charts(series)] == [
+        ("reward/mean", "agent1/reward/mean"),
+        ("mine/length",),
+        ("agent1/mine/length",),
+        ("actor/grad_norm", "agent1/actor/grad_norm"),
+    ]
+
+
 def test_what_every_trainer_logs_is_drawn_by_name_and_nothing_twice() -> None:
     names = (
         *("reward/mean", "actor/lr", "advantage/zero_std_rate", "memory/host_gib", "perf/mfu"),

@@ -104,9 +104,12 @@ class Rank:
         self.codec = SimpleNamespace(eos_token_ids=(0,))
         self.ahead = DrawsAhead()
         self.device = SimpleNamespace(
-            to_engine=self._push, version=self._version, versions=ActorVersions(), updates=0
+            to_engine=self._push,
+            version=self._version,
+            versions={"actor": ActorVersions()},
+            updates=lambda role: self.updates,
         )
-        self.steps_per_update = 1
+        self.role, self.updates, self.steps_per_update = "actor", 0, 1
         self.gathered: list[Any] = []
         self.groups: Any = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
@@ -120,7 +123,7 @@ class Rank:
         self.waiting = SimpleNamespace(together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
-        return self.device.versions.name(step // self.steps_per_update, step)
+        return self.device.versions["actor"].name(step // self.steps_per_update, step)
 
     def _push(self, role: str, step: int) -> str:
         self.engine.version = self._version(role, step)
@@ -138,7 +141,7 @@ class Rank:
     def rollout(self, *, ahead: bool = True) -> tuple[list[Sample], float]:
         """(the samples of the next step, how many updates old they are)."""
         worker: Any = self
-        self.device.updates = self.step // self.steps_per_update
+        self.updates = self.step // self.steps_per_update
         rows = self.sampler.next_batch(4)
         samples = draw_samples(worker, rows, mini_batch_size=4)
         if ahead:
@@ -251,7 +254,7 @@ def test_a_save_holds_later_steps_for_any_number_of_data_ranks(
             # Draws nothing itself.
             rank: Any = Rank(Slow(60.0), *more, rank=number, ranks=data)
             rank.sampler.next_batch(4)
-            rank.step = rank.device.updates = 1
+            rank.step = rank.updates = 1
             SavedDraws(rank).load_state_dict(state)
             for step, samples in enumerate(found, start=1):
                 rank.step = step
@@ -314,7 +317,7 @@ def test_steps_without_an_update_make_no_sample_older(saved_after: int) -> None:
         assert rank.rollout()[1] == 0.0
     rank.step = resumed.step = saved_after
     resumed.sampler.load_state_dict(rank.sampler.state_dict())
-    resumed.device.updates = saved_after // 4
+    resumed.updates = saved_after // 4
     SavedDraws(resumed).load_state_dict(SavedDraws(rank).state_dict())
     for one in (rank, resumed):
         assert one.rollout(ahead=False)[1] == saved_after // 4

@@ -45,6 +45,7 @@ class Found:
             stop=SimpleNamespace(agreed=lambda groups: False),
             background=None,
         )
+        worker.agents = [worker]
         self._worker, self._bad = worker, bad
         nothing: Any = lambda *_, **__: None  # noqa: E731
         recorder: Any = SimpleNamespace(

@@ -74,8 +74,8 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         train=PromptTable(rows=rows, prompts=prompts, dropped=0),
         codec=SimpleNamespace(eos_token_ids=(0,)),
         engine=engine,
-        device=SimpleNamespace(to_engine=lambda weights, role: "initial"),
-        weights=None,
+        device=SimpleNamespace(to_engine=lambda role, step: "initial"),
+        role="actor",
         step=step,
         begin=lambda work: runner.run(work()),
         wait=lambda groups, what="": groups,
@@ -177,6 +177,7 @@ class Evaluator:
             judge_solutions=self._judge, begin_solution=lambda text, row: None
         )
         self.begun: dict[str, Any] = {}
+        self.role = "actor"
         self.background = SimpleNamespace(submit=asyncio.run)
         self.step = 0
         device: Any = SimpleNamespace(to_engine=lambda role, step: role)

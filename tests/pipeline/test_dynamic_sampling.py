@@ -159,6 +159,7 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
     worker: Any = SimpleNamespace(
         step=0, trained={}, saved={}, groups=groups, timeline=Timeline(), stop=stop, background=None
     )
+    worker.agents = [worker]
     return TrainingLoop(
         worker=worker,
         graph=graph,

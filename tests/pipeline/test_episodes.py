@@ -163,6 +163,7 @@ def all_episodes(codec: TextCodec, make: Callable[..., Any]) -> list[list[Episod
         step=2,
         settle=lambda: None,
         device=SimpleNamespace(to_engine=lambda role, step: f"{role}@{step}"),
+        role="actor",
         ask=lambda work, what: asyncio.run(work()),
     )
     rows = [ROW, Row(id="row/2", prompt=ROW.prompt)]

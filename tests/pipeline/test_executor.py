@@ -193,11 +193,50 @@ def test_what_looks_at_a_step_sees_the_batch_before_its_first_update(worker: Any
         Node("second", NodeType.MODEL_TRAIN, dependencies=["first"], func=field("second")),
     )
     seen: list[set[Any]] = []
-    executor = Executor(graph, worker, before_update=lambda batch: seen.append({*batch.keys()}))
+    executor = Executor(graph, worker, before_update=lambda batch, _: seen.append({*batch.keys()}))
     after, _ = executor.run_step(batch())
     assert seen == [{"x", "before"}] and {*after.keys()} == {"x", "before", "first", "second"}
     executor.run_step(batch())
     assert len(seen) == 2
+
+
+def test_each_policy_has_a_worker_a_batch_and_metrics_of_its_own(worker: Any) -> None:
+    """The second policy makes three rows of each; the first reads them, also on the host."""
+    second: Any = SimpleNamespace(**vars(worker), name="second")
+    worker.name = "first"
+
+    def draw(worker: Any, batch: TensorDict) -> NodeOutput:
+        assert worker.name == "second"
+        made = TensorDict({"y": batch["x"].repeat_interleave(3)}, batch_size=[9])
+        return NodeOutput(batch=made, metrics={"mine/rows": 9.0})
+
+    async def add(worker: Any, batch: TensorDict, batches: Any) -> NodeOutput:
+        assert worker.name == "first" and batches[0]["x"].equal(batch["x"])
+        return NodeOutput(fields={"sums": batches[1]["y"].reshape(3, 3).sum(dim=1)})
+
+    def change(worker: Any, batch: TensorDict) -> NodeOutput:
+        return NodeOutput(fields={worker.name: batch[next(iter(batch.keys()))]})
+
+    train = NodeType.MODEL_TRAIN
+    graph = graph_of(
+        Node("draw", NodeType.MODEL_INFERENCE, agent_group=1, func=draw),
+        Node("add", NodeType.ENV_INTERACT, dependencies=["draw"], func=add),
+        Node("change_second", train, agent_group=1, dependencies=["draw"], func=change),
+        Node("again", train, agent_group=1, dependencies=["change_second"], func=change),
+        Node("change_first", train, dependencies=["add"], func=change),
+    )
+    updating: list[tuple[int, int]] = []
+    executor = Executor(
+        graph,
+        worker,
+        agents=(worker, second),
+        before_update=lambda batch, policy: updating.append((policy, len(batch))),
+    )
+    first, metrics = executor.run_step(batch())
+    assert {*first.keys()} == {"x", "sums", "first"} and first["sums"].tolist() == [3.0, 6.0, 9.0]
+    assert {*executor.batches[1].keys()} == {"y", "second"} and len(executor.batches[1]) == 9
+    assert metrics == {"agent1/mine/rows": 9.0}
+    assert updating == [(1, 9), (0, 3)]
 
 
 def test_nodes_can_be_left_out(worker: Any) -> None:

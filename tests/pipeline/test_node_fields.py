@@ -13,6 +13,7 @@ from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline import NodeRole, NodeType, Pipeline, ctrl, grpo
 from ctrl_megatron.pipeline.node_fields import check_fields, needs, writes
+from examples import two_agents
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor.", "algorithm.rollout_correction."
 TRAIN: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
@@ -124,6 +125,44 @@ def test_a_host_node_must_be_waited_for() -> None:
     pipeline.add_node("scores", ctrl.place_scores, ["draw"])
     with pytest.raises(UserError, match=r"the node 'scores' .* score, .*depend on the host node"):
         check_fields(config_of(), pipeline.build())
+
+
+SECOND = "agent1.model.path=solver"
+
+
+def test_the_nodes_of_each_policy_have_what_they_need_from_its_own() -> None:
+    config = config_of(SECOND, ACTOR + "use_kl_loss=true", "data.train_batch_size=256")
+    check_fields(config, two_agents.build(config))
+    pipeline = Pipeline("mine")
+    pipeline.add_node("draw", grpo.generate_completions)
+    pipeline.add_node("other", grpo.generate_completions, agent_group=1)
+    reference: dict[str, Any] = {"node_role": NodeRole.REFERENCE, **TRAIN}
+    pipeline.add_node("ref", ctrl.ref_log_prob, ["draw", "other"], **reference)
+    pipeline.add_node("update", ctrl.update_actor, ["ref"], agent_group=1, **TRAIN)
+    with pytest.raises(UserError) as refused:
+        check_fields(config, pipeline.build())
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 3 and all("pipeline mine" in line for line in lines)
+    # The first policy's reference is of no use to the second, which the graph gives none.
+    assert "'update'" in lines[0] and "advantages" in lines[0]
+    assert "'update'" in lines[1] and "ref_log_prob" in lines[1]
+    assert "no node of the pipeline mine uses the reference" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy", "said"),
+    [
+        ((), 1, "'draw' .* agent_group=1, .* 1 of at most 2 policies; set agent1.model.path"),
+        ((SECOND,), 2, "'draw' .* agent_group=2, .* 2 of at most 2 policies; give it a smaller"),
+        ((SECOND,), 0, "agent1.model.path.*no node .* has agent_group 1"),
+    ],
+)
+def test_policies_are_those_of_the_configuration(
+    overrides: tuple[str, ...], policy: int, said: str
+) -> None:
+    pipeline = Pipeline("mine").add_node("draw", grpo.generate_completions, agent_group=policy)
+    with pytest.raises(UserError, match=said):
+        check_fields(config_of(*overrides), pipeline.build())
 
 
 KL = ((), (ACTOR + "use_kl_loss=true",), ("algorithm.use_kl_in_reward=true",))

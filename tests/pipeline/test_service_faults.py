@@ -61,6 +61,7 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
         stop=SimpleNamespace(agreed=lambda groups: False),
         background=None,
     )
+    worker.agents = [worker]
     store: Any = SimpleNamespace(
         save=lambda models, step, state: saves.append((step, state["sampler"])),
         wait=nothing,

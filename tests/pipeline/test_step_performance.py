@@ -62,12 +62,17 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
         "response_mask": torch.tensor([[True, True], [True, False]]),
     }
     batch = TensorDict(masks, batch_size=[2])
+    # Nodes of a second policy take time, and its model computes.
+    second = SimpleNamespace(policy=model(10, 90), reference=None, value=None)
+    stage.agents = [stage, second]
+    with stage.timeline.phase("agent1_actor_update"):
+        now[0] += 8
     found = step_performance(stage, batch)
-    assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 12)
-    # The sum of the policy's passes and updates and the reference's passes, in seven seconds.
+    assert found["perf/tokens_per_second"] == pytest.approx((3 + 2 + 3) / 20)
+    # The sum of the policies' passes and updates and the reference's passes, in 15 seconds.
     assert "perf/engine_balance" not in found
     assert found["sandbox/restarts"] == 2 and "engine/restarts" not in found
-    assert found["perf/mfu"] == pytest.approx((100 + 6000 + 200 + 3) / (7 * 4 * 1e3))
+    assert found["perf/mfu"] == pytest.approx((100 + 6000 + 200 + 10 + 90 + 3) / (15 * 4 * 1e3))
 
 
 def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:

@@ -253,6 +253,21 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
     assert len(bench.owner.take_reports()) == 6 and bench.owner.take_reports() == []
 
 
+def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) -> None:
+    bench = Bench(loop)
+    second = bench.model("second")
+    bench.owner.adopt(second, "agent1")
+    assert bench.use("agent1", 2) == "agent1@2" and bench.use("actor", 2) == "actor@2"
+    bench.owner.to_trainer()
+    # Only the second one's weights change, so only it gets another name.
+    second.updates = 1
+    assert bench.use("actor", 3) == "actor@2" and bench.use("agent1", 3) == "agent1@3"
+    assert [event for event in bench.taken() if event.startswith("push")] == [
+        *("push agent1@2", "push actor@2", "push actor@2", "push agent1@3")
+    ]
+    assert bench.owner.pushed == {"agent1": 3, "actor": 2}
+
+
 def test_another_directory_of_a_role_is_pushed(loop: BackgroundLoop) -> None:
     bench = Bench(loop, shared=False)
     bench.use("proxy")

@@ -23,6 +23,8 @@ _SPEED = (
     "sync/gigabytes_per_second",
 )
 _TILES_OF_PIPELINE, _CURVES_PER_CHART = 5, 4
+_SECOND = "agent1/"
+"""What the names of the second policy's metrics begin with."""
 _HISTOGRAM = [name for name in METRICS if name.startswith("reward_share/")]
 
 
@@ -50,7 +52,7 @@ def charts(series: Series) -> list[Chart]:
     for name in own:
         if name not in named and name not in of_files and is_share(name, series):
             shares.setdefault(_group(name), []).append(name)
-    shown = [_chart([name], series) for name in named if name in own]
+    shown = [_titled(name, series) for name in named if name in own]
     for names in shares.values():
         parts = range(0, len(names), _CURVES_PER_CHART)
         shown += [_chart(names[start : start + _CURVES_PER_CHART], series) for start in parts]
@@ -61,7 +63,7 @@ def charts(series: Series) -> list[Chart]:
             curves = [name, *of_files.get(name, ())]
             parts = range(0, len(curves), _CURVES_PER_CHART)
             shown += [_rates(name, curves[start:][:_CURVES_PER_CHART], series) for start in parts]
-    shown += [_chart([name], series) for name in named if name not in own]
+    shown += [_titled(name, series) for name in named if name not in own]
     shown += _histogram(series)
     device = [name for name in series if re.fullmatch(r"memory/\w+_device_gib", name)]
     if device:
@@ -112,6 +114,12 @@ def _chart(names: list[str], series: Series) -> Chart:
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
 
 
+def _titled(name: str, series: Series) -> Chart:
+    """The chart of a metric, with that of the second policy if there is one."""
+    curves = [one for one in (name, _SECOND + name) if one in series]
+    return _rates(name, curves, series)
+
+
 def _rates(name: str, curves: list[str], series: Series) -> Chart:
     return dataclasses.replace(_chart([name], series), metrics=tuple(curves))
 
@@ -126,8 +134,15 @@ def _histogram(series: Series) -> list[Chart]:
 
 
 def _of_pipeline(series: Series) -> list[str]:
-    own = [name for name in series if _group(name) not in _TRAINER]
+    own = [name for name in series if _group(name) not in _TRAINER and not _beside(name, series)]
     return sorted(own, key=lambda name: _group(name) == "val")
+
+
+def _beside(name: str, series: Series) -> bool:
+    """Whether it is a metric of the second policy that the trainer writes, or is drawn beside the
+    first one's."""
+    first = name.removeprefix(_SECOND)
+    return first != name and (_group(first) in _TRAINER or (first in _TITLES and first in series))
 
 
 def _group(name: str) -> str:
