@@ -27,6 +27,8 @@ def completion(token: int) -> Completion:
 class Rank:
     """One of several data ranks; records the prompts that it sends and the rows that it judges."""
 
+    role = "actor"
+
     def __init__(self, rows: int, size: int, rank: int, ranks: int, lost: int | None) -> None:
         self.config = load_config(
             None, [f"data.val_batch_size={size}", "data.val_files=rows.parquet"], "none"
