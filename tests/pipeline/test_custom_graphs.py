@@ -276,7 +276,8 @@ def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None
         *(None, ["actor_rollout_ref.ref.sync_steps=2", "actor_rollout_ref.actor.use_kl_loss=true"]),
         "none",
     )
-    graphs = map(ctrl_pipeline, (gae, remax, renewed))
+    judged = ["reward_model.enable=true", "reward_model.model.path=/rewards"]
+    graphs = map(ctrl_pipeline, (gae, remax, renewed, load_config(None, judged, "none")))
     read = {*node_keys._VALIDATION, *(key for graph in graphs for key in graph.reads)}
     assert read >= set(node_keys._OF_NODES) - set(node_keys.CORRECTION)
 
