@@ -335,7 +335,7 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_R}placement=dedicated"
         )
     placement = config.placement
-    given = [f"placement.{role}" for role in ROLES if getattr(placement, role)]
+    given = _placed(config, *ROLES)
     if placement.auto and given:
         yield (
             f"placement.auto=true chooses the ranks of all roles; leave {' and '.join(given)} out, "
@@ -352,6 +352,11 @@ def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
     spans, rest = divmod(keys.tensor_model_parallel_size, each)
     able = spans > 1 and not rest and ENGINES[keys.name].tensor_parallel
     return able and config.trainer.nnodes % spans == 0
+
+
+def _placed(config: Config, *names: str) -> list[str]:
+    """The keys of ``placement`` with these names that are set."""
+    return [f"placement.{name}" for name in names if getattr(config.placement, name)]
 
 
 def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
@@ -375,9 +380,8 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
-    for name in (*ROLES, "auto"):
-        if getattr(config.placement, name):
-            yield f"{key} has all models on all ranks; leave placement.{name} out, or {megatron}"
+    for placed in _placed(config, *ROLES, "auto"):
+        yield f"{key} has all models on all ranks; leave {placed} out, or {megatron}"
     if ENGINES[rollout.name].denoises:
         able = ", ".join(name for name, kind in ENGINES.items() if not kind.denoises)
         yield f"{key} has no masked-diffusion models; set {_R}name to one of {able}, or {megatron}"
@@ -455,9 +459,8 @@ def _agents(config: Config) -> Iterator[str]:
         yield f"{alone}has a reference that stays; leave actor_rollout_ref.ref.sync_steps out"
     if family.model.lora_rank:
         yield f"{alone}trains all weights, as the actor then does; set {_LORA} to 0"
-    for name in ("critic", "reference", "reward_model", "auto"):
-        if getattr(config.placement, name):
-            yield f"{alone}shares all ranks with the actor; leave placement.{name} out"
+    for placed in _placed(config, *ROLES, "auto"):
+        yield f"{alone}shares all ranks with the actor; leave {placed} out"
     if config.trainer.dump_steps:
         yield f"{alone}a dump of a step would lack; leave trainer.dump_steps out"
     own = config.agents[1].actor_rollout_ref.rollout.n
@@ -603,9 +606,8 @@ def _coupled(config: Config) -> Iterator[str]:
         )
     if algorithm.adv_estimator == "remax":
         yield f"{why} without a greedy baseline; choose an algorithm.adv_estimator other than remax"
-    for name in ("reference", "auto"):
-        if getattr(config.placement, name):
-            yield f"{why}, whose masks stay on the actor's ranks; leave placement.{name} out"
+    for placed in _placed(config, "reference", "auto"):
+        yield f"{why}, whose masks stay on the actor's ranks; leave {placed} out"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name) != "none":
             yield (
@@ -617,12 +619,11 @@ def _coupled(config: Config) -> Iterator[str]:
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
     key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
-    for name in ("reference", "auto"):
-        if config.refreshes_reference and getattr(config.placement, name):
-            yield (
-                f"{key} copies weights from the actor's ranks, and placement.{name} puts the "
-                "reference on others; leave one of them out"
-            )
+    for placed in _placed(config, "reference", "auto") if config.refreshes_reference else ():
+        yield (
+            f"{key} copies weights from the actor's ranks, and {placed} puts the reference on "
+            "others; leave one of them out"
+        )
     if config.refreshes_reference and config.actor_rollout_ref.model.lora_rank:
         yield (
             f"{key} copies whole weights to the reference, and actor_rollout_ref.model.lora_rank="

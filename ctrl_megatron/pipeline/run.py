@@ -67,7 +67,7 @@ from ctrl_megatron.pipeline.session import Session, session
 from ctrl_megatron.pipeline.siirl_names import NodeRole
 from ctrl_megatron.pipeline.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.pipeline.worlds import Between, News, OneWorld, Worlds, check_worlds
-from ctrl_megatron.resharding.device import AGENTS
+from ctrl_megatron.resharding.device import AGENTS, Role
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
@@ -226,14 +226,19 @@ def train(config: Config) -> bool:
 def saved_folders(config: Config) -> tuple[str, ...]:
     """The folders of models in a checkpoint of the run."""
     others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
-    agents = AGENTS[1 : len(config.agents)]
-    return (POLICY_FOLDER, *(folder for folder, saved in others.items() if saved), *agents)
+    saved = (folder for folder, is_saved in others.items() if is_saved)
+    return (POLICY_FOLDER, *saved, *_further_policies(config))
 
 
 def saved_parts(config: Config) -> tuple[str, ...]:
     """The parts of the state in a checkpoint beside the sampler."""
-    agents = AGENTS[1 : len(config.agents)]
-    return (*_PARTS, *(f"{agent}/{part}" for agent in agents for part in _PARTS))
+    others = (f"{agent}/{part}" for agent in _further_policies(config) for part in _PARTS)
+    return (*_PARTS, *others)
+
+
+def _further_policies(config: Config) -> tuple[Role, ...]:
+    """The policies that learn beside the actor."""
+    return AGENTS[1 : len(config.agents)]
 
 
 def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
