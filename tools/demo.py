@@ -1,4 +1,4 @@
-"""Train a small model to criticise code on one machine without a GPU: data, SFT, RL, comparison.
+"""Train a small model to criticise code on one machine (no GPU is needed): data, SFT, RL, tests.
 
 Right programs are changed by one edit. A proxy is fine-tuned to follow critiques. The critic is
 fine-tuned to name faults, and then trained by GRPO on the results of its critiques.
@@ -27,6 +27,7 @@ from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
 from ctrl_megatron.metrics import measure_peak_flops
 from ctrl_megatron.metrics.report.run_files import read_run_files
+from ctrl_megatron.parallel.devices import visible_gpus
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
 CONFIG = "examples/study_smollm2/mutants.yaml"
@@ -37,7 +38,9 @@ WEIGHTS = "model.safetensors"
 PROXY_STEPS, STEPS, TESTED, SAMPLES = 8, 9, 60, 4
 LONGEST = 90
 """Most characters of a program in RL: the proxy seldom repairs longer ones."""
-PYTHON, RANKS = sys.executable, "2"
+PYTHON = sys.executable
+RANKS = 2
+"""Ranks of training: one per GPU on a machine with fewer, and on one without GPUs as many."""
 
 
 def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str]]:
@@ -51,7 +54,9 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
         *(typed, f"actor_rollout_ref.rollout.name={engine}", *data),
         *(f"actor_rollout_ref.model.path={CRITIC}", f"actor_rollout_ref.proxy.model.path={PROXY}"),
     )
-    trained = ("--nproc-per-node", RANKS, "--config", CONFIG)
+    ranks = min(RANKS, visible_gpus()) or RANKS
+    trained = ("--nproc-per-node", str(ranks), "--config", CONFIG)
+    trained += (f"trainer.n_gpus_per_node={ranks}",)
 
     def tuned(name: str, file: str, *steps: str) -> list[str]:
         return [
@@ -113,7 +118,11 @@ def run_of(seed: int) -> str:
 
 
 def faster_dtype(console: Console) -> str:
-    """The dtype with faster matrix products; float32 on a CPU without bfloat16 instructions."""
+    """The dtype with faster matrix products: bfloat16 on a GPU, float32 on a CPU without bfloat16
+    instructions.
+    """
+    if visible_gpus():
+        return "bfloat16"
     rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
     chosen = max(rates, key=rates.__getitem__)
     measured = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())

@@ -18,7 +18,7 @@ def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = No
     engine = "vllm" if gpus else "hf"
     made = Checks(work=folder, gpus=gpus, engine=engine, given=None, timeout=300)
     if run is not None:
-        made.__dict__["run"] = run
+        made.begun, made.steps = True, run
     return made
 
 
@@ -29,7 +29,7 @@ def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path:
     text = log.read_text()
     assert code == 0, text
     assert "Transformer Engine left out: it needs a GPU" in text
-    assert "local against transformers (float32)" in text
+    assert "local (float32) against transformers in float32" in text
     assert "nothing failed" in text
 
 
@@ -74,6 +74,28 @@ def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
         checks(tmp_path, gpus=1, run=[{}]).no_growth()
     with pytest.raises(Skipped, match="no GPU"):
         checks(tmp_path, run=[{}]).no_growth()
+    with pytest.raises(Skipped, match="the training run failed"):
+        checks(tmp_path, gpus=1, run=[]).no_growth()
+
+
+def test_errors_are_compared_with_what_rounding_costs_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = {"mean": 0.05, "most": 0.3, "cosine": 0.96, "tensor": "q"}
+    made = checks(tmp_path, gpus=0)
+    made.__dict__["model"] = tmp_path
+
+    def says(**ours: Any) -> None:
+        found = json.dumps({"ours": theirs | ours, "theirs": theirs})
+        done = subprocess.CompletedProcess([], 0, stdout=f"...\n{found}\n", stderr="")
+        monkeypatch.setattr(Checks, "command", lambda self, *words: done)
+
+    says(mean=0.07, cosine=0.95)
+    assert "0.07 in the mean (float32 in transformers: 0.05)" in made.logits_and_gradients()
+    for wrong in ({"mean": 0.08}, {"cosine": 0.93}):
+        says(**wrong)
+        with pytest.raises(Failed, match="least cosine of a gradient"):
+            made.logits_and_gradients()
 
 
 PLAN = """1 GPUs of 80.0 GiB on 1 hosts; 73.6 GiB of each may be used, 8% stay free
