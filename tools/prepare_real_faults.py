@@ -4,7 +4,8 @@
 judges every program in the sandbox. Problems of MBPP are for training, problems of HumanEval for
 tests. It writes ``critic_sft.parquet`` and ``proxy_sft.parquet`` (wrong programs that one edit
 repairs, and mutants of right programs), ``rl.parquet`` (wrong programs of models),
-``rl_mutants.parquet`` (mutants of their right ones), the test sets ``human_faults.parquet`` and
+``rl_mutants.parquet`` (mutants of their right ones; ``rl_all_mutants.parquet`` has those that pass
+more tests too), the test sets ``human_faults.parquet`` and
 ``model_edits.parquet`` (faults that one edit repairs), ``model_faults.parquet`` (faults of any
 kind) and ``right_and_wrong.parquet``, and two critiques of their rows: one that names the fault
 (``oracle.jsonl``, of those that one edit repairs) and one that finds none (``bland.jsonl``).
@@ -59,6 +60,7 @@ TIME_LIMIT = 2.0
 _TESTS = ("human_faults", "model_edits", "model_faults", "right_and_wrong")
 _FILES = [
     *(f"{name}.parquet" for name in ("critic_sft", "proxy_sft", "rl", "rl_mutants", *_TESTS)),
+    "rl_all_mutants.parquet",
     *("oracle.jsonl", "bland.jsonl"),
 ]
 _RIGHT_SHARE = 4
@@ -156,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row_of(a) for a in _spread(_wrong(models), options.test_size, options.seed)
         ],
         "right_and_wrong": [row_of(attempt) for attempt in both],
+        "rl_all_mutants": [attempt_row(m, problems[m.problem_id]) for m in mutants],
     }
     for name, found in rows.items():
         rng.shuffle(found)

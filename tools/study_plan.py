@@ -286,6 +286,15 @@ _REAL = (
         base=_ON_MODELS,
         tests=_REAL_TESTS,
     ),
+    # Where most tests pass already, a wrong edit costs more than a right one gains.
+    Arm(
+        name="SFT + GRPO on mutants of any pass rate",
+        run="all_mutants_grpo",
+        settings=_GRPO,
+        files=(REAL / "rl_all_mutants.parquet",),
+        proxy=TUNED_ON_MODELS,
+        tests=(HUMAN_FAULTS, UNSEEN_MUTANTS),
+    ),
 )
 ARMS = {arm.name: arm for arm in (*_FIRST, *_REAL, *_ALGORITHMS, *_OTHER_TRAINING)}
 """All trained arms by name, in the order of the tables; a base comes before what it is compared

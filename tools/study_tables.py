@@ -149,6 +149,10 @@ def _pass_rate(turn: Turn) -> float | None:
     return None if turn.after is None else turn.after.pass_rate
 
 
+def _first_rate(turn: Turn) -> float | None:
+    return None if turn.before is None else turn.before.pass_rate
+
+
 def by_problem(
     turns: Iterable[Turn], value: Callable[[Turn], float | None]
 ) -> dict[tuple[int, str], float]:
@@ -221,6 +225,8 @@ def test_set_part(
     ]
     if by_seed:
         parts += ["Gains by seed:\n", table(("arm", *(f"seed {s}" for s in SEEDS)), by_seed)]
+    if firsts := firsts_table(arms):
+        parts += ["Gains by the tests that the first solution passes:\n", firsts]
     parts += [
         "Critiques: their length, the share of them that contain most of the revised program "
         f"(more than {COPYING_THRESHOLD:.0%} of its lines) or all of it, and what is left where "
@@ -235,6 +241,42 @@ def test_set_part(
             edits,
         ]
     return "\n".join(parts)
+
+
+_CLASSES: Mapping[str, Callable[[float], bool]] = {
+    "none": lambda rate: rate == 0,
+    "up to a quarter": lambda rate: 0 < rate <= 0.25,
+    "more": lambda rate: rate > 0.25,
+}
+"""Classes of first solutions, by the share of their tests that pass: critics are reinforced on the
+first two."""
+
+
+def firsts_table(arms: Mapping[str, Sequence[Turn]]) -> str:
+    """What trained arms gain over their bases, for every class of first solutions; "" where one
+    class has all of them.
+    """
+    rows: Rows = []
+    for name, holds in _CLASSES.items():
+        part = {
+            arm: [t for t in turns if (rate := _first_rate(t)) is not None and holds(rate)]
+            for arm, turns in arms.items()
+        }
+        for arm in (a for a in arms if part[a] and a in ARMS and ARMS[a].base != a):
+            rates = (
+                told(mean_over_problems(by_problem(part.get(of, ()), rate)))
+                for of, rate in (
+                    (arm, _first_rate),
+                    (ARMS[arm].base, _pass_rate),
+                    (arm, _pass_rate),
+                )
+            )
+            number = len({turn.attempt for turn in part[arm]})
+            rows.append([arm, name, str(number), *rates, gain_of(part, arm)])
+    if len({row[1] for row in rows}) < 2:
+        return ""
+    heads = ("arm", "passed", "programs", "first solutions", "its base", "pass_rate")
+    return table((*heads, "over its base"), rows)
 
 
 def _counted(turns: Sequence[Turn]) -> str:

@@ -224,6 +224,8 @@ def test_files_hold_out_the_problems_of_tests(
     assert {row.problem_id for name in ("rl", "rl_mutants") for row in rows[name]} == {
         *("mbpp/1", "mbpp/2")
     }
+    assert {row.id for row in rows["rl_mutants"]} <= {row.id for row in rows["rl_all_mutants"]}
+    assert max(row.pass_rate for row in rows["rl_all_mutants"]) > 0.25
     assert sorted(row.id for row in rows["human_faults"]) == [
         *("HumanEval/0/human", "HumanEval/1/human")
     ]

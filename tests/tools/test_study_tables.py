@@ -95,6 +95,28 @@ def test_all_kept_tables_and_figures_are_those_of_the_kept_files(tmp_path: Path)
     assert made == {name: (HOME / name).read_bytes() for name in made}
 
 
+def test_gains_are_shown_by_the_tests_that_the_first_solution_passes(tmp_path: Path) -> None:
+    # Programs 0 to 2 pass none, a quarter and all but one of four tests; GRPO repairs the first
+    # and breaks the last.
+    for arm, after in {"SFT": (0, 0.25, 0.75), "SFT + GRPO": (1, 0.25, 0.5)}.items():
+        firsts = zip((0, 0.25, 0.75), after, strict=True)
+        turns = [
+            turn(arm, n, before=verdict(first), after=verdict(rate))
+            for n, (first, rate) in enumerate(firsts)
+        ]
+        write(tmp_path, "unseen_mutants", turns)
+    arms = study_tables.arms_of(study_tables.kept_turns(tmp_path, "unseen_mutants"))
+    lines = study_tables.firsts_table(arms).splitlines()[2:]
+    rows = [[cell.partition(" [")[0] for cell in line[2:-2].split(" | ")] for line in lines]
+    assert rows == [
+        ["SFT + GRPO", "none", "1", "0.000", "0.000", "1.000", "1.000"],
+        ["SFT + GRPO", "up to a quarter", "1", "0.250", "0.250", "0.250", "0.000"],
+        ["SFT + GRPO", "more", "1", "0.750", "0.750", "0.500", "-0.250"],
+    ]
+    low = {arm: [t for t in turns if t.attempt == "p0/0"] for arm, turns in arms.items()}
+    assert study_tables.firsts_table(low) == ""
+
+
 def test_critiques_that_contain_the_program_are_counted_and_cut_out(tmp_path: Path) -> None:
     program = "def f(number):\n    total = number + 1\n    return total * number"
     told = f"Write this:\n```python\n{program}\n```"
