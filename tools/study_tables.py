@@ -650,7 +650,8 @@ def kept_curves(folder: Path, metric: str, over: str) -> tuple[Curves, Bands]:
         ]
         steps = sorted(set.intersection(*map(set, known))) if known else []
         if steps:
-            label = f"{name}, seeds {', '.join(map(str, runs))}"
+            seeds = ", ".join(map(str, runs))
+            label = f"{name}, seed{'s' * (len(runs) > 1)} {seeds}"
             means = [over_seeds([run[step][1] for run in known]) for step in steps]
             places = [round(fmean(run[step][0] for run in known)) for step in steps]
             curves[label] = [(at, mean.value) for at, mean in zip(places, means, strict=True)]

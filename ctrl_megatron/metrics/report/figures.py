@@ -33,8 +33,10 @@ Points = Sequence[tuple[int, float]]
 Interval = tuple[float, float]
 """(lower end, upper end)."""
 _POINTS_WITH_MARKERS, _POINTS_SMOOTHED, _WINDOW, _ENDS_LABELLED = 40, 60, 15, 4
-_LEGEND_COLUMNS, _LETTER = 2, 0.085
-"""``_LETTER`` is the width of a digit in the plots, in inches."""
+_WIDTH, _HEIGHT, _LETTER = 3.9, 2.3, 0.085
+"""Inches of a plot, and of a digit in it."""
+_LEGEND_ROW, _LEGEND_ROWS, _LEGEND_LINE = 0.18, 2, 0.45
+"""Inches of a row of a legend, rows for which a plot has room, inches of a label's line."""
 
 
 def curve_svg(
@@ -49,7 +51,8 @@ def curve_svg(
     Long curves are pale, under their mean over the last 15 steps. ``bands`` are shaded intervals,
     one for each point of a curve; None for no interval.
     """
-    figure, axes = _canvas(3.9, 2.3, layout=None)
+    rows = _legend_rows(list(curves))
+    figure, axes = _plot_below(rows)
     for (label, points), colour in zip(curves.items(), cycle(CURVE_COLOURS), strict=False):
         steps, values = zip(*points, strict=True)
         known = [
@@ -81,10 +84,10 @@ def curve_svg(
         _label_ends(
             axes, [points[-1] for points in curves.values()], percent, (top - bottom) * 0.11
         )
-    if len(curves) > 1:
-        _legend(axes, len(curves))
+    if rows:
+        _legend(axes, len(curves), rows)
     axes.grid(axis="y", color=GRID, lw=0.8)
-    _margins(figure, axes, labels=len(curves))
+    _margins(figure, axes, legend_rows=rows)
     return _svg(figure)
 
 
@@ -152,19 +155,32 @@ def _percent(value: float, _: int, *, small: bool) -> str:
     return f"{value:.1%}" if small else f"{value:.0%}"
 
 
-def _legend(axes: Any, count: int) -> None:
+def _legend_rows(labels: Sequence[str]) -> int:
+    """Rows of a legend: two labels in a row where both fit into a plot's width; 0 for one label."""
+    if len(labels) < 2:
+        return 0
+    label = _LEGEND_LINE + 0.75 * _LETTER * max(map(len, labels))
+    return math.ceil(len(labels) / 2) if 2 * label <= _WIDTH else len(labels)
+
+
+def _plot_below(legend_rows: int) -> tuple[Figure, Any]:
+    """A plot with room for a legend above it."""
+    return _canvas(_WIDTH, _HEIGHT + _LEGEND_ROW * max(0, legend_rows - _LEGEND_ROWS), layout=None)
+
+
+def _legend(axes: Any, count: int, rows: int) -> None:
     """Add a legend above the plot, where no curve is."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-    axes.legend(
-        frameon=False, fontsize=8, labelcolor=INK, ncols=min(count, _LEGEND_COLUMNS), **place
-    )
+    columns = math.ceil(count / rows)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=columns, **place)
 
 
 def stack_svg(parts: Mapping[str, Points]) -> str:
     """A plot of shares of a whole by label, on top of each other. Each has a point in every
     step.
     """
-    figure, axes = _canvas(3.9, 2.3, layout=None)
+    rows = _legend_rows(list(parts))
+    figure, axes = _plot_below(rows)
     steps = [step for step, _ in next(iter(parts.values()))]
     heights = [[value for _, value in points] for points in parts.values()]
     if len(steps) == 1:  # an area needs a width
@@ -177,8 +193,9 @@ def stack_svg(parts: Mapping[str, Points]) -> str:
     axes.yaxis.set_major_formatter(FuncFormatter(partial(_percent, small=False)))
     axes.set_ylim(0, 1)
     axes.margins(x=0)
-    _legend(axes, len(parts))
-    _margins(figure, axes, labels=len(parts))
+    if rows:
+        _legend(axes, len(parts), rows)
+    _margins(figure, axes, legend_rows=rows)
     return _svg(figure)
 
 
@@ -234,19 +251,18 @@ def _label_ends(axes: Any, ends: Points, percent: bool, apart: float) -> None:
         )
 
 
-def _margins(figure: Figure, axes: Any, *, labels: int) -> None:
+def _margins(figure: Figure, axes: Any, *, legend_rows: int) -> None:
     """Set the margins of a plot by the lengths of its texts. matplotlib would draw everything a
     second time to measure them, and a report has dozens of plots.
     """
     ticks = axes.yaxis.get_major_formatter().format_ticks(axes.get_yticks())
     ends = [text.get_text() for text in axes.texts]
-    legend_rows = math.ceil(labels / _LEGEND_COLUMNS) if labels > 1 else 0
     width, height = figure.get_size_inches()
     figure.subplots_adjust(
         left=(0.1 + _LETTER * max(map(len, ticks))) / width,
-        right=1 - (0.12 + _LETTER * max(map(len, ends), default=0)) / width,
+        right=1 - (0.2 + _LETTER * max(map(len, ends), default=0)) / width,
         bottom=0.45 / height,
-        top=1 - (0.1 + 0.18 * legend_rows) / height,
+        top=1 - (0.1 + _LEGEND_ROW * legend_rows) / height,
     )
 
 
