@@ -27,7 +27,6 @@ from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
 from ctrl_megatron.metrics import measure_peak_flops
 from ctrl_megatron.metrics.report.run_files import read_run_files
-from ctrl_megatron.parallel.devices import visible_gpus
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
 CONFIG = "examples/study_smollm2/mutants.yaml"
@@ -54,9 +53,11 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
         *(typed, f"actor_rollout_ref.rollout.name={engine}", *data),
         *(f"actor_rollout_ref.model.path={CRITIC}", f"actor_rollout_ref.proxy.model.path={PROXY}"),
     )
-    ranks = min(RANKS, visible_gpus()) or RANKS
-    trained = ("--nproc-per-node", str(ranks), "--config", CONFIG)
-    trained += (f"trainer.n_gpus_per_node={ranks}",)
+    ranks = min(RANKS, _gpus()) or RANKS
+    trained = (
+        *("--nproc-per-node", str(ranks), "--config", CONFIG),
+        f"trainer.n_gpus_per_node={ranks}",
+    )
 
     def tuned(name: str, file: str, *steps: str) -> list[str]:
         return [
@@ -112,6 +113,12 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
     ]
 
 
+def _gpus() -> int:
+    from ctrl_megatron.parallel.devices import visible_gpus  # it imports torch, which takes seconds
+
+    return visible_gpus()
+
+
 def run_of(seed: int) -> str:
     """The name of the RL run of a seed. All seeds start from the same models."""
     return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
@@ -121,7 +128,7 @@ def faster_dtype(console: Console) -> str:
     """The dtype with faster matrix products: bfloat16 on a GPU, float32 on a CPU without bfloat16
     instructions.
     """
-    if visible_gpus():
+    if _gpus():
         return "bfloat16"
     rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
     chosen = max(rates, key=rates.__getitem__)

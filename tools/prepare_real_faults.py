@@ -59,8 +59,8 @@ TIME_LIMIT = 2.0
 """Seconds per test: these programs take milliseconds or never end."""
 _TESTS = ("human_faults", "model_edits", "model_faults", "right_and_wrong")
 _FILES = [
-    *(f"{name}.parquet" for name in ("critic_sft", "proxy_sft", "rl", "rl_mutants", *_TESTS)),
-    "rl_all_mutants.parquet",
+    *(f"{name}.parquet" for name in ("critic_sft", "proxy_sft", "rl", "rl_mutants")),
+    *(f"{name}.parquet" for name in (*_TESTS, "rl_all_mutants")),
     *("oracle.jsonl", "bland.jsonl"),
 ]
 _RIGHT_SHARE = 4
@@ -145,11 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     of_test = with_references([*references, *models])
     low = options.highest_pass_rate
+    mutated = [attempt_row(m, problems[m.problem_id]) for m in mutants]
     rows = {
         "rl": [row_of(a) for a in _wrong(mbpp) if (a.pass_rate or 0.0) <= low],
-        "rl_mutants": [
-            attempt_row(m, problems[m.problem_id]) for m in mutants if m.pass_rate <= low
-        ],
+        "rl_mutants": [row for row in mutated if (row.pass_rate or 0.0) <= low],
         **{
             name: [attempt_row(m, of_test[m.problem_id]) for m in found]
             for name, found in chosen.items()
@@ -158,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row_of(a) for a in _spread(_wrong(models), options.test_size, options.seed)
         ],
         "right_and_wrong": [row_of(attempt) for attempt in both],
-        "rl_all_mutants": [attempt_row(m, problems[m.problem_id]) for m in mutants],
+        "rl_all_mutants": mutated,
     }
     for name, found in rows.items():
         rng.shuffle(found)

@@ -92,7 +92,8 @@ def test_errors_are_compared_with_what_rounding_costs_transformers(
 
     says(mean=0.07, cosine=0.95)
     assert "0.07 in the mean (float32 in transformers: 0.05)" in made.logits_and_gradients()
-    for wrong in ({"mean": 0.08}, {"cosine": 0.93}):
+    nothing = float("nan")
+    for wrong in ({"mean": 0.08}, {"cosine": 0.93}, {"mean": nothing}, {"cosine": nothing}):
         says(**wrong)
         with pytest.raises(Failed, match="least cosine of a gradient"):
             made.logits_and_gradients()
@@ -122,6 +123,16 @@ def test_measured_memory_is_compared_with_the_plan(
     step["memory/actor_update_device_gib"] = 78.0
     with pytest.raises(Failed, match=r"1 phases differ by more than 1\.0 GiB"):
         made.memory_by_phase()
+
+
+def test_a_gradient_that_is_no_number_is_the_worst() -> None:
+    import torch
+
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    found = check_gpu.errors(
+        torch.zeros(3), ["a", "b", "c"], [(good, good), (bad, good), (-good, good)]
+    )
+    assert found["tensor"] == "b" and found["cosine"] != found["cosine"]
 
 
 def test_an_item_that_fails_does_not_keep_the_next_from_running(

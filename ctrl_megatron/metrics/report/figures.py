@@ -84,8 +84,7 @@ def curve_svg(
         _label_ends(
             axes, [points[-1] for points in curves.values()], percent, (top - bottom) * 0.11
         )
-    if rows:
-        _legend(axes, len(curves), rows)
+    _legend(axes, len(curves), rows)
     axes.grid(axis="y", color=GRID, lw=0.8)
     _margins(figure, axes, legend_rows=rows)
     return _svg(figure)
@@ -169,7 +168,9 @@ def _plot_below(legend_rows: int) -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any, count: int, rows: int) -> None:
-    """Add a legend above the plot, where no curve is."""
+    """Add a legend above the plot, where no curve is; none of 0 rows."""
+    if not rows:
+        return
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
     columns = math.ceil(count / rows)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=columns, **place)
@@ -193,8 +194,7 @@ def stack_svg(parts: Mapping[str, Points]) -> str:
     axes.yaxis.set_major_formatter(FuncFormatter(partial(_percent, small=False)))
     axes.set_ylim(0, 1)
     axes.margins(x=0)
-    if rows:
-        _legend(axes, len(parts), rows)
+    _legend(axes, len(parts), rows)
     _margins(figure, axes, legend_rows=rows)
     return _svg(figure)
 
