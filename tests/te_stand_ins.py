@@ -60,11 +60,13 @@ class FusedAdam(torch.optim.Optimizer):
             first, second = group["betas"]
             for param in group["params"]:
                 if not (state := self.state[param]):
-                    state["exp_avg"] = torch.zeros_like(param)
-                    state["exp_avg_sq"] = torch.zeros_like(param)
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
                 if param.grad is None:
                     continue
-                assert set(state) == {"exp_avg", "exp_avg_sq"}
+                assert set(state) == {"exp_avg", "exp_avg_sq"} and not param.grad.is_sparse
+                assert param.dtype in (torch.float16, torch.bfloat16, torch.float32)
+                assert {moment.dtype for moment in state.values()} == {torch.float32}
                 mean, square = state["exp_avg"], state["exp_avg_sq"]
                 mean.lerp_(param.grad, 1 - first)
                 square.mul_(second).addcmul_(param.grad, param.grad, value=1 - second)
@@ -81,6 +83,7 @@ class WgradKernel:
         inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
         """inputs (T, I), grad_output (T, O); main_grad (O, I) float32 grows by their product."""
+        assert main_grad.dtype == torch.float32 and inputs.ndim == grad_output.ndim == 2
         main_grad.addmm_(grad_output.t().float(), inputs.float())
 
 
@@ -122,7 +125,8 @@ def varlen_attn(
 
 
 class DotProductAttention(torch.nn.Module):
-    """The interface of ``megatron.core.extensions.transformer_engine.TEDotProductAttention``."""
+    """The interface of ``megatron.core.extensions.transformer_engine.TEDotProductAttention``, with
+    the assertions of Transformer Engine 2.11 on all that it is given but the device."""
 
     def __init__(
         self,
@@ -131,10 +135,21 @@ class DotProductAttention(torch.nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__()
-        assert attention_type == "self"
+        heads, groups, own = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        assert attention_type == "self" and heads % groups == 0
+        assert config.context_parallel_size == 1 and config.window_size is None
+        size = (
+            config.tensor_model_parallel_size if pg_collection is None else pg_collection.tp.size()
+        )
+        self.num_gqa_groups_per_partition = groups // size
+        both = k_channels is not None and v_channels is not None
+        self.widths = (k_channels, v_channels) if both else (own, own)
         self.scale = softmax_scale
 
     def forward(
@@ -150,14 +165,28 @@ class DotProductAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """query (Tq, A, D), key and value (Tk, G, D); returns (Tq, A * D)."""
         assert attention_mask is None and attention_bias is None and num_splits is None
-        assert packed_seq_params.qkv_format == "thd"
-        bounds = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_kv
+        assert query.ndim == key.ndim == value.ndim == 3
+        assert query.dtype == key.dtype == value.dtype and key.shape[:-1] == value.shape[:-1]
+        assert query.shape[-1] == key.shape[-1]
+        assert (key.shape[-1], value.shape[-1]) == self.widths
+        assert key.shape[-2] == self.num_gqa_groups_per_partition, (
+            f"Keys and values must have num_gqa_group = {self.num_gqa_groups_per_partition} heads! "
+            f"Found {key.shape[-2]}."
+        )
+        packed = packed_seq_params
+        # Megatron passes all fields, of which Transformer Engine takes all but the last two.
+        assert packed.qkv_format == "thd" and packed.cp_group is packed.local_cp_size is None
+        # With lengths of padded rows it looks for padding between them.
+        assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv_padded is None
+        bounds = packed.cu_seqlens_q, packed.cu_seqlens_kv
+        assert all(x.ndim == 1 and x.dtype == torch.int32 for x in bounds)
+        assert bounds[0].shape == bounds[1].shape
         # Megatron makes padding_causal of causal, which is aligned at the top left.
         mask = attn_mask_type.name
         assert mask in ("causal", "padding", "padding_causal_bottom_right")
         if mask == "causal":
             assert torch.equal(*bounds)
-        longest = packed_seq_params.max_seqlen_q, packed_seq_params.max_seqlen_kv
+        longest = packed.max_seqlen_q, packed.max_seqlen_kv
         return varlen_attn(
             query,
             key,

@@ -385,6 +385,8 @@ _KERNELS: dict[attention_kernel.Kernel, Attend] = {
     "segments": segment_attention,
     "masked": masked_attention,
     "varlen": variable_length_attention,
+    # Layers that are not its own do not call it; GPUs for which it has a kernel have torch's too.
+    "transformer_engine": variable_length_attention,
 }
 
 
@@ -434,6 +436,8 @@ def over_shared_prefixes(kernel: Any) -> type:
                 mask_type = AttnMaskType.padding
             elif packed.key_index is not None:
                 mask_type = _TeMask.padding_causal_bottom_right
+            # Transformer Engine refuses another number; context ranks have a part of the heads.
+            self.num_gqa_groups_per_partition = key.shape[1]
             context = super().forward(
                 query,
                 _seen(key, packed),

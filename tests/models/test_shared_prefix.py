@@ -142,7 +142,16 @@ def by_flash(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
 def built_with_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
     """Through Megatron's slot for Transformer Engine's attention."""
     kernel = attention.over_shared_prefixes(te_stand_ins.DotProductAttention)
-    module = kernel(config=None, layer_number=1, attn_mask_type=None, attention_type="self")
+    config = SimpleNamespace(
+        num_attention_heads=q.shape[1],
+        num_query_groups=k.shape[1],
+        kv_channels=q.shape[2],
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        window_size=None,
+    )
+    widths = {"k_channels": q.shape[2], "v_channels": v.shape[2]}
+    module = kernel(config, layer_number=1, attn_mask_type=None, attention_type="self", **widths)
     params = layout_params(layout, CPU)
     return module(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
 
@@ -151,6 +160,14 @@ def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_kernel, "kernel_on", lambda *_: "transformer_engine")
         return built_with_transformer_engine(q, k, v, layout)
+
+
+def beside_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
+    """In layers of other libraries, as those of ``strategy=fsdp``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_kernel, "kernel_on", lambda *_: "transformer_engine")
+        patch.setattr(attention.varlen, "varlen_attn", te_stand_ins.varlen_attn)
+        return by_segments(q, k, v, layout)
 
 
 def never(*_: Any, **__: Any) -> torch.Tensor:
@@ -175,6 +192,7 @@ WAYS = {
     "masks": by_masks,
     "flash": by_flash,
     "transformer_engine": by_transformer_engine,
+    "beside transformer_engine": beside_transformer_engine,
     "flash in its place": in_its_place("varlen"),
     "masks in its place": in_its_place("masked"),
 }
