@@ -100,6 +100,24 @@ def test_workers_on_several_hosts_have_their_parts(transport: str, tmp_path: Pat
                 assert all(torch.equal(held[name], asked[name]) for name in asked)
 
 
+@pytest.mark.parametrize(
+    ("transport", "layout", "workers", "had"),
+    [
+        # Three buckets of the worker beside each rank, mapped by the worker and by the other rank.
+        ("cuda_ipc", {"tensor": 2}, 2, (3, 6, 0)),
+        # Three segments, locked in the rank, and five at most in the worker's process.
+        ("shards", {}, 1, (0, 0, 8)),
+    ],
+)
+def test_two_policies_in_turn_share_the_memory_of_a_push(
+    transport: str, layout: dict[str, Any], workers: int, had: tuple[int, ...], tmp_path: Path
+) -> None:
+    given = {"directory": str(save_tiny("llama", tmp_path, vocab_size=96)), "workers": workers}
+    found = run_world("push_two_policies", workers, layout=layout, transport=transport, **given)
+    for pushes in found:
+        assert pushes[1:] == [had] * 5
+
+
 def test_groups_are_made_anew_for_a_new_worker_and_refused_to_another_library(
     tmp_path: Path,
 ) -> None:

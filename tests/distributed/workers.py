@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import te_stand_ins
@@ -223,6 +223,90 @@ def push_shards(
             for model in policy.models:
                 for parameter in model.parameters():
                     parameter.mul_(2)
+    return found
+
+
+def push_two_policies(
+    rank: int, layout: dict[str, Any], directory: str, transport: str, workers: int
+) -> list[tuple[int, int, int]]:
+    """Pushes of two policies in turn into one engine, of which every rank has a worker or none.
+    Returns what this rank has after each push: pieces of memory, those that it has mapped of
+    others, and page-locked pieces."""
+    from ctrl_megatron.parallel.placement import place_engines
+    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.shard_plan import EngineCut
+    from ctrl_megatron.resharding.sources import ModelSource
+    from ctrl_megatron.resharding.transports import cuda_ipc, sender_class
+    from ctrl_megatron.rollout import device_memory
+    from ctrl_megatron.rollout.transports import cuda_ipc as receiving
+    from ctrl_megatron.rollout.transports.shards import ShardsReceiver
+
+    class Driver(device_memory.HostMemory):
+        """As CUDA's, its memory may be freed only while nobody has it mapped."""
+
+        pieces: ClassVar[dict[int, bytes]] = {}
+        mapped: ClassVar[dict[int, bytes]] = {}
+
+        def allocate(self, size: int) -> torch.Tensor:
+            memory = super().allocate(size)
+            self.pieces[memory.data_ptr()] = self.get_handle(memory)
+            return memory
+
+        def free(self, memory: torch.Tensor) -> None:
+            assert self.pieces.pop(memory.data_ptr()) not in self.mapped.values()
+            super().free(memory)
+
+        def open_handle(self, handle: bytes, size: int) -> torch.Tensor:
+            memory = super().open_handle(handle, size)
+            self.mapped[memory.data_ptr()] = handle
+            return memory
+
+        def close(self, memory: torch.Tensor) -> None:
+            del self.mapped[memory.data_ptr()]
+
+    class Runtime:
+        locked: ClassVar[set[int]] = set()
+
+        def cudaHostRegister(self, place: int, size: int, flags: int) -> int:
+            self.locked.add(place)
+            return 0
+
+        def cudaHostUnregister(self, place: int) -> int:
+            self.locked.remove(place)
+            return 0
+
+    groups = start(layout)
+    policy, sender, found = make_policy(groups, directory), sender_class(transport)(groups), []
+    kind: Any = {"shards": ShardsReceiver, "cuda_ipc": receiving.CudaIpcReceiver}[transport]
+    receiver = kind(lambda: (rank % workers, workers))
+    # The buckets of the second are larger.
+    sources = [
+        ModelSource(
+            policy,
+            EngineLayout(
+                dtype="float32",
+                bucket_bytes=size,
+                placement=place_engines([range(workers)], tensor=workers),
+                cut=EngineCut(tensor=workers),
+            ),
+        )
+        for size in (3000, 40_000)
+    ]
+
+    def load(chunk: Any) -> None:
+        for _ in receiver.tensors({**json.loads(json.dumps(chunk)), "reader": 0}):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_ipc, "memory_driver", lambda name: Driver())
+        patch.setattr(receiving, "memory_driver", lambda name: Driver())
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "cudart", Runtime)
+        for source in (*sources, *sources, *sources):
+            with sender.send(source, lambda number: None) as buckets:
+                for bucket in buckets:
+                    load(bucket.chunk)
+            found.append((len(Driver.pieces), len(Driver.mapped), len(Runtime.locked)))
     return found
 
 

@@ -8,7 +8,9 @@ Processes on a CPU use host memory behind the same interface, and no GPU has run
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 
@@ -16,60 +18,111 @@ from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_buckets import ShardBuckets
+from ctrl_megatron.resharding.shard_buckets import BucketMemory, ShardBuckets
 from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shards import Lend, ShardsSender
-from ctrl_megatron.rollout.device_memory import DriverName, memory_driver
+from ctrl_megatron.rollout.device_memory import DriverName, MemoryDriver, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at, weight_chunk
 from ctrl_megatron.types import TensorSpec
 
 _RECEIVER = "ctrl_megatron.rollout.transports.cuda_ipc:CudaIpcReceiver"
+_Place = tuple[int, int, int]
+"""The number of a bucket among those in flight, of an engine, and of its worker."""
 
 
 class CudaIpcSender(ShardsSender):
     """``ShardsSender`` into memory that engines map; it has no names and ends with its process."""
 
+    def __init__(self, groups: ProcessGroups) -> None:
+        super().__init__(groups)
+        self._mapped = _MappedMemory(groups)
+
     def _prepare(self, source: ModelSource) -> tuple[ShardBuckets, Lend]:
         buckets = ShardBuckets(source, self.groups, source.layout.placement)
-        memory = _MappedBuckets(buckets, self.groups)
-        return buckets, lambda: nullcontext(memory)
+        memory = _MappedBuckets(buckets, self.groups, self._mapped)
+
+        @contextmanager
+        def lend() -> Iterator[BucketMemory]:
+            self._mapped.grow_to(memory.sizes, buckets.plan.takers)
+            yield memory
+            self._mapped.free_replaced()
+
+        return buckets, lend
+
+
+class _MappedMemory:
+    """Memory for the buckets in flight of each worker, on the device of the rank that receives for
+    it; every rank of the host has it mapped."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self.name: DriverName = "cuda" if groups.device.type == "cuda" else "host"
+        self.sizes: list[int] = []
+        """Bytes by worker."""
+        self.of: dict[_Place, torch.Tensor] = {}
+        """What is mapped here."""
+        self.handles: dict[_Place, bytes] = {}
+        self._own: dict[_Place, torch.Tensor] = {}
+        self._replaced: list[torch.Tensor] = []
+
+    @cached_property
+    def driver(self) -> MemoryDriver:
+        return memory_driver(self.name)
+
+    def grow_to(self, sizes: Sequence[int], takers: Sequence[Sequence[int]]) -> None:
+        """Have at least so many bytes for each worker, in new memory if that before is smaller.
+        Collective; ``takers`` as of ``ShardPlan``, the same in every call."""
+        if self.sizes and all(map(int.__ge__, self.sizes, sizes)):
+            return
+        groups, driver = self._groups, self.driver
+        for place, memory in self.of.items():
+            if place not in self._own:
+                driver.close(memory)
+        self._replaced += self._own.values()
+        self.sizes = list(map(max, sizes, self.sizes or sizes))
+        self._own = {
+            (slot, engine, worker): driver.allocate(size)
+            for slot in range(IN_FLIGHT)
+            for engine, own in enumerate(takers)
+            for worker, (taker, size) in enumerate(zip(own, self.sizes, strict=True))
+            if taker == groups.rank
+        }
+        given = groups.from_all({at: driver.get_handle(own) for at, own in self._own.items()})
+        self.handles = {place: handle for own in given for place, handle in own.items()}
+        self.of = {
+            place: self._own[place]
+            if place in self._own
+            else driver.open_handle(handle, self.sizes[place[2]])
+            for rank, own in enumerate(given)
+            if groups.hosts.of_rank[rank] == groups.here
+            for place, handle in own.items()
+        }
+
+    def free_replaced(self) -> None:
+        """Free what was replaced, after a push: since its first bucket no worker has it mapped."""
+        while self._replaced:
+            self.driver.free(self._replaced.pop())
 
 
 class _MappedBuckets:
     """``BucketMemory`` in which the parts of a worker lie behind each other."""
 
-    def __init__(self, buckets: ShardBuckets, groups: ProcessGroups) -> None:
+    def __init__(self, buckets: ShardBuckets, groups: ProcessGroups, mapped: _MappedMemory) -> None:
         takers, of_rank = buckets.plan.takers, groups.hosts.of_rank
         self._served = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.here]
         self.engine = self._served[0] if self._served else 0
-        self._places, workers = buckets.places, range(buckets.plan.cut.tensor)
+        self._places, self._mapped = buckets.places, mapped
         self._parts: list[list[list[PackedPart]]] = []
         self._find: list[dict[tuple[int, str], list[tuple[Piece, TensorSpec, int]]]] = []
-        self._sizes = [0] * len(workers)
+        self.sizes = [0] * buckets.plan.cut.tensor
+        """Bytes that a worker needs for the largest of its buckets."""
         for number, places in enumerate(buckets.places):
             self._pack(number, buckets, {p.spec.name: i for i, p in enumerate(places)})
-        self._name: DriverName = "cuda" if groups.device.type == "cuda" else "host"
-        self._driver = driver = memory_driver(self._name)
-        mine = {
-            (slot, engine, worker): driver.allocate(self._sizes[worker])
-            for slot in range(IN_FLIGHT)
-            for engine in range(len(takers))
-            for worker in workers
-            if takers[engine][worker] == groups.rank
-        }
-        given = groups.from_all({key: driver.get_handle(memory) for key, memory in mine.items()})
-        self._handles = {key: handle for own in given for key, handle in own.items()}
-        self._memory = {
-            key: mine[key] if key in mine else driver.open_handle(handle, self._sizes[key[2]])
-            for rank, own in enumerate(given)
-            if of_rank[rank] == groups.here
-            for key, handle in own.items()
-        }
 
     def _pack(self, number: int, buckets: ShardBuckets, index: dict[str, int]) -> None:
         """Choose the place of every part of a bucket."""
-        used = [0] * len(self._sizes)
+        used = [0] * len(self.sizes)
         packed: list[list[PackedPart]] = [[] for _ in used]
         find: dict[tuple[int, str], list[tuple[Piece, TensorSpec, int]]] = {}
         for part in buckets.parts[number]:
@@ -81,13 +134,13 @@ class _MappedBuckets:
                 )
                 find.setdefault((worker, piece.hf), []).append((piece, spec, offset))
                 used[worker] += aligned(rectangle.num_bytes)
-        self._sizes = [max(pair) for pair in zip(self._sizes, used, strict=True)]
+        self.sizes = [max(pair) for pair in zip(self.sizes, used, strict=True)]
         self._parts.append(packed)
         self._find.append(find)
 
     def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
         """``piece`` is some rows of one of the worker's parts."""
-        memory = self._memory[number % IN_FLIGHT, engine, worker]
+        memory = self._mapped.of[number % IN_FLIGHT, engine, worker]
         for whole, spec, offset in self._find[number][worker, name]:
             first = piece.hf_start[0] - whole.hf_start[0]
             rows = slice(first, first + piece.extent[0])
@@ -100,17 +153,21 @@ class _MappedBuckets:
         raise AssertionError(f"{name}: {piece} is no part of worker {worker}")
 
     def synchronize(self) -> None:
-        self._driver.synchronize()
+        self._mapped.driver.synchronize()
 
     def chunk(self, number: int) -> WeightChunk:
-        slot, workers = number % IN_FLIGHT, range(len(self._sizes))
+        mapped, workers = self._mapped, range(len(self.sizes))
         place = {
-            "driver": self._name,
+            "driver": mapped.name,
             "handles": [
-                [self._handles[slot, engine, worker].hex() for worker in workers]
+                [
+                    [mapped.handles[slot, engine, worker].hex() for worker in workers]
+                    for slot in range(IN_FLIGHT)
+                ]
                 for engine in self._served
             ],
-            "sizes": self._sizes,
+            "slot": number % IN_FLIGHT,
+            "sizes": mapped.sizes,
             "parts": self._parts[number],
         }
         return weight_chunk(_RECEIVER, (place.spec for place in self._places[number]), place)

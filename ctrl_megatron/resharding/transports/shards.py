@@ -49,7 +49,8 @@ class ShardsSender:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[ModelSource, ShardBuckets, Lend] | None = None
+        self._segments: HostSegments | None = None
+        self._prepared: dict[ModelSource, tuple[ShardBuckets, Lend]] = {}
 
     @contextmanager
     def send(
@@ -57,24 +58,27 @@ class ShardsSender:
         source: WeightSource,
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
-        """The memory of the buckets is kept from one push to the next."""
+        """The memory of the buckets is kept from one push to the next; all sources use it in turn,
+        since they have the same engines."""
         if not isinstance(source, ModelSource):
             with self._whole.send(source, wait_until_read) as sent:
                 yield sent
             return
-        if self._prepared is None or self._prepared[0] is not source:
-            self._prepared = source, *self._prepare(source)
-        _, buckets, lend = self._prepared
+        if source not in self._prepared:
+            self._prepared[source] = self._prepare(source)
+        buckets, lend = self._prepared[source]
         with lend() as memory:
             phases = HostExchange(buckets, self.groups, memory)
             yield run_push(len(buckets.parts), phases, self.groups, wait_until_read)
 
     def _prepare(self, source: ModelSource) -> tuple[ShardBuckets, Lend]:
         """The buckets of a source, and their memory for a push, whose segments have names only
-        meanwhile. Collective."""
+        meanwhile."""
         engines, workers = source.layout.placement, source.layout.cut.tensor
         buckets = ShardBuckets(source, self.groups, one_engine_of_each_host(engines))
-        segments = HostSegments(self.groups, IN_FLIGHT * workers, sparse=workers > 1)
+        if self._segments is None:
+            self._segments = HostSegments(self.groups, IN_FLIGHT * workers, sparse=workers > 1)
+        segments = self._segments
         ends = (place.offset + spec_bytes(place.spec) for own in buckets.places for place in own)
         size = max(ends)
 
