@@ -136,6 +136,13 @@ class CudaMemory:
     class _Handle(ctypes.Structure):
         _fields_ = (("reserved", ctypes.c_char * 64),)
 
+    class _Attributes(ctypes.Structure):
+        _fields_ = (
+            *(("type", ctypes.c_int), ("device", ctypes.c_int)),
+            *(("device_pointer", ctypes.c_void_p), ("host_pointer", ctypes.c_void_p)),
+            ("reserved", ctypes.c_long * 8),
+        )
+
     def __init__(self) -> None:
         major = str(torch.version.cuda).split(".")[0]
         self._runtime = ctypes.CDLL(f"libcudart.so.{major}")
@@ -145,7 +152,7 @@ class CudaMemory:
     def allocate(self, size: int) -> torch.Tensor:
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
-        return _cuda_tensor(address, size)
+        return self._tensor(address, size)
 
     def free(self, memory: torch.Tensor) -> None:
         self._call("cudaFree", ctypes.c_void_p(memory.data_ptr()))
@@ -160,7 +167,7 @@ class CudaMemory:
         address, given = ctypes.c_void_p(), self._Handle.from_buffer_copy(handle)
         flags = ctypes.c_uint(self._PEER_ACCESS)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(address), given, flags)
-        return _cuda_tensor(address, size)
+        return self._tensor(address, size)
 
     def close(self, memory: torch.Tensor) -> None:
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(memory.data_ptr()))
@@ -168,16 +175,21 @@ class CudaMemory:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def _tensor(self, address: ctypes.c_void_p, size: int) -> torch.Tensor:
+        class Memory:
+            __cuda_array_interface__ = {  # noqa: RUF012 (the protocol reads a plain attribute)
+                **{"shape": (size,), "typestr": "|u1", "version": 3},
+                "data": (address.value, False),
+            }
+
+        found = self._Attributes()
+        self._call("cudaPointerGetAttributes", ctypes.byref(found), address)
+        # Of memory on another device torch would return a copy, which no other process sees.
+        memory = torch.as_tensor(Memory(), device=torch.device("cuda", found.device))
+        if memory.data_ptr() != address.value:
+            raise RuntimeError(f"torch has copied memory of GPU {found.device} that it was lent")
+        return memory
+
     def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._runtime, name)(*arguments):
             raise RuntimeError(f"{name} failed with CUDA error {code}")
-
-
-def _cuda_tensor(address: ctypes.c_void_p, size: int) -> torch.Tensor:
-    class Memory:
-        __cuda_array_interface__ = {  # noqa: RUF012 (the protocol reads a plain attribute)
-            **{"shape": (size,), "typestr": "|u1", "version": 3},
-            "data": (address.value, False),
-        }
-
-    return torch.as_tensor(Memory(), device="cuda")
