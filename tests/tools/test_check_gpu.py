@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 from preloaded import ForkedProgram
 
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from tools import check_gpu
 from tools.check_gpu import Checks, Failed, Skipped
 
@@ -54,19 +58,65 @@ def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
         command = made.train("run", 4, "trainer.save_freq=1")
         assert str(max(1, gpus)) in command
         config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
-        assert config.reward.reward_funcs == ("tools.check_gpu:even",)
+        assert config.reward.reward_funcs == ("tools.check_gpu:checksum",)
+
+
+class FirstWeights:
+    """A ``WeightSource`` that goes on to give the weights of its first push."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._first = source, dict[int, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def fill(self, bucket: int, memory: Any) -> None:
+        if bucket not in self._first:
+            self._source.fill(bucket, memory)
+            self._first[bucket] = memory.clone()
+        memory.copy_(self._first[bucket])
+
+
+class StaleSender(SharedMemorySender):
+    """Engines keep the first weights."""
+
+    @cached_property
+    def _of(self) -> Any:
+        return cache(FirstWeights)
+
+    def send(self, source: Any, *given: Any) -> Any:
+        return super().send(self._of(source), *given)
+
+
+def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Path) -> None:
+    made, transport = checks(tmp_path), f"{Path(__file__).stem}:StaleSender"
+    command = made.train(
+        *("run", 2, "trainer.verify_weight_sync=false"),
+        f"actor_rollout_ref.rollout.weight_transport={transport}",
+    )
+    path, log = os.pathsep.join([str(Path(__file__).parent), *sys.path]), tmp_path / "log"
+    run = ForkedProgram(command[1:], log, below=(1, 1), environ={"PYTHONPATH": path})
+    assert run.wait(timeout=200) == 0, log.read_text()
+    first, second = made.metrics("run").values()
+    assert "KL per token" in checks(tmp_path, run=[first]).engine_agrees()
+    with pytest.raises(Failed, match=r"KL per token by step .*; 0\.005 allowed"):
+        checks(tmp_path, run=[first, second]).engine_agrees()
 
 
 def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
-    def step(difference: float, asleep: float) -> dict[str, float]:
+    def step(kl: float, asleep: float, norm: float = 1.0) -> dict[str, float]:
         memory = {"memory/generate_device_gib": 40.0, "memory/update_device_gib": asleep}
-        return {"rollout/probs_diff_mean": difference, **memory}
+        return {"rollout/kl": kl, "actor/grad_norm": norm, **memory}
 
     good = checks(tmp_path, gpus=1, run=[step(0.001, 9.0 if n else 1.0) for n in range(4)])
-    assert "0.001 in the mean" in good.engine_agrees()
+    assert "KL per token by step 0.001, 0.001" in good.engine_agrees()
     assert "+0.000 GiB" in good.no_growth()  # the first step still builds things
+    with pytest.raises(Failed, match="left the weights as they were"):
+        checks(tmp_path, run=[step(0.0, 9.0), step(0.0, 9.0, norm=0.0)]).engine_agrees()
+    with pytest.raises(Failed, match="nan; 0"):
+        checks(tmp_path, run=[step(0.0, 9.0), step(float("nan"), 9.0)]).engine_agrees()
     leaking = checks(tmp_path, gpus=1, run=[step(0.02, 9.0 + n) for n in range(4)])
-    with pytest.raises(Failed, match=r"differ by 0\.02"):
+    with pytest.raises(Failed, match=r"0\.02, 0\.02; 0\.005 allowed"):
         leaking.engine_agrees()
     with pytest.raises(Failed, match=r"update holds 2\.00 GiB more in step 4 than in step 2"):
         leaking.no_growth()
