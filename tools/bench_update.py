@@ -2,8 +2,9 @@
 
 Runs optimizer steps of the actor as in a run (GRPO's loss with its KL, Megatron's DDP and
 distributed optimizer) on random tokens of a given shape; a group's prompt is computed once
-(``--group``). Prints tokens per second, the rate as a share of the rate of matrix products of the
-same type in the same processes, the kernel's share of processor time, and memory. ``--baseline
+(``--group``). Prints tokens per second, the rate as a share of the device's peak (a CPU's is that
+of matrix products of the same type in the same processes), the kernel's share of processor time,
+and memory. ``--baseline
 DIR`` also measures another checkout, and ``--strategies megatron fsdp`` both ways of computing the
 model: both stay in memory and alternate steps, so that a slower phase of the machine affects both.
 ``--phases`` also says what part of a step each phase takes, on a CPU.
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.parallel.groups import ProcessGroups
     from ctrl_megatron.pipeline.losses import ActorLoss
@@ -196,13 +199,22 @@ def watched(policy: Policy) -> Phases:
     return phases
 
 
+def peak_of(device: torch.device, dtype: str, tflops: float | None) -> float:
+    """Peak flop/s of this rank's device; ``tflops`` is given for one that is not known."""
+    import torch
+
+    from ctrl_megatron.metrics import device_peak
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return device_peak(name, configured_tflops=tflops, dtype=dtype)
+
+
 def rank_of(root: Path, options: argparse.Namespace) -> None:
     """Run steps with the package of ``root`` until standard input ends."""
     sys.path.insert(0, str(root))
     answer_to, sys.stdout = sys.stdout, sys.stderr
     import torch
 
-    from ctrl_megatron.metrics import measure_peak_flops
     from ctrl_megatron.parallel.groups import initialize, shutdown
     from ctrl_megatron.parallel.layout import Layout
 
@@ -219,7 +231,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     # Older checkouts do not count floating-point operations.
     counted = policy.take_flops()[1] if hasattr(policy, "take_flops") else 0
     answer(
-        gemm=measure_peak_flops(options.dtype),
+        peak=peak_of(groups.device, options.dtype, options.peak_tflops),
         threads=torch.get_num_threads(),
         flops=counted,
     )
@@ -256,11 +268,11 @@ def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[An
     """Print one line for a checkout."""
     seconds = statistics.median(max(one["seconds"] for one in turn) for turn in turns)
     own = [one for turn in turns for one in turn]
-    gemm, flops = (sum(one[key] for one in start) for key in ("gemm", "flops"))
+    peak, flops = (sum(one[key] for one in start) for key in ("peak", "flops"))
     system = sum(one["system"] for one in own)
     print(
         f"{name}: {tokens / seconds:.0f} tokens/s, {seconds:.2f} s, "
-        f"{100 * flops / seconds / gemm:.0f} % of {gemm / 1e9:.0f} GFLOP/s, "
+        f"{100 * flops / seconds / peak:.0f} % of {peak / 1e9:.0f} GFLOP/s, "
         f"{len(start)} x {start[0]['threads']:.0f} threads, "
         f"kernel {100 * system / (system + sum(one['user'] for one in own)):.0f} %, "
         f"{max(one['resident_gib'] for one in own):.2f} GiB a rank "
@@ -302,6 +314,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1536, help="tokens of a micro-batch")
     parser.add_argument(
         "--chunk", type=int, default=1024, help="tokens whose logits are computed together"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, help="a GPU's dense peak, where it is not known by name"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forward", action="store_true", help="log-probs instead of updates")
