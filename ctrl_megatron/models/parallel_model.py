@@ -8,11 +8,11 @@ output, their callers the loss; ``models.forward_step`` combines both for one mi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -319,7 +319,8 @@ class ParallelModel:
             rows,
             token_budget=token_budget,
             multiple=layout.token_multiple,
-            count=self.strategy.micro_batches_together,
+            # Ranks without rows take part in the sums over ranks with a micro-batch without rows.
+            count=lambda own: self.strategy.micro_batches_together(max(own, 1)),
             device=self.groups.device,
             context=self.groups.context,
         )
@@ -333,14 +334,13 @@ class ParallelModel:
         """The sum over micro-batches and data-parallel ranks, on every stage."""
         totals: dict[str, float] | None = None
         if self.groups.is_last_stage:
-            names = sorted({name for share in shares for name in share.scalars})
-            # Ranks may have different numbers of micro-batches but the same names, because a loss
-            # function returns the same scalars for every piece.
-            local = torch.tensor(
-                [sum(float(share.scalars.get(name, 0.0)) for share in shares) for name in names],
-                dtype=torch.float64,
-            )
-            totals = dict(zip(names, self.groups.sum_over_data(local).tolist(), strict=True))
+            mine: dict[str, float] = {}
+            for share in shares:
+                _add(mine, share.scalars)
+            totals = {}
+            # A rank without rows does not know the names of the loss function's scalars.
+            for of_rank in self.groups.from_data_ranks(mine):
+                _add(totals, of_rank)
         if self.groups.layout.pipeline == 1:
             return totals or {}
         box = [totals]
@@ -349,6 +349,11 @@ class ParallelModel:
         source = copy.index(layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp))
         dist.broadcast_object_list(box, group_src=source, group=self.groups.host_model)
         return box[0] or {}
+
+
+def _add(totals: dict[str, float], values: Mapping[str, Any]) -> None:
+    for name, value in sorted(values.items()):
+        totals[name] = totals.get(name, 0.0) + float(value)
 
 
 def _strategy(shape: AnyShape, groups: ProcessGroups, options: ModelOptions) -> Strategy:

@@ -127,6 +127,20 @@ def keep(
     return found
 
 
+def step_with_all_rows_on_one_rank(
+    rank: int, layout: dict[str, Any], directory: str, batch: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """By strategy the log-probs of this rank's rows, of which only the first data rank has any, and
+    the metrics of two steps."""
+    groups, found = start(layout), {}
+    mine = {k: v[: None if groups.place.dp == 0 else 0] for k, v in batch.items()}
+    for strategy in ("megatron", "fsdp"):
+        policy = make_policy(groups, directory, strategy=strategy, optimizer=USUAL, token_budget=64)
+        log_probs = policy.log_probs(mine)[0]
+        found[strategy] = log_probs, [policy.step(mine, policy_loss) for _ in range(2)]
+    return found
+
+
 def resume(
     rank: int,
     layout: dict[str, Any],

@@ -179,6 +179,19 @@ def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: 
     assert [r["fsdp"]["flops"] for r in results] == [r["megatron"]["flops"] for r in results]
 
 
+def test_a_rank_without_rows_takes_the_same_steps(tmp_path: Path) -> None:
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
+    given = {"directory": str(source), "batch": random_batch(seed=3, rows=8, group=4)}
+    step = "promised:step_with_all_rows_on_one_rank"
+    (alone,) = run_world(step, 1, layout={}, **given)
+    for place, result in enumerate(run_world(step, 2, layout={"data": 2}, **given)):
+        for strategy, (log_probs, metrics) in result.items():
+            wanted = alone[strategy]
+            same_metrics(metrics, wanted[1])
+            assert len(log_probs) == (0 if place else 8)
+            torch.testing.assert_close(log_probs, wanted[0][: len(log_probs)], atol=1e-6, rtol=0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "sharded"), [(2, 1), (4, 2)])
 def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharded: int) -> None:
