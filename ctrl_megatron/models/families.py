@@ -14,7 +14,7 @@ from typing import Any
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import divides, need, whole
+from ctrl_megatron.models.hf_keys import divides, in_pairs, need, whole
 from ctrl_megatron.models.rope import Yarn
 from ctrl_megatron.models.shape import (
     CLASSIFIERS,
@@ -78,6 +78,7 @@ def _grouped_query(
         width = hidden // heads
     else:
         width = whole(config, "head_dim", where)
+    in_pairs(width, where)
     return GroupedQueryAttention(
         heads=heads, groups=groups, head_dim=width, qkv_bias=qkv_bias, qk_norm=qk_norm
     )
@@ -146,6 +147,7 @@ def _latent(config: HfConfig, where: str) -> MultiLatentAttention:
     if "q_lora_rank" not in config:
         raise UserError(f"{where}: the key 'q_lora_rank' is missing; it may be null")
     rank = None if config["q_lora_rank"] is None else whole(config, "q_lora_rank", where)
+    in_pairs(whole(config, "qk_rope_head_dim", where), where)
     return MultiLatentAttention(
         heads=heads,
         q_lora_rank=rank,

@@ -31,3 +31,9 @@ def divides(whole: int, name: str, part: int, part_name: str, where: str) -> Non
     """UserError unless ``whole`` is a multiple of ``part``."""
     if whole % part:
         raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
+
+
+def in_pairs(width: int, where: str) -> None:
+    """UserError unless a rotary embedding can rotate ``width`` numbers of a head."""
+    if width % 2:
+        raise UserError(f"{where}: heads of {width} numbers cannot be rotated in pairs")

@@ -303,7 +303,15 @@ class ParallelModel:
     def _micro_batches(
         self, rows: Fields, token_budget: int, *, backward: bool
     ) -> list[MicroBatch]:
-        """The micro-batches of a pass. Collective."""
+        """The micro-batches of a pass. Collective. ValueError for a row beyond the model's context,
+        where ropes of transformers depend on the other rows."""
+        context = self.shape.max_position_embeddings
+        for row, length in enumerate(rows["attention_mask"].sum(1).tolist()):
+            if length > context:
+                raise ValueError(
+                    f"row {row} has {length} tokens, and the model a context of "
+                    f"max_position_embeddings={context}"
+                )
         layout, diffusion = self.groups.layout, self.shape.diffusion
         if diffusion is None:
             split = partial(

@@ -218,6 +218,8 @@ def _llama3(given: Mapping[str, Any], where: str) -> Llama3:
 
 
 def _yarn(given: Mapping[str, Any], where: str) -> Yarn:
+    # transformers takes 0 for a missing key, of these two.
+    given = {k: v for k, v in given.items() if v or k not in ("mscale", "mscale_all_dim")}
     factor = float(_factor(given, where))
     truncate = given.get("truncate", True)
     if not isinstance(truncate, bool):

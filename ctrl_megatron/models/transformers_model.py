@@ -15,6 +15,7 @@ import transformers
 
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES
+from ctrl_megatron.models.hf_keys import divides, in_pairs
 from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
@@ -107,7 +108,12 @@ def _shape(text: str, where: str) -> TransformersShape:
     head = model.get_output_embeddings()
     (output,) = [name for name, module in model.named_modules() if module is head]
     heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    angles = [len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")]
+    if width + 1 in (2 * count for count in angles):
+        in_pairs(width, where)
     shape = TransformersShape(
         family=family,
         config=text,
@@ -117,7 +123,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         max_position_embeddings=config.max_position_embeddings,
         attention=GroupedQueryAttention(
             heads=heads,
-            groups=getattr(config, "num_key_value_heads", None) or heads,
+            groups=groups,
             head_dim=width,
         ),
         tied_embeddings=bool(config.tie_word_embeddings),

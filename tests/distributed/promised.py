@@ -141,6 +141,20 @@ def step_with_all_rows_on_one_rank(
     return found
 
 
+def longest_rows(
+    rank: int, layout: dict[str, Any], directory: str, batch: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """By strategy why the log-probs of a batch are refused; empty if they are not."""
+    groups, found = start(layout), {}
+    for strategy in ("megatron", "fsdp"):
+        policy, found[strategy] = make_policy(groups, directory, strategy=strategy), ""
+        try:
+            policy.log_probs(batch)
+        except ValueError as error:
+            found[strategy] = str(error)
+    return found
+
+
 def resume(
     rank: int,
     layout: dict[str, Any],

@@ -192,6 +192,22 @@ def test_a_rank_without_rows_takes_the_same_steps(tmp_path: Path) -> None:
             torch.testing.assert_close(log_probs, wanted[0][: len(log_probs)], atol=1e-6, rtol=0)
 
 
+def test_rows_beyond_the_context_are_refused(tmp_path: Path) -> None:
+    """A dynamic rope of transformers rotates the rows that follow such a row otherwise."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    given = {"rope_parameters": rope, "max_position_embeddings": 16}
+    source = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2, **given)
+    (found,) = run_world(
+        "promised:longest_rows",
+        1,
+        layout={},
+        directory=str(source),
+        batch=random_batch(seed=3, prompt=40),
+    )
+    for said in found.values():
+        assert re.fullmatch(r"row \d has \d\d tokens, .* max_position_embeddings=16", said), found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "sharded"), [(2, 1), (4, 2)])
 def test_copies_of_shards_take_the_same_steps(tmp_path: Path, ranks: int, sharded: int) -> None:

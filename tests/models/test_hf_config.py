@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.families import engine_obstacle
-from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape
+from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape, read_shape
 from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import (
@@ -26,6 +26,7 @@ from ctrl_megatron.models.shape import (
     MaskedDiffusion,
     ModelShape,
 )
+from ctrl_megatron.types import StrategyName
 
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -479,7 +480,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen25", rope("yarn", factor=4.0, attn_factor=2.0), "attn_factor"),
     ("qwen25", rope("yarn", factor=4.0, truncate=1), "truncate=1"),
     ("qwen25", rope("yarn", factor=4.0, beta_fast=0), "beta_fast=0"),
-    ("qwen25", rope("yarn", factor=4.0, mscale=0, mscale_all_dim=1.0), "mscale=0"),
+    ("qwen25", rope("yarn", factor=4.0, mscale=-1, mscale_all_dim=1.0), "mscale=-1"),
     ("qwen25", rope("yarn", factor=4.0, attention_factor=-1.0), "attention_factor"),
     ("qwen25", rope("yarn", factor=4.0, beta_fast=1, beta_slow=32), "beta_fast"),
     ("llama31", rope("llama3", **{**LLAMA3_ROPE, "high_freq_factor": 1.0}), "low_freq_factor"),
@@ -682,6 +683,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with a null": {**YARN, "beta_slow": None},
     "yarn with an attention factor": {**YARN, "attention_factor": 0.7},
     "yarn with one mscale": {**YARN, "mscale": 0.7},
+    "yarn with an mscale of 0": {**YARN, "mscale": 0, "mscale_all_dim": 1.3},
+    "yarn with an mscale_all_dim of 0": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.0},
     "yarn with two mscales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
 
@@ -694,6 +697,28 @@ def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     for key, value in changes.items():
         found = engine_obstacle(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"head_dim": 25}, r"heads of 25 numbers|even rotary dimension"),
+        ({"num_key_value_heads": 2}, "num_attention_heads=9 is not a multiple of"),
+    ],
+)
+def test_heads_that_cannot_be_computed_are_refused(
+    tmp_path: Path, strategy: StrategyName, changed: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, **changed}))
+    with pytest.raises(UserError, match=said):
+        read_shape(tmp_path, strategy)
+    if strategy == "fsdp":
+        # A family whose configuration transformers does not check.
+        keys = {"num_hidden_layers": 1, "model_type": "olmo2", "hidden_size": 576}
+        (tmp_path / "config.json").write_text(json.dumps({**SMOLLM2, **keys, **changed}))
+        with pytest.raises(UserError, match=said):
+            read_shape(tmp_path, strategy)
 
 
 def test_only_the_engine_for_it_generates_with_a_masked_diffusion_model() -> None:
