@@ -175,6 +175,9 @@ def test_host_memory_is_page_locked_while_it_is_mapped(monkeypatch: pytest.Monke
     # Larger ones replace the sender's; the engine's receiver still has the old ones mapped.
     push(sender, Large())
     assert len(sizes()) == 2 + 2 + 1
+    # Senders of one push, as those of an export, leave nothing locked.
+    del sender
+    assert len(sizes()) == 2 + 1
     # Of the proxy each bucket's own bytes, in the engine's process only: ranks fill it from files.
     runtime.locked.clear()
     receiver = SharedMemoryReceiver()

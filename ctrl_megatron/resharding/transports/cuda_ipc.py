@@ -57,7 +57,6 @@ class _MappedMemory:
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self.name: DriverName = "cuda" if groups.device.type == "cuda" else "host"
         self.sizes: list[int] = []
         """Bytes by worker."""
         self.of: dict[_Place, torch.Tensor] = {}
@@ -66,8 +65,14 @@ class _MappedMemory:
         self._own: dict[_Place, torch.Tensor] = {}
         self._replaced: list[torch.Tensor] = []
 
+    @property
+    def name(self) -> DriverName:
+        """The name of the driver."""
+        return "cuda" if self._groups.device.type == "cuda" else "host"
+
     @cached_property
     def driver(self) -> MemoryDriver:
+        """The driver of the memory."""
         return memory_driver(self.name)
 
     def grow_to(self, sizes: Sequence[int], takers: Sequence[Sequence[int]]) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,14 +53,11 @@ class SharedSegment:
             descriptor = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDWR)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self.memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-        # Sparse memory would be taken as a whole.
-        self._unlock = lock_pages(self.memory[: 0 if sparse else size])
+        # Sparse memory would be taken as a whole. Pages must not stay locked after their mapping,
+        # which ends with the segment; a process that ends needs no unlocking.
+        weakref.finalize(self, lock_pages(self.memory[: 0 if sparse else size])).atexit = False
         if create:
             self.publish()
-
-    def close(self) -> None:
-        """Undo the lock of the pages; the memory must not be used afterwards."""
-        self._unlock()
 
     def publish(self) -> None:
         """Let ``name`` lead to the memory; only in the process that created it."""
@@ -104,8 +102,6 @@ class HostSegments:
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
         self._names = groups.from_all(segment_names(self._count))
         names = self.names_on(groups.here)
-        for segment in self._segments:
-            segment.close()
         self._segments = ()
         for name in names if first else ():
             segment = SharedSegment(name, size, create=True, sparse=self._sparse)
