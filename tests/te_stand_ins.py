@@ -223,6 +223,10 @@ def installed(active: bool = True) -> Iterator[None]:
 
         gradient_accumulation_fusion: bool
 
+        def __init__(self, *sizes: Any, **options: Any) -> None:
+            assert not options.get("gather_output") and options.get("input_is_parallel", True)
+            super().__init__(*sizes, **options)
+
         @property
         def fuse_wgrad_accumulation(self) -> bool:
             return self.gradient_accumulation_fusion
@@ -237,6 +241,7 @@ def installed(active: bool = True) -> Iterator[None]:
 
     class LayerNormColumnParallelLinear(ColumnParallelLinear):
         def __init__(self, input_size: int, *sizes: Any, config: Any, **options: Any) -> None:
+            assert not options.get("is_expert") and not options.get("skip_weight_param_allocation")
             super().__init__(input_size, *sizes, config=config, **options)
             norm = RMSNorm(config, input_size, eps=config.layernorm_epsilon)
             self.layer_norm_weight = norm.weight

@@ -4,10 +4,9 @@ Runs optimizer steps of the actor as in a run (GRPO's loss with its KL, Megatron
 distributed optimizer) on random tokens of a given shape; a group's prompt is computed once
 (``--group``). Prints tokens per second, the rate as a share of the device's peak (a CPU's is that
 of matrix products of the same type in the same processes), the kernel's share of processor time,
-and memory. ``--baseline
-DIR`` also measures another checkout, and ``--strategies megatron fsdp`` both ways of computing the
-model: both stay in memory and alternate steps, so that a slower phase of the machine affects both.
-``--phases`` also says what part of a step each phase takes, on a CPU.
+and memory. ``--baseline DIR`` also measures another checkout, and ``--strategies megatron fsdp``
+both ways of computing the model: both stay in memory and alternate steps, so that a slower phase of
+the machine affects both. ``--phases`` also says what part of a step each phase takes, on a CPU.
 """
 
 from __future__ import annotations
