@@ -270,7 +270,9 @@ def mini_batches(batch: TensorDict, groups: ProcessGroups) -> Iterator[dict[str,
     tensors, numbers = tensors_of(batch), batch["mini_batch"]
     tensors["place"] = torch.arange(len(numbers))
     mask = tensors.get("loss_mask", tensors["response_mask"])
-    pieces = [(numbers == number).nonzero().squeeze(-1) for number in numbers.unique().tolist()]
+    # A rank may have no row of a mini-batch.
+    every = sorted({n for own in groups.from_data_ranks(numbers.unique().tolist()) for n in own})
+    pieces = [(numbers == number).nonzero().squeeze(-1) for number in every]
     tokens = groups.sum_over_data(torch.stack([mask[rows].sum() for rows in pieces]))
     taught = [rows for rows, count in zip(pieces, tokens.tolist(), strict=True) if count]
     if not taught:

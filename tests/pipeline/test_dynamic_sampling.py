@@ -22,7 +22,7 @@ from ctrl_megatron.pipeline.losses import means_over_steps, mini_batches
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.types import Completion, VersionSpan
 
-ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts)
+ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts, from_data_ranks=lambda own: [own])
 
 
 def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
@@ -81,6 +81,15 @@ def test_mini_batches_cover_every_row_once() -> None:
     assert [piece["row"].tolist() for piece in pieces] == [[1, 4], [0, 2], [3]]
 
 
+def test_a_rank_without_rows_of_a_mini_batch_has_it_too() -> None:
+    groups: Any = SimpleNamespace(
+        sum_over_data=lambda counts: counts + torch.tensor([0, 5, 0]),
+        from_data_ranks=lambda own: [own, [1]],
+    )
+    pieces = mini_batches(numbered([2, 0, 2]), groups)
+    assert [piece["row"].tolist() for piece in pieces] == [[1], [], [0, 2]]
+
+
 def test_a_mini_batch_without_a_token_in_the_loss_is_left_out() -> None:
     batch = numbered([1, 0, 1, 2, 0])
     batch["response_mask"][[1, 4]] = False
@@ -96,7 +105,10 @@ def test_a_mini_batch_without_a_token_in_the_loss_is_left_out() -> None:
 def test_one_that_teaches_another_rank_is_kept() -> None:
     batch = numbered([0, 1])
     batch["response_mask"][:] = False
-    elsewhere: Any = SimpleNamespace(sum_over_data=lambda counts: counts + torch.tensor([0, 3]))
+    elsewhere: Any = SimpleNamespace(
+        sum_over_data=lambda counts: counts + torch.tensor([0, 3]),
+        from_data_ranks=lambda own: [own],
+    )
     assert [p["row"].tolist() for p in mini_batches(batch, elsewhere)] == [[1]]
 
 
