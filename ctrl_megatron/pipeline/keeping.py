@@ -104,7 +104,7 @@ class Keeper:
     Where it dies more than ``most`` times within an hour, ``died`` and ``hangs`` report its last
     end. The pause before a restart is doubled each time, from one second on. With ``waits`` a
     restart comes no sooner than ``allow`` asks for it, because others use the service's devices
-    until then.
+    until then; they wait until it is up, so that starts which fail need no further permission.
     """
 
     def __init__(self, service: Service, *, most: int, waits: bool = False) -> None:
@@ -171,6 +171,7 @@ class Keeper:
                     return
                 silence.begin_again()
                 self._down, self._doubt = False, ""
+                self._allowed.clear()
 
     def _again(self, cause: str, *, hangs: bool) -> bool:
         """Start it again; False if it may not be, or if the run ends."""
@@ -203,7 +204,6 @@ class Keeper:
             self.service.stop()
         if self._waits:
             self._allowed.wait()
-            self._allowed.clear()
         if self._ended.wait(pause):
             return False
         with self._one:

@@ -123,16 +123,22 @@ def test_restarts_are_bounded(
     assert said.count("of at most") == said.count("its last words") == most
 
 
-def test_starts_that_fail_count(keep: Callable[..., Keeper]) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_starts_that_fail_count(keep: Callable[..., Keeper], waits: bool) -> None:
     service = Scripted(False, False, True)
-    keeper = keep(service)
+    keeper = keep(service, waits=waits)
     service.alive = False
+    until(lambda: not keeper.up)
+    keeper.allow()
     until(lambda: keeper.restarts == 3 and keeper.up)
     service = Scripted(False, False, False)
-    keeper = keep(service)
+    keeper = keep(service, waits=waits)
     service.alive = False
+    until(lambda: not keeper.up)
+    keeper.allow()
     until(keeper.died)
     assert keeper.died() == "it does not start"
+    assert service.log == ["stop", "launch"] * 3
 
 
 def test_ends_an_hour_apart_do_not_add_up(
