@@ -74,13 +74,12 @@ class EngineService:
 
 
 class SandboxService:
-    """``Service`` of a sandbox, which ``start(port)`` starts; port 0 takes a free one. ``ready`` is
-    called each time that it has started."""
+    """``Service`` of a sandbox, which ``start(port)`` starts; port 0 takes a free one."""
 
     name = "sandbox service"
 
-    def __init__(self, start: Callable[[int], EmbeddedSandbox], ready: Callable[[], None]) -> None:
-        self._start, self._ready, self._port, self.box = start, ready, 0, start(0)
+    def __init__(self, start: Callable[[int], EmbeddedSandbox]) -> None:
+        self._start, self._port, self.box = start, 0, start(0)
 
     def died(self) -> str | None:
         return child_died(self.name, self.box.pid, self.box.alive, self.box.log)
@@ -95,7 +94,6 @@ class SandboxService:
         self.box.wait_ready()
         # A start that fails leaves a box without an address.
         self._port = int(self.box.endpoint.rpartition(":")[2])
-        self._ready()
 
 
 class Keeper:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import urllib.error
+import urllib.request
 
 import psutil
 import pytest
@@ -21,20 +23,34 @@ _NAMELESS = ("unshare", "--uts", "sh", "-c", 'hostname nowhere.invalid; exec "$@
 _MACHINE = _NAMELESS if subprocess.run([*_NAMELESS, "true"], check=False).returncode == 0 else ()
 
 
+def status_without_token(place: str) -> int:
+    """The answer of an HTTP service to a program of somebody else."""
+    try:
+        with urllib.request.urlopen(f"http://{place}/run_code", b"{}", timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as refused:
+        return refused.code
+
+
 def listens_on_loopback(job: Job, name: str, *extra: str) -> dict[str, str]:
     """The sockets at which a whole run of the command listens, all of them on loopback."""
-    port, sockets = free_port(), dict[str, str]()
+    port, sockets, answered = free_port(), dict[str, str](), list[int]()
     extra = (f"trainer.metrics_port={port}", *extra)
     with job.launch(
         name, steps=2, extra=extra, ranks=2, own=True, preloaded=True, under=_MACHINE
     ) as run:
         while run.process.poll() is None:
             try:
-                sockets |= listening([psutil.Process(run.process.pid), *run.look()])
+                processes = [psutil.Process(run.process.pid), *run.look()]
+                sockets |= listening(processes)
+                for service in () if answered else processes:
+                    if "ctrl_megatron.sandbox" in service.cmdline():
+                        answered = [status_without_token(place) for place in listening([service])]
             except psutil.NoSuchProcess:
-                break
+                continue
         assert run.ends() == 0, run.output()[-8000:]
     assert f"127.0.0.1:{port}" in sockets
+    assert answered == [401]
     assert reached_from_outside(sockets) == {}
     return sockets
 

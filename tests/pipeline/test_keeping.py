@@ -85,7 +85,7 @@ def test_a_sandbox_keeps_its_address_also_after_starts_that_fail() -> None:
         boxes.append(Box(port, answers=answers[len(boxes)]))
         return boxes[-1]
 
-    service = SandboxService(start, lambda: None)
+    service = SandboxService(start)
     service.wait_ready()
     service.launch_again()
     with pytest.raises(RuntimeError, match="no answer"):
