@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ctrl_megatron.background import Standstill
 from ctrl_megatron.errors import (
     FAILED,
     SERVICE,
@@ -163,6 +164,18 @@ class FailureWatch:
                         self._stacks.dump(why)
                     _say(f"rank {me} stops because {why}")
                     self._leave(FAILED)
+            except Exception as error:
+                # Without memory or descriptors, for example: nobody else would notice an end.
+                self._leave_unwatched(error)
+
+    def _leave_unwatched(self, error: Exception) -> None:
+        """End this rank, of which the watch has failed."""
+        code = FAILED
+        try:
+            self._publish(f"rank {self._groups.rank} cannot be watched: {error!r}", FAILED)
+            code = self._announce()
+        finally:
+            self._leave(code)
 
     def _dead_service(self) -> tuple[str | UserError | None, bool]:
         found = ((cause, hang) for died, hang in self._services if (cause := died()))
@@ -218,6 +231,30 @@ class FailureWatch:
             self._clean_up()
         finally:
             os._exit(code)
+
+
+class StuckStart:
+    """Notices a main thread that waits for a thread which never begins: where memory or process ids
+    are used up the system may start it, and Python cannot run it.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._still, self._looks = limit, Standstill(), 0
+
+    def __call__(self) -> str | None:
+        """What is wrong, for ``FailureWatch.guard``."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+            inside = frame.f_code.co_filename == threading.__file__
+            frame = frame.f_back if inside else None
+        self._looks -= 1
+        held = self._still.seconds(self._looks if frame is None else id(frame))
+        if held < self._limit:
+            return None
+        return (
+            f"its main thread has waited {held:.0f} s for a thread that does not begin; memory or "
+            "processes are limited (ulimit -v, ulimit -u, the pids of a cgroup)"
+        )
 
 
 def _dead_rank(local: dict[int, int]) -> str | None:

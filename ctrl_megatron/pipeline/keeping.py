@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -160,6 +161,12 @@ class Keeper:
             self.service.stop()
 
     def _keep(self, silence: SilenceProbe) -> None:
+        try:
+            self._watch(silence)
+        except Exception as error:
+            self.failure = f"the {self.service.name} cannot be watched: {error!r}"
+
+    def _watch(self, silence: SilenceProbe) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             cause = self.service.died() or self._doubt
             silent = None if cause else silence()
@@ -306,8 +313,10 @@ class SilentService:
     async def _ask(self) -> None:
         try:
             while True:
-                if await self._service.answers():
-                    self._answers += 1
+                # A connection to an earlier process may stay open for ever.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._limit):
+                        self._answers += await self._service.answers()
                 await asyncio.sleep(_ASK_SECONDS)
         finally:
             await self._service.close()

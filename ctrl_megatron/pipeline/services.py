@@ -231,10 +231,13 @@ class Services:
     ) -> bool:
         engine, before = self._engines[number].connect(), keeper.restarts
         try:
-            try:
-                await engine.health()
-            except ServiceLost as error:
-                keeper.doubt(str(error), before)
+            if keeper.up:
+                try:
+                    async with asyncio.timeout(self._config.trainer.failure_timeout):
+                        await engine.health()
+                except (ServiceLost, TimeoutError) as error:
+                    # Something else may listen at its port, and say nothing.
+                    keeper.doubt(str(error) or "it does not answer", before)
             if not keeper.up:
                 keeper.allow()
             with awaited(f"the {keeper.service.name} to start again"):
