@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -331,3 +333,27 @@ def test_ping_names_the_level_reached(service: EmbeddedSandbox) -> None:
     assert text == '"pong"'
     assert headers["X-Sandbox-Level"] == service.isolation["level"]
     assert headers["X-Sandbox-Isolation"] == service.isolation["tier"]
+
+
+def test_the_next_start_removes_the_files_of_services_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    foreign = tmp_path / "ctrl-sandbox-files-of-another-user"
+    foreign.mkdir()
+    if os.geteuid() == 0:
+        os.chown(foreign, 12345, -1)
+    with EmbeddedSandbox.start(workers=1) as used:
+        killed = EmbeddedSandbox.start(workers=1)
+        folder = Path(killed.scratch)
+        (folder / "more").mkdir()
+        (folder / "more/of a program").write_text("left")
+        os.kill(killed.pid, signal.SIGKILL)
+        while killed.alive():
+            time.sleep(0.01)
+        assert folder.is_dir()
+        with EmbeddedSandbox.start(workers=1):
+            assert not folder.exists() and Path(used.scratch).is_dir()
+        assert foreign.is_dir() or os.geteuid() != 0
+        killed.stop()
+    assert {path.name for path in tmp_path.iterdir()} <= {foreign.name}

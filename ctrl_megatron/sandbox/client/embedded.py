@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
@@ -158,8 +159,9 @@ class EmbeddedSandbox:
             if stream is not None:
                 stream.close()
         # The service removes the directory itself, unless it was killed.
-        if self.scratch and os.path.exists(self.scratch):
-            shutil.rmtree(self.scratch)
+        if self.scratch:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.scratch)
 
     def __enter__(self) -> Self:
         return self
