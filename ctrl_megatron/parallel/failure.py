@@ -41,7 +41,10 @@ from ctrl_megatron.parallel.waiting import WaitedTooLong
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
-_ROOT_CAUSE_SECONDS = 3.0
+_ROOT_CAUSE_SECONDS = 3 * _BEAT_SECONDS
+"""Within this time the first cause of a broken collective is published, and every rank that lives
+has given a sign of life.
+"""
 _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 _STACKS = "the Python stacks of the ranks at this moment are in {}/rank_N.txt"
 _SHORT = 200
@@ -99,8 +102,9 @@ class FailureWatch:
 
         An error of the user, a service that failed, a wait without end and a second signal are one
         line without a traceback. A broken collective usually follows another rank's failure, which
-        therefore gets a few seconds to be published first. Without the launcher's store nothing can
-        be published.
+        therefore gets a few seconds to be published first; if none is, ranks that give no sign of
+        life meanwhile are named, with their host. Without the launcher's store nothing can be
+        published.
         """
         rank, fault, hang = self._groups.rank, user_fault(error), False
         if fault is not None:
@@ -116,17 +120,40 @@ class FailureWatch:
             cause, code = f"rank {rank} failed:\n{text}", FAILED
             hang = _is_echo(error) and _TIMED_OUT.search(str(error)) is not None
         try:
-            return self._tell(cause, code, hang=hang, patient=_is_echo(error))
+            if _is_echo(error) and (lost := self._lost_ranks()) and not hang:
+                cause = f"{self._named(lost)} lost: {_first_line(error)}"
+            self._publish(cause, code, hang=hang)
+            return self._announce()
         except (RuntimeError, ConnectionError) as lost:
-            _say(cause if code != FAILED else f"{cause}\nand its launcher is gone ({lost})")
+            _say(cause if code != FAILED else f"{cause}\nand {self._without_store(lost)}")
             return code
 
-    def _tell(self, cause: str, code: int, *, hang: bool, patient: bool) -> int:
-        deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if patient else 0.0)
-        while time.monotonic() < deadline and not self._published():
+    def _lost_ranks(self) -> list[int]:
+        """Wait for a cause to be published. The ranks that have given no sign of life meanwhile;
+        none where there is a cause.
+        """
+        before, deadline = self._beats(), time.monotonic() + _ROOT_CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            if self._published():
+                return []
             time.sleep(0.1)
-        self._publish(cause, code, hang=hang)
-        return self._announce()
+        pairs = zip(before, self._beats(), strict=True)
+        return [rank for rank, (then, now) in enumerate(pairs) if then == now]
+
+    def _beats(self) -> list[bytes]:
+        keys = [f"beat/{rank}" for rank in range(self._groups.size)]
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+    def _named(self, ranks: list[int]) -> str:
+        """``rank N on host H is``, or several of them."""
+        hosts = self._groups.hosts
+        named = [f"rank {rank} on host {hosts.names[hosts.of_rank[rank]]}" for rank in ranks]
+        return ", ".join(named) + (" is" if len(named) == 1 else " are")
+
+    def _without_store(self, lost: Exception) -> str:
+        hosts = self._groups.hosts.names
+        where = f" on host {hosts[0]}" if len(hosts) > 1 else ""
+        return f"the rendezvous store is gone, and so is the launcher{where}: {lost}"
 
     def _watch(self) -> None:
         me = self._groups.rank
@@ -148,7 +175,11 @@ class FailureWatch:
                     # Its communication library may have ended it because another rank hangs.
                     cause, hang = _dead_rank(local), True
                 if cause is None and now - seen_at > self._timeout:
-                    cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
+                    host = self._groups.hosts.of_rank[neighbour]
+                    far = neighbour not in self._near
+                    where = f" on host {self._groups.hosts.names[host]}" if far else ""
+                    cause = f"rank {neighbour}{where} has not been heard of for "
+                    cause += f"{self._timeout:.0f} s"
                     silent = neighbour
                 if cause is not None:
                     code = WRONG_INPUT if isinstance(cause, UserError) else FAILED
@@ -158,8 +189,7 @@ class FailureWatch:
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
                     # Where the launcher does not serve the store, rank 0 does.
-                    lost = f"the rendezvous store is gone, and so is the launcher: {error}"
-                    why = _dead_rank(local) or lost
+                    why = _dead_rank(local) or self._without_store(error)
                     if self._stacks is not None:
                         self._stacks.dump(why)
                     _say(f"rank {me} stops because {why}")
@@ -268,6 +298,10 @@ def _dead_rank(local: dict[int, int]) -> str | None:
 def _first_and_last(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def _is_echo(error: BaseException) -> bool:
