@@ -218,7 +218,9 @@ def note_users_code() -> Callable[[], None]:
             with suppress(OSError):  # another user's
                 old.unlink()
     path = Path(_NOTES, f"{_NOTE}{os.getpid()}")
-    _note.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    # Everybody may write there, so what is there already is not opened.
+    path.unlink(missing_ok=True)
+    _note.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
 
     def end() -> None:
         os.close(_note.pop())
@@ -228,11 +230,15 @@ def note_users_code() -> Callable[[], None]:
 
 
 def users_code_of(pid: int) -> str:
-    """``, while this ran: WHAT`` of a process of this host that has ended within ``users_code``,
-    for the end of a message; empty if it did not, or noted nothing.
+    """``, while this ran: WHAT`` of a process of this user and host that has ended within
+    ``users_code``, for the end of a message; empty if it did not, or noted nothing.
     """
+    path, flags = Path(_NOTES, f"{_NOTE}{pid}"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        what = Path(_NOTES, f"{_NOTE}{pid}").read_text(errors="replace").strip()
+        with open(path, opener=lambda name, _: os.open(name, flags), errors="replace") as file:
+            about = os.fstat(file.fileno())
+            ours = about.st_uid == os.geteuid() and stat.S_ISREG(about.st_mode)
+            what = file.read(_NOTE_BYTES).strip() if ours else ""
     except OSError:
         return ""
     return f", while this ran: {what.removesuffix(' failed')}" if what else ""

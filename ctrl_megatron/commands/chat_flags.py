@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,5 +114,6 @@ def sandbox_of(flag: str) -> Iterator[Judge | None]:
             client = SandboxClient(flag)
         yield client
     else:
-        with EmbeddedSandbox.start() as service:
-            yield SandboxClient(service.endpoint)
+        token = secrets.token_urlsafe(32)
+        with EmbeddedSandbox.start(token=token) as service:
+            yield SandboxClient(service.endpoint, token=token)

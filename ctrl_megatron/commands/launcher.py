@@ -2,7 +2,8 @@
 
 ``python -m ctrl_megatron.commands.launcher FLAG ... PROGRAM ARGUMENT ...`` is ``torchrun`` with
 these flags, for jobs on several machines. Its exit code is that of the rank that ended first, 128
-and more after a signal, where torchrun has exit code 1 for every failure.
+and more after a signal, where torchrun has exit code 1 for every failure. Its stores listen on
+loopback for one machine, else at the address by which the machines meet, and hold no pickles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import psutil
 
 from ctrl_megatron.config.environment import count_restart, read_launch
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
+from ctrl_megatron.parallel.hosts import LOOPBACK
 
 SHUTDOWN_SECONDS = 1800
 """Seconds that ranks have after a signal to finish the current update and to save."""
@@ -180,7 +182,7 @@ def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
 
 def _start_once(ranks: int, arguments: Sequence[str]) -> End:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
-    flags = ["--standalone", "--nproc-per-node", str(ranks)]
+    flags = ["--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
@@ -198,11 +200,20 @@ def _torchrun(words: Sequence[str]) -> End:
     after a signal.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from torch.distributed.run import parse_args, run
 
+    from ctrl_megatron.parallel.rendezvous_state import keep_state_as_json
+    from ctrl_megatron.parallel.store import serve_at_addresses
+
+    serve_at_addresses()
+    keep_state_as_json()
+    options = parse_args([*words])
+    if options.nnodes in ("1", "1:1"):
+        # It meets no other machine, and its name may lead nowhere.
+        options.standalone, options.local_addr = True, LOOPBACK
     try:
         with _frozen_ranks_end():
-            torchrun([*words])
+            run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return End(failure.exitcode, rank, users_code_of(failure.pid))

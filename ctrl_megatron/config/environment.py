@@ -20,6 +20,7 @@ _OF_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|CTRL)_.*", re.DOTALL
 )
 _KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _RESTARTS = "CTRL_RESTARTS"
@@ -181,6 +182,14 @@ def keep_kernel_order(tensor: int, environ: MutableMapping[str, str] = os.enviro
     """
     if tensor > 1:
         environ.setdefault(_KERNEL_ORDER, "1")
+
+
+def keep_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let gloo and NCCL listen on loopback in this process and its children, unless the user names
+    an interface: by themselves they take the one that the machine's name leads to.
+    """
+    for name in _INTERFACES:
+        environ.setdefault(name, "lo")
 
 
 def gpus_are_hidden(environ: Mapping[str, str] = os.environ) -> bool:

@@ -6,7 +6,6 @@ events. ``/v1/chat/completions`` is OpenAI's route to the model. ``/`` is a web 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import time
 import uuid
@@ -34,7 +33,7 @@ from ctrl_megatron.rewards.grading import (
 )
 from ctrl_megatron.rollout.callback_stream import stream_of
 from ctrl_megatron.rollout.engine import EngineError
-from ctrl_megatron.sandbox.access import is_allowed
+from ctrl_megatron.sandbox.access import foreign_page, is_allowed
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
 
@@ -128,14 +127,12 @@ class CriticService:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if self._loopback and not _is_loopback_name(request.host):
-            return _refusal(403, f"the host {request.host!r} is not this machine's loopback")
+        sent = request.host, request.method, request.content_type
+        if foreign := foreign_page(*sent, loopback=self._loopback):
+            return _refusal(*foreign)
         token = None if request.path == "/" else self._token
         if not is_allowed(request.headers.get("Authorization", ""), token):
             return _refusal(401, "send the service's token as Authorization: Bearer TOKEN")
-        # A page of another site cannot send this type without a preflight request, which fails.
-        if request.method == "POST" and request.content_type != "application/json":
-            return _refusal(415, "send application/json")
         try:
             return await handler(request)
         except _FAULTS as error:
@@ -326,16 +323,6 @@ def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
 
 def _judgment(judgment: bool | None) -> str | None:
     return None if judgment is None else ("correct" if judgment else "incorrect")
-
-
-def _is_loopback_name(host: str) -> bool:
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _diff(before: str, after: str) -> str:

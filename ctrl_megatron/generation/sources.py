@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ctrl_megatron.config.environment import read_openai_key
+from ctrl_megatron.config.environment import keep_on_loopback, read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
@@ -151,6 +151,7 @@ def open_chats(
                 devices=devices,
                 gpu_memory_utilization=share,
             )
+            keep_on_loopback()
             launched.append(launch_engine(spec))
             engine: RemoteEngine = launched[-1].connect()
             codec = TextCodec(source.model)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ctrl_megatron.background import Standstill
 from ctrl_megatron.errors import (
     FAILED,
     SERVICE,
@@ -40,7 +41,10 @@ from ctrl_megatron.parallel.waiting import WaitedTooLong
 
 _POLL_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
-_ROOT_CAUSE_SECONDS = 3.0
+_ROOT_CAUSE_SECONDS = 3 * _BEAT_SECONDS
+"""Within this time the first cause of a broken collective is published, and every rank that lives
+has given a sign of life.
+"""
 _TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
 _STACKS = "the Python stacks of the ranks at this moment are in {}/rank_N.txt"
 _SHORT = 200
@@ -98,8 +102,9 @@ class FailureWatch:
 
         An error of the user, a service that failed, a wait without end and a second signal are one
         line without a traceback. A broken collective usually follows another rank's failure, which
-        therefore gets a few seconds to be published first. Without the launcher's store nothing can
-        be published.
+        therefore gets a few seconds to be published first; if none is, ranks that give no sign of
+        life meanwhile are named, with their host. Without the launcher's store nothing can be
+        published.
         """
         rank, fault, hang = self._groups.rank, user_fault(error), False
         if fault is not None:
@@ -115,17 +120,40 @@ class FailureWatch:
             cause, code = f"rank {rank} failed:\n{text}", FAILED
             hang = _is_echo(error) and _TIMED_OUT.search(str(error)) is not None
         try:
-            return self._tell(cause, code, hang=hang, patient=_is_echo(error))
+            if _is_echo(error) and (lost := self._lost_ranks()) and not hang:
+                cause = f"{self._named(lost)} lost: {_first_line(error)}"
+            self._publish(cause, code, hang=hang)
+            return self._announce()
         except (RuntimeError, ConnectionError) as lost:
-            _say(cause if code != FAILED else f"{cause}\nand its launcher is gone ({lost})")
+            _say(cause if code != FAILED else f"{cause}\nand {self._without_store(lost)}")
             return code
 
-    def _tell(self, cause: str, code: int, *, hang: bool, patient: bool) -> int:
-        deadline = time.monotonic() + (_ROOT_CAUSE_SECONDS if patient else 0.0)
-        while time.monotonic() < deadline and not self._published():
+    def _lost_ranks(self) -> list[int]:
+        """Wait for a cause to be published. The ranks that have given no sign of life meanwhile;
+        none where there is a cause.
+        """
+        before, deadline = self._beats(), time.monotonic() + _ROOT_CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            if self._published():
+                return []
             time.sleep(0.1)
-        self._publish(cause, code, hang=hang)
-        return self._announce()
+        pairs = zip(before, self._beats(), strict=True)
+        return [rank for rank, (then, now) in enumerate(pairs) if then == now]
+
+    def _beats(self) -> list[bytes]:
+        keys = [f"beat/{rank}" for rank in range(self._groups.size)]
+        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+    def _named(self, ranks: list[int]) -> str:
+        """``rank N on host H is``, or several of them."""
+        hosts = self._groups.hosts
+        named = [f"rank {rank} on host {hosts.names[hosts.of_rank[rank]]}" for rank in ranks]
+        return ", ".join(named) + (" is" if len(named) == 1 else " are")
+
+    def _without_store(self, lost: Exception) -> str:
+        hosts = self._groups.hosts.names
+        where = f" on host {hosts[0]}" if len(hosts) > 1 else ""
+        return f"the rendezvous store is gone, and so is the launcher{where}: {lost}"
 
     def _watch(self) -> None:
         me = self._groups.rank
@@ -147,7 +175,11 @@ class FailureWatch:
                     # Its communication library may have ended it because another rank hangs.
                     cause, hang = _dead_rank(local), True
                 if cause is None and now - seen_at > self._timeout:
-                    cause = f"rank {neighbour} has not been heard of for {self._timeout:.0f} s"
+                    host = self._groups.hosts.of_rank[neighbour]
+                    far = neighbour not in self._near
+                    where = f" on host {self._groups.hosts.names[host]}" if far else ""
+                    cause = f"rank {neighbour}{where} has not been heard of for "
+                    cause += f"{self._timeout:.0f} s"
                     silent = neighbour
                 if cause is not None:
                     code = WRONG_INPUT if isinstance(cause, UserError) else FAILED
@@ -157,12 +189,23 @@ class FailureWatch:
             except (RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
                     # Where the launcher does not serve the store, rank 0 does.
-                    lost = f"the rendezvous store is gone, and so is the launcher: {error}"
-                    why = _dead_rank(local) or lost
+                    why = _dead_rank(local) or self._without_store(error)
                     if self._stacks is not None:
                         self._stacks.dump(why)
                     _say(f"rank {me} stops because {why}")
                     self._leave(FAILED)
+            except Exception as error:
+                # Without memory or descriptors, for example: nobody else would notice an end.
+                self._leave_unwatched(error)
+
+    def _leave_unwatched(self, error: Exception) -> None:
+        """End this rank, of which the watch has failed."""
+        code = FAILED
+        try:
+            self._publish(f"rank {self._groups.rank} cannot be watched: {error!r}", FAILED)
+            code = self._announce()
+        finally:
+            self._leave(code)
 
     def _dead_service(self) -> tuple[str | UserError | None, bool]:
         found = ((cause, hang) for died, hang in self._services if (cause := died()))
@@ -220,6 +263,30 @@ class FailureWatch:
             os._exit(code)
 
 
+class StuckStart:
+    """Notices a main thread that waits for a thread which never begins: where memory or process ids
+    are used up the system may start it, and Python cannot run it.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._still, self._looks = limit, Standstill(), 0
+
+    def __call__(self) -> str | None:
+        """What is wrong, for ``FailureWatch.guard``."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not threading.Thread.start.__code__:
+            inside = frame.f_code.co_filename == threading.__file__
+            frame = frame.f_back if inside else None
+        self._looks -= 1
+        held = self._still.seconds(self._looks if frame is None else id(frame))
+        if held < self._limit:
+            return None
+        return (
+            f"its main thread has waited {held:.0f} s for a thread that does not begin; memory or "
+            "processes are limited (ulimit -v, ulimit -u, the pids of a cgroup)"
+        )
+
+
 def _dead_rank(local: dict[int, int]) -> str | None:
     for rank, pid in local.items():
         if process_gone(pid):
@@ -231,6 +298,10 @@ def _dead_rank(local: dict[int, int]) -> str | None:
 def _first_and_last(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def _is_echo(error: BaseException) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.config.environment import Launch
+from ctrl_megatron.config.environment import Launch, keep_on_loopback
+from ctrl_megatron.parallel.hosts import LOOPBACK
+from ctrl_megatron.parallel.store import AddressStore
 
 _POLL_SECONDS = 0.05
 _REFUSED_SECONDS = 5.0
@@ -24,14 +26,18 @@ _REFUSED_SECONDS = 5.0
 def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     """The rendezvous of the ranks, as arguments of ``init_process_group``. Collective.
 
-    torchrun serves a store; with every other launcher rank 0 serves one. Raises torch's
-    DistStoreError if a rank does not come within ``timeout``, and soon if the launcher that serves
-    the store has ended.
+    torchrun serves a store; with every other launcher rank 0 serves one. What the ranks of one host
+    open from now on listens on loopback. Raises torch's DistStoreError if a rank does not come
+    within ``timeout``, and soon if the launcher that serves the store has ended.
     """
+    address = launch.master_addr
     if launch.has_store:
-        _require_store(launch.master_addr, launch.master_port)
-    store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        launch.master_addr,
+        _require_store(address, launch.master_port)
+    if launch.local_world_size == launch.world_size:
+        keep_on_loopback()
+        address = address if launch.has_store else LOOPBACK
+    store: Any = AddressStore(
+        address,
         launch.master_port,
         launch.world_size,
         is_master=launch.rank == 0 and not launch.has_store,

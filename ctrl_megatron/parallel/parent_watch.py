@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from contextlib import suppress
 
 _POLL_SECONDS = 0.25
+_GUARD_SECONDS = 2.0
+"""Seconds that the guard has to end the group before the process does so itself."""
 _TRACKER_SECONDS = 5.0
 _TRACKER = "multiprocessing.resource_tracker"
 
@@ -19,13 +22,27 @@ def end_with_parent() -> None:
     Standard input must be a pipe whose other end the parent keeps open. Call this in the leader of
     a process group of its own, before any thread exists and before heavy imports (the guard keeps
     this process's memory image). It works whatever the processes do, also when SIGKILL ends this
-    process while its children continue.
+    process while its children continue. A thread of this process does the same for a parent that
+    ends after the guard.
     """
     leader, parent = os.getpid(), os.getppid()
     if os.getpgrp() != leader:
         raise RuntimeError("end_with_parent must be called in the leader of a process group")
     if os.fork() == 0:
         _guard(leader, parent)
+    watch = threading.Thread(
+        target=_without_guard, args=(leader, parent), name="parent-watch", daemon=True
+    )
+    watch.start()
+
+
+def _without_guard(leader: int, parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    # Otherwise both could kill each other and leave the children.
+    time.sleep(_GUARD_SECONDS)
+    end_group(leader)
+    os._exit(1)
 
 
 def _guard(leader: int, parent: int) -> None:

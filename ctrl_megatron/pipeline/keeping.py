@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -74,13 +75,12 @@ class EngineService:
 
 
 class SandboxService:
-    """``Service`` of a sandbox, which ``start(port)`` starts; port 0 takes a free one. ``ready`` is
-    called each time that it has started."""
+    """``Service`` of a sandbox, which ``start(port)`` starts; port 0 takes a free one."""
 
     name = "sandbox service"
 
-    def __init__(self, start: Callable[[int], EmbeddedSandbox], ready: Callable[[], None]) -> None:
-        self._start, self._ready, self._port, self.box = start, ready, 0, start(0)
+    def __init__(self, start: Callable[[int], EmbeddedSandbox]) -> None:
+        self._start, self._port, self.box = start, 0, start(0)
 
     def died(self) -> str | None:
         return child_died(self.name, self.box.pid, self.box.alive, self.box.log)
@@ -95,7 +95,6 @@ class SandboxService:
         self.box.wait_ready()
         # A start that fails leaves a box without an address.
         self._port = int(self.box.endpoint.rpartition(":")[2])
-        self._ready()
 
 
 class Keeper:
@@ -104,7 +103,7 @@ class Keeper:
     Where it dies more than ``most`` times within an hour, ``died`` and ``hangs`` report its last
     end. The pause before a restart is doubled each time, from one second on. With ``waits`` a
     restart comes no sooner than ``allow`` asks for it, because others use the service's devices
-    until then.
+    until then; they wait until it is up, so that starts which fail need no further permission.
     """
 
     def __init__(self, service: Service, *, most: int, waits: bool = False) -> None:
@@ -162,6 +161,12 @@ class Keeper:
             self.service.stop()
 
     def _keep(self, silence: SilenceProbe) -> None:
+        try:
+            self._watch(silence)
+        except Exception as error:
+            self.failure = f"the {self.service.name} cannot be watched: {error!r}"
+
+    def _watch(self, silence: SilenceProbe) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             cause = self.service.died() or self._doubt
             silent = None if cause else silence()
@@ -171,6 +176,7 @@ class Keeper:
                     return
                 silence.begin_again()
                 self._down, self._doubt = False, ""
+                self._allowed.clear()
 
     def _again(self, cause: str, *, hangs: bool) -> bool:
         """Start it again; False if it may not be, or if the run ends."""
@@ -203,7 +209,6 @@ class Keeper:
             self.service.stop()
         if self._waits:
             self._allowed.wait()
-            self._allowed.clear()
         if self._ended.wait(pause):
             return False
         with self._one:
@@ -308,8 +313,10 @@ class SilentService:
     async def _ask(self) -> None:
         try:
             while True:
-                if await self._service.answers():
-                    self._answers += 1
+                # A connection to an earlier process may stay open for ever.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._limit):
+                        self._answers += await self._service.answers()
                 await asyncio.sleep(_ASK_SECONDS)
         finally:
             await self._service.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -287,18 +288,20 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
     background = BackgroundLoop()
     plan = plan_rewards(config, graph.required_rewards)
     own = plan.runs_programs and config.reward.provider == "local"
-    sandbox = None
+    sandbox, token = None, secrets.token_urlsafe(32)
     try:
         if own and not config.sandbox.endpoint:
             sandbox = EmbeddedSandbox.start(
                 workers=config.sandbox.workers,
                 isolation=config.sandbox.isolation,  # type: ignore[arg-type]
                 limits=SandboxLimits(problem_seconds=config.sandbox.problem_seconds),
+                token=token,
             )
         rewards = build_reward_sum(
             config,
             plan,
             sandbox_endpoint=config.sandbox.endpoint or (sandbox.endpoint if sandbox else ""),
+            sandbox_token=token if sandbox else None,
             rows=dump.rows,
             tokenizer=TextCodec(config.actor_rollout_ref.model.tokenizer).tokenizer,
         )

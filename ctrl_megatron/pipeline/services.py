@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -99,8 +97,6 @@ class Services:
         self._engines: dict[int, EngineProcess] = {}
         """This rank's engines, and its parts of engines that other hosts serve."""
         self._sandbox: SandboxService | None = None
-        self._token_file: IO[str] | None = None
-        """Exists until the sandbox has read it."""
         self._keepers: dict[int, Keeper] = {}
         """Those of this rank's engines, by the engine's number."""
         self._sandbox_keeper: Keeper | None = None
@@ -109,7 +105,7 @@ class Services:
         self.sandbox_endpoint = config.sandbox.endpoint or ""
         """Addresses of the sandboxes, this host's first; known after ``wait``."""
         self.sandbox_token: str | None = None
-        """The token that the run's own sandboxes require if there are several hosts."""
+        """The token that the run's own sandboxes require; None where it has none."""
 
     def start(self) -> None:
         """Start this host's processes, on its first rank. Collective."""
@@ -117,7 +113,7 @@ class Services:
         own_sandbox = (
             self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
         )
-        if own_sandbox and len(groups.hosts.names) > 1:
+        if own_sandbox:
             self.sandbox_token = groups.from_first(secrets.token_hex(32))
         meetings = meetings_of(self.placement, groups)
         if not groups.is_first_here:
@@ -136,7 +132,7 @@ class Services:
             self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)
         if own_sandbox:
             # The sandbox ends with the thread that starts it, so the main thread starts it.
-            self._sandbox = SandboxService(self._start_sandbox, self._forget_token)
+            self._sandbox = SandboxService(self._start_sandbox)
             self._sandbox_keeper = self._kept(self._sandbox)
 
     def _kept(self, service: Service, *, waits: bool = False) -> Keeper:
@@ -149,23 +145,15 @@ class Services:
         config, groups = self._config.sandbox, self._groups
         ranks = groups.hosts.ranks_on(groups.here) + sum(self._beside[groups.here :][:1])
         workers = sandbox_workers(usable_cores(), ranks)
-        file = tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-")  # noqa: SIM115
-        self._token_file = file
-        file.write(self.sandbox_token or "")
-        file.flush()
         return EmbeddedSandbox.start(
             workers=config.workers or workers,
             isolation=config.isolation,  # type: ignore[arg-type]
             limits=SandboxLimits(problem_seconds=config.problem_seconds),
             host=groups.hosts.addresses[groups.here],
             port=port,
-            token_file=file.name if self.sandbox_token else None,
+            token=self.sandbox_token,
             wait=False,
         )
-
-    def _forget_token(self) -> None:
-        if self._token_file is not None:
-            self._token_file.close()
 
     def wait(self) -> None:
         """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
@@ -243,10 +231,13 @@ class Services:
     ) -> bool:
         engine, before = self._engines[number].connect(), keeper.restarts
         try:
-            try:
-                await engine.health()
-            except ServiceLost as error:
-                keeper.doubt(str(error), before)
+            if keeper.up:
+                try:
+                    async with asyncio.timeout(self._config.trainer.failure_timeout):
+                        await engine.health()
+                except (ServiceLost, TimeoutError) as error:
+                    # Something else may listen at its port, and say nothing.
+                    keeper.doubt(str(error) or "it does not answer", before)
             if not keeper.up:
                 keeper.allow()
             with awaited(f"the {keeper.service.name} to start again"):
@@ -339,7 +330,6 @@ class Services:
         for keeper in (self._sandbox_keeper, *self._keepers.values()):
             if keeper is not None:
                 keeper.stop()
-        self._forget_token()
         self._probes.close()
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restarts
-from ctrl_megatron.errors import STOPPED, note_users_code
+from ctrl_megatron.errors import FAILED, STOPPED, note_users_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
-from ctrl_megatron.parallel.failure import FailureWatch
+from ctrl_megatron.parallel.failure import FailureWatch, StuckStart
 from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join, shutdown
 from ctrl_megatron.parallel.layout import World, layout_for, world_with, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
@@ -117,9 +118,10 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
     def clean_up() -> None:
         # The watch and the main thread may both call this. The second one waits for the first,
         # because it ends the process afterwards.
-        with one_at_a_time:
+        with one_at_a_time, ExitStack() as last_first:
+            # One that fails, e.g. without a file descriptor, does not keep the others from ending.
             while at_end:
-                at_end.pop()()
+                last_first.callback(at_end.pop(0))
 
     with stop.ends_meeting(_end_alone):
         worlds = _worlds(config, apart=apart)
@@ -133,6 +135,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
         # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
         at_end.append(SharedMemorySender(joined.groups).close)
         watch = FailureWatch(everyone, timeout=config.trainer.failure_timeout, clean_up=clean_up)
+        watch.guard(StuckStart(config.trainer.failure_timeout), hang=True)
     background, locked = BackgroundLoop(), False
     try:
         try:
@@ -168,12 +171,18 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
     except BaseException as error:
         if locked and not run_dir.is_dir() and isinstance(error, Exception):
             error = removed(run_dir)
-        code = watch.report(error)
-        clean_up()
-        with suppress(OSError):  # a full disk, which has been reported
-            sys.stdout.flush()
-        # Destructors of a broken process group can hang; nothing of value is left in this process.
-        watch.exit(code)
+        code = FAILED
+        try:
+            code = watch.report(error)
+            clean_up()
+            with suppress(OSError):  # a full disk, which has been reported
+                sys.stdout.flush()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            # Destructors of a broken process group can hang; nothing of value is left in this
+            # process.
+            watch.exit(code)
     clean_up()
     shutdown()
     stop.restore()

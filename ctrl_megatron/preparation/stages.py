@@ -6,6 +6,7 @@ Source: CTRL (arXiv 2502.03492, section 3.1).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -56,8 +57,9 @@ def opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
 @asynccontextmanager
 async def open_sandbox() -> AsyncIterator[SandboxClient]:
     """A client of a sandbox that runs for the length of the block."""
-    with EmbeddedSandbox.start() as sandbox:
-        async with SandboxClient(sandbox.endpoint) as client:
+    token = secrets.token_urlsafe(32)
+    with EmbeddedSandbox.start(token=token) as sandbox:
+        async with SandboxClient(sandbox.endpoint, token=token) as client:
             yield client
 
 

@@ -17,6 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from ctrl_megatron.parallel.store import AddressStore
+
 Library = Literal["nccl", "gloo"]
 Messages = Sequence[tuple[torch.Tensor, int]]
 """(memory, uint8; the number of the member that it goes to or comes from)."""
@@ -66,9 +68,7 @@ def meeting_store(host: str, port: int = 0) -> Any:
     """The store at an address, in which members of groups meet; without a port a new one, served by
     this process at a free ``port``. RuntimeError if there is none."""
     limit, serves = timedelta(seconds=MEETING_SECONDS), port == 0
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, port, is_master=serves, wait_for_workers=False, timeout=limit
-    )
+    return AddressStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
 
 
 def join(library: Library, store: Any, group: str, number: int, size: int) -> Communicator:

@@ -1,7 +1,8 @@
 """Our code in vLLM's worker processes: reads chunks, reads weights back, draws tokens.
 
 vLLM imports this module in each worker because ``worker_extension_cls`` names it; the import
-registers the weight transfer. It uses only interfaces of vLLM 0.32, apart from ``SeededSampler``.
+registers the weight transfer, before the workers meet in a store. It uses only interfaces of vLLM
+0.32, apart from ``SeededSampler``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from ctrl_megatron.models.fp8 import SCALES
 from ctrl_megatron.models.rules import adapter_name
+from ctrl_megatron.parallel.store import serve_at_addresses
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
@@ -48,6 +50,8 @@ _READABLE = {
     UnquantizedMoeBackend.CPU,
 }
 """Kernels for experts that keep the weights' order, or one that ``vllm_cpu`` inverts."""
+
+serve_at_addresses()
 
 
 @dataclass

@@ -69,7 +69,7 @@ def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> N
     """Raise ``OpenAddress`` for an address beyond loopback without a token, unless
     ``allow_open``.
     """
-    if token is None and not allow_open and not _is_loopback(host):
+    if token is None and not allow_open and not is_loopback(host):
         raise OpenAddress(
             f"--host {host} is reached from other machines: give --token-file, or --allow-open to "
             "run programs for every client that reaches it"
@@ -85,7 +85,26 @@ def publish_endpoints(file: Path, addresses: Sequence[str]) -> None:
     part.replace(file)
 
 
-def _is_loopback(host: str) -> bool:
+def foreign_page(
+    host: str, method: str, content_type: str, *, loopback: bool
+) -> tuple[int, str] | None:
+    """Status and reason for refusing a request without a token that a web page of another site may
+    have sent, through the browser of somebody on this machine; None if none can.
+
+    ``host`` is the request's header; ``loopback`` says whether the service listens on loopback, so
+    that another name is one that leads there by deceit.
+    """
+    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if loopback and not is_loopback(name):
+        return 403, f"the host {host!r} is not this machine's loopback"
+    # A page of another site cannot send this type without a preflight request, which fails.
+    if method == "POST" and content_type != "application/json":
+        return 415, "send application/json"
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is loopback's."""
     if host == "localhost":
         return True
     try:

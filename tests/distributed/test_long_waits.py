@@ -40,3 +40,11 @@ def test_a_rank_that_hangs_in_a_users_code_leaves_its_stacks(
     assert "in a_users_loss" in others and "a_users_loss" not in mine
     assert re.match(r"\d{4}-\d\d-\d\d [\d:]{8} rank 0 ends the run: ", mine)
     assert "test_long_waits" not in mine and "failure.py" in mine
+
+
+def test_a_lost_host_is_named() -> None:
+    with pytest.raises(AssertionError) as ended:
+        run_world("lose_a_host", 3)
+    said = str(ended.value)
+    assert "rank 0 stops because rank 1 on host there, rank 2 on host there are lost: " in said
+    assert "Traceback" not in said and said.count("\n") <= 3, said

@@ -1162,6 +1162,28 @@ def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
         threading.Event().wait()  # the watch ends the process
 
 
+def lose_a_host(rank: int) -> None:
+    """Ranks 1 and 2, as if on a host of their own, vanish; rank 0 reports what it sees."""
+    import os
+    from dataclasses import replace
+
+    from ctrl_megatron.parallel.failure import FailureWatch
+    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.hosts import Hosts
+    from ctrl_megatron.parallel.layout import Layout
+
+    groups = initialize(Layout(data=3), seed=1, timeout_seconds=60)
+    groups = replace(groups, hosts=Hosts(names=("here", "there"), of_rank=(0, 1, 1)))
+    watch = FailureWatch(groups, timeout=60, clean_up=lambda: None)
+    groups.barrier()
+    if rank:
+        os._exit(0)
+    try:
+        groups.barrier()
+    except RuntimeError as error:
+        watch.exit(watch.report(error))
+
+
 def vocab_log_probs(
     rank: int, cases: list[tuple[int, int]], temperature: float, chunk: int
 ) -> list[dict[str, torch.Tensor | None]]:

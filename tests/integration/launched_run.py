@@ -90,10 +90,13 @@ class Job:
         own: bool = False,
         least: int | None = None,
         stopped_at: str = "",
+        under: tuple[str, ...] = (),
     ) -> Iterator[Run]:
         """``ranks`` on each host; nothing of them outlives the block. torchrun starts them or, with
-        ``own``, the command itself, again after ``restarts`` failures. With ``least`` so many hosts
-        suffice, and a host whose torchrun has ended starts it again when ``run.back`` exists.
+        ``own``, the command itself, again after ``restarts`` failures; with ``under``, a command
+        that runs the rest of its words. With ``least`` so many hosts suffice, and the package's
+        launcher takes torchrun's place; a host whose launcher has ended starts it again when
+        ``run.back`` exists.
 
         ``preloaded`` is for tests that look at a run and not at how it comes up: torchrun and all
         processes below it are then forks of one that has imported everything (``preloaded.py``).
@@ -119,7 +122,8 @@ class Job:
                 *("--shutdown-timeout", "120"),
             )
             several = (*several, "sh", "-c", AGAIN, str(back))
-        torchrun = ("-m", "torch.distributed.run", "--nnodes", nodes, *count, *meeting)
+        module = "torch.distributed.run" if least is None else "ctrl_megatron.commands.launcher"
+        torchrun = ("-m", module, "--nnodes", nodes, *count, *meeting)
         command = [
             *(() if own else torchrun),
             *("tools/train_rl.py", "--config", "examples/ctrl_smollm2_cpu.yaml"),
@@ -128,7 +132,7 @@ class Job:
             *extra,
         ]
         process: subprocess.Popen[bytes] | ForkedProgram
-        if preloaded and hosts == 1:
+        if preloaded and hosts == 1 and not under:
             environ = {"STOPPED_AT": stopped_at} if stopped_at else {}
             below = (ranks * (1 + restarts), 1)
             process = ForkedProgram(command, log, below=below, environ=environ)
@@ -137,7 +141,7 @@ class Job:
             fork = (str(PRELOADED), str(ranks), str(ranks)) if preloaded else ()
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    [*(several if hosts > 1 else ()), sys.executable, *fork, *command],
+                    [*(several if hosts > 1 else under), sys.executable, *fork, *command],
                     cwd=REPOSITORY,
                     env=os.environ
                     # torchrun sets it for several ranks of a host; other numbers round otherwise.

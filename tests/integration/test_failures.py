@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from launched_run import Job, Run
 
+from ctrl_megatron.errors import FAILED
 from ctrl_megatron.rollout.engine import available_engines
 
 # A busy machine may be several times slower than an idle one.
@@ -107,6 +109,34 @@ def test_a_killed_process_ends_the_run(job: Job, victim: str, moment, message: s
         # Without the launcher's store every rank speaks for itself.
         reasons = run.output().count("stops because")
         assert reasons == 1 or (victim == "launcher" and reasons <= 2), run.output()[-8000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [
+        (
+            resource.RLIMIT_AS,
+            1 << 26,
+            r"a thread that does not begin|MemoryError|not enough memory",
+        ),
+        (resource.RLIMIT_NOFILE, 8, r"Too many open files"),
+    ],
+    ids=["memory", "descriptors"],
+)
+def test_a_rank_that_the_system_gives_nothing_more_ends_the_run(
+    job: Job, limit: int, most: int, message: str
+) -> None:
+    extra = ("trainer.failure_timeout=8",)
+    with job.launch(f"limited{limit}", steps=10_000, extra=extra, own=True, preloaded=True) as run:
+        run.wait_for_steps(1)
+        resource.prlimit(run.rank(0).pid, limit, (most, most))
+        assert run.ends(WITHIN) == FAILED, run.output()[-8000:]
+        assert re.search(f"rank 0 stops because[^$]*({message})", run.output()), run.output()
+        deadline = time.monotonic() + WITHIN
+        while run.look() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert run.look() == []
 
 
 HANGS = """

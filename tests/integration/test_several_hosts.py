@@ -161,6 +161,8 @@ def test_a_run_goes_on_without_a_host_and_with_it_when_it_is_back(job: Job) -> N
         run.back.touch()
         run.wait_for(lambda: len(starts(run)) == 2, within=SLOW)
         assert run.ends(SLOW) == 0, run.output()[-8000:]
+    named = r"rank 1 on host host1 (is lost|has not been heard of)"
+    assert re.search(f"rank 0 stops because {named}", run.output()), run.output()[-8000:]
     assert sorted({record["step"] for record in run.metrics()}) == list(range(1, 13))
     assert starts(run)[1] > alone, "all ranks ran on one host for a step"
     assert_same_steps(run, whole, rel=1e-5)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 from free_port import free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import listening
 
 from ctrl_megatron.config.environment import Launch
 from ctrl_megatron.parallel.meeting import meet, rendezvous
@@ -45,3 +48,21 @@ def test_ranks_whose_launcher_has_ended_do_not_wait_for_its_store() -> None:
     with pytest.raises(dist.DistStoreError, match="has the launcher ended"):
         rendezvous(launch, timedelta(minutes=30))
     assert time.monotonic() - began < 20
+
+
+def test_what_ranks_of_one_host_open_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    # Its own name leads nowhere, as srun's list of nodes may.
+    launch = Launch("slurm", 0, 1, 0, 1, "nowhere.invalid", free_port())
+    began, before = time.monotonic(), listening([psutil.Process()])
+    met = rendezvous(launch, SECONDS)
+    opened = listening([psutil.Process()]).keys() - before.keys()
+    assert opened == {f"127.0.0.1:{launch.master_port}"} and met["rank"] == 0
+    assert time.monotonic() - began < 5
+    assert [os.environ[name] for name in names] == ["lo", "lo"]
+    monkeypatch.setenv(names[0], "ib0")
+    rendezvous(Launch("single", 0, 1, 0, 1, "127.0.0.1", 0), SECONDS)
+    assert os.environ[names[0]] == "ib0"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.pipeline import keeping
 from ctrl_megatron.pipeline.keeping import Keeper, SandboxService
+from ctrl_megatron.pipeline.services import Services
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineAddress
 
 
 class Scripted:
@@ -85,7 +93,7 @@ def test_a_sandbox_keeps_its_address_also_after_starts_that_fail() -> None:
         boxes.append(Box(port, answers=answers[len(boxes)]))
         return boxes[-1]
 
-    service = SandboxService(start, lambda: None)
+    service = SandboxService(start)
     service.wait_ready()
     service.launch_again()
     with pytest.raises(RuntimeError, match="no answer"):
@@ -123,16 +131,22 @@ def test_restarts_are_bounded(
     assert said.count("of at most") == said.count("its last words") == most
 
 
-def test_starts_that_fail_count(keep: Callable[..., Keeper]) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_starts_that_fail_count(keep: Callable[..., Keeper], waits: bool) -> None:
     service = Scripted(False, False, True)
-    keeper = keep(service)
+    keeper = keep(service, waits=waits)
     service.alive = False
+    until(lambda: not keeper.up)
+    keeper.allow()
     until(lambda: keeper.restarts == 3 and keeper.up)
     service = Scripted(False, False, False)
-    keeper = keep(service)
+    keeper = keep(service, waits=waits)
     service.alive = False
+    until(lambda: not keeper.up)
+    keeper.allow()
     until(keeper.died)
     assert keeper.died() == "it does not start"
+    assert service.log == ["stop", "launch"] * 3
 
 
 def test_ends_an_hour_apart_do_not_add_up(
@@ -165,6 +179,45 @@ def test_a_silent_service_is_ended_at_once_and_started_when_its_devices_are_free
     until(lambda: len(service.log) == 3)
     time.sleep(0.05)
     assert service.log == ["stop", "launch", "stop"]
+
+
+def test_a_service_that_cannot_be_watched_fails(keep: Callable[..., Keeper]) -> None:
+    def unseen() -> None:
+        raise OSError(24, "Too many open files")
+
+    service = Scripted()
+    service.died = unseen  # type: ignore[method-assign]
+    keeper = keep(service)
+    until(lambda: keeper.failure)
+    assert "engine scripted cannot be watched: OSError(24, 'Too many open files')" in keeper.failure
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_an_engine_whose_port_says_nothing_is_started_again(
+    keep: Callable[..., Keeper], listens: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = EngineAddress(
+            name="hf",
+            endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}",
+            home=host_identity(),
+            token="token",
+            pid=os.getpid(),
+            log_path="",
+        )
+        service, engine = Scripted(), SimpleNamespace(connect=lambda: RemoteEngine(address))
+        keeper = keep(service, waits=True)
+        if not listens:
+            # The keeper knows it before anybody asks.
+            service.alive = False
+            until(lambda: not keeper.up)
+        trainer = SimpleNamespace(failure_timeout=0.2)
+        services: Any = SimpleNamespace(
+            _engines={0: engine}, _config=SimpleNamespace(trainer=trainer)
+        )
+        restored = Services._restored(services, keeper, 0, ())
+        assert asyncio.run(asyncio.wait_for(restored, 10)) is True
+        assert service.log == ["stop", "launch"]
 
 
 def test_a_silent_service_that_may_not_be_started_again_hangs(keep: Callable[..., Keeper]) -> None:

@@ -142,8 +142,11 @@ def launch_and_wait(model_path: Path, started: Connection) -> None:
     time.sleep(600)
 
 
+@pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-def test_the_engine_ends_with_its_parent(model_path: Path, sign: signal.Signals) -> None:
+def test_the_engine_ends_with_its_parent(
+    model_path: Path, sign: signal.Signals, guarded: bool
+) -> None:
     forks = fork_context()
     told, started = forks.Pipe(duplex=False)
     parent = forks.Process(target=launch_and_wait, args=(model_path, started))
@@ -151,7 +154,10 @@ def test_the_engine_ends_with_its_parent(model_path: Path, sign: signal.Signals)
     started.close()
     try:
         group = told.recv()
-        assert group in group_members(group)
+        engine, guard = sorted(group_members(group))
+        assert engine == group
+        if not guarded:
+            os.kill(guard, signal.SIGKILL)
     finally:
         assert parent.pid is not None
         os.kill(parent.pid, sign)

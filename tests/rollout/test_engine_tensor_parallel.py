@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from listening import listening, reached_from_outside
 from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, tiny_mixtral, weights
 from safetensors.torch import load_file
 
@@ -105,6 +107,9 @@ def test_two_tensor_ranks_hold_what_was_sent(
         await client.close()
 
     with launch_engine(spec) as process:
+        sockets = listening(map(psutil.Process, group_members(process.pid)))
+        # The workers' store is among them.
+        assert len(sockets) > 2 and reached_from_outside(sockets) == {}
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
         cut = engine_cut(engine, 2, {}, on_cpu=True)
         for transport in ("shards", "cuda_ipc", "nccl"):

@@ -19,7 +19,7 @@ from ctrl_megatron.sandbox.service.connections import ConnectionListener, room_f
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTORS, COUNT = 96, 100
-HEAD = b"POST /run_code HTTP/1.1\r\nHost: x\r\nX-A: "
+HEAD = b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-A: "
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_unfinished_heads_are_closed_and_block_no_client(
 
 def test_unfinished_bodies_block_no_client(narrow: tuple[str, int]) -> None:
     async def scenario() -> None:
-        head = b"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n{"
+        head = b"POST /submit HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n{"
         held = await open_many(narrow, head, COUNT)
         began = time.monotonic()
         await honest(narrow, 3)
@@ -115,7 +115,7 @@ def test_a_connection_lives_on_between_its_requests(narrow: tuple[str, int]) -> 
     async def scenario() -> None:
         reader, writer = await asyncio.open_connection(*narrow)
         for pause in (1.3, 0.0):
-            writer.write(b"GET /v1/ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /v1/ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b'"pong"' in await reader.readuntil(b'"pong"')
             # Longer than a head may take, but none has begun.
             await asyncio.sleep(pause)

@@ -103,7 +103,9 @@ def damaged(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 def post(service: EmbeddedSandbox, path: str, body: bytes) -> tuple[int, Any]:
-    request = urllib.request.Request(service.endpoint + path, data=body)
+    request = urllib.request.Request(
+        service.endpoint + path, body, {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())

@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +33,14 @@ from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus, SubmitRequest,
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a token of the tests, long enough"
+_JSON = {"Content-Type": "application/json"}
 REQUEST = RunCodeRequest(code="print(1)", language="python", run_timeout=60.0)
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedSandbox]:
+def guarded() -> Iterator[EmbeddedSandbox]:
     """A service with a token and one worker."""
-    file = tmp_path_factory.mktemp("token") / "token"
-    file.write_text(TOKEN + "\n")
-    with EmbeddedSandbox.start(workers=1, token_file=str(file)) as running:
+    with EmbeddedSandbox.start(workers=1, token=TOKEN) as running:
         yield running
 
 
@@ -87,6 +88,28 @@ def test_without_the_token_only_the_health_check_answers(guarded: EmbeddedSandbo
 def test_authorization_headers(header: str, allowed: bool) -> None:
     assert is_allowed(header, TOKEN) is allowed
     assert is_allowed(header, None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (_JSON, 200),
+        ({**_JSON, "Host": "localhost"}, 200),
+        ({**_JSON, "Host": "[::1]:80"}, 200),
+        # A name of somebody's that leads to loopback.
+        ({**_JSON, "Host": "evil.example"}, 403),
+        ({**_JSON, "Host": "127.0.0.1.evil.example"}, 403),
+        # What a browser sends for a page without asking.
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({}, 415),
+    ],
+)
+def test_without_a_token_no_web_page_reaches_the_service(
+    service: EmbeddedSandbox, headers: dict[str, str], status: int
+) -> None:
+    body = REQUEST.model_dump_json().encode()
+    assert asyncio.run(post(service.endpoint, body, headers)) == status
 
 
 @pytest.mark.parametrize("text", ["", "short", "with\x00nul" * 4, "ümlaut" * 5])
@@ -138,7 +161,7 @@ def test_draining_finishes_the_running_and_refuses_the_new() -> None:
                 assert (status, int(headers["Retry-After"]) > 0) == (503, True)
                 async with (
                     aiohttp.ClientSession() as session,
-                    session.post(service.endpoint + "/run_code", data=b"{}") as answer,
+                    session.post(service.endpoint + "/run_code", json={}) as answer,
                 ):
                     assert answer.status == 503 and "Retry-After" in answer.headers
                 answers = await asyncio.gather(*work)
@@ -204,7 +227,8 @@ def test_bodies_that_are_declared_and_never_sent_take_no_memory() -> None:
 
     async def send(host: str, port: str, body: bytes) -> tuple[asyncio.StreamWriter, bytes]:
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /submit HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+        head = "POST /submit HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {size}\r\n\r\n"
         writer.write(head.encode() + body)
         return writer, await reader.readuntil(b"\r\n")
 
@@ -232,8 +256,12 @@ def test_bodies_that_are_declared_and_never_sent_take_no_memory() -> None:
 def test_a_packed_body_is_refused(service: EmbeddedSandbox, encoding: str) -> None:
     body = REQUEST.model_dump_json().encode()
     packed = {"gzip": gzip.compress, "deflate": zlib.compress}.get(encoding, bytes)(body)
-    assert asyncio.run(post(service.endpoint, packed, {"Content-Encoding": encoding})) == 415
-    assert asyncio.run(post(service.endpoint, body, {"Content-Encoding": "Identity"})) == 200
+    named, plain = (
+        {**_JSON, "Content-Encoding": encoding},
+        {**_JSON, "Content-Encoding": "Identity"},
+    )
+    assert asyncio.run(post(service.endpoint, packed, named)) == 415
+    assert asyncio.run(post(service.endpoint, body, plain)) == 200
 
 
 async def post(endpoint: str, body: bytes, headers: dict[str, str]) -> int:
@@ -305,3 +333,27 @@ def test_ping_names_the_level_reached(service: EmbeddedSandbox) -> None:
     assert text == '"pong"'
     assert headers["X-Sandbox-Level"] == service.isolation["level"]
     assert headers["X-Sandbox-Isolation"] == service.isolation["tier"]
+
+
+def test_the_next_start_removes_the_files_of_services_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    foreign = tmp_path / "ctrl-sandbox-files-of-another-user"
+    foreign.mkdir()
+    if os.geteuid() == 0:
+        os.chown(foreign, 12345, -1)
+    with EmbeddedSandbox.start(workers=1) as used:
+        killed = EmbeddedSandbox.start(workers=1)
+        folder = Path(killed.scratch)
+        (folder / "more").mkdir()
+        (folder / "more/of a program").write_text("left")
+        os.kill(killed.pid, signal.SIGKILL)
+        while killed.alive():
+            time.sleep(0.01)
+        assert folder.is_dir()
+        with EmbeddedSandbox.start(workers=1):
+            assert not folder.exists() and Path(used.scratch).is_dir()
+        assert foreign.is_dir() or os.geteuid() != 0
+        killed.stop()
+    assert {path.name for path in tmp_path.iterdir()} <= {foreign.name}

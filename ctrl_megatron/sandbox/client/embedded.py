@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, BinaryIO, Self
 
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.limits import Level, SandboxLimits
@@ -34,6 +35,8 @@ class EmbeddedSandbox:
         self, process: subprocess.Popen[bytes], errors: BinaryIO, start_seconds: float
     ) -> None:
         self._process, self._errors = process, errors
+        self._token_file: IO[str] | None = None
+        """Exists until the service has read it."""
         self._start_seconds, self._late = start_seconds, time.monotonic() + start_seconds
         self.scratch = ""
         """Directory of the workers' files. This and the next two are known once it is ready."""
@@ -53,16 +56,17 @@ class EmbeddedSandbox:
         start_seconds: float = 60.0,
         host: str = "127.0.0.1",
         port: int = 0,
-        token_file: str | None = None,
+        token: str | None = None,
         wait: bool = True,
     ) -> Self:
         """Start the service and wait until it answers. Raises ``SandboxStartError`` with its
         message. With ``wait=False`` it returns at once, and ``wait_ready`` waits.
 
         ``workers`` defaults to the processors that this process may use. ``python`` is the
-        interpreter that runs programs. ``port`` 0 uses a free one. The first line of ``token_file``
-        is the token that clients must send; a ``host`` beyond loopback requires it.
+        interpreter that runs programs. ``port`` 0 uses a free one. ``token`` is what clients must
+        send; a ``host`` beyond loopback requires it.
         """
+        file = None if token is None else _written(token)
         main_thread = threading.current_thread() is threading.main_thread()
         command = [
             *(sys.executable, "-m", "ctrl_megatron.sandbox", "--host", host, "--port", str(port)),
@@ -71,7 +75,7 @@ class EmbeddedSandbox:
             *("--isolation", isolation, "--python", python, "--owner", str(os.getpid())),
             *("--limits", json.dumps(asdict(limits or SandboxLimits()))),
             *(["--owner-main-thread"] if main_thread else []),
-            *(["--token-file", token_file] if token_file else []),
+            *(["--token-file", file.name] if file else []),
             *(["--preload", *preload] if preload else []),
             *(["--without", *without] if without else []),
         ]
@@ -88,6 +92,7 @@ class EmbeddedSandbox:
             start_new_session=True,
         )
         service = cls(process, errors, start_seconds)
+        service._token_file = file
         if wait:
             service.wait_ready()
         return service
@@ -103,9 +108,15 @@ class EmbeddedSandbox:
             self._process.wait()
             text = self.log().strip()
             raise SandboxStartError(f"the sandbox did not start: {text or error}") from error
+        finally:
+            self._forget_token()
         self.scratch = announcement["scratch"]
         self.endpoint = f"http://{announcement['host']}:{announcement['port']}"
         self.isolation = announcement["isolation"]
+
+    def _forget_token(self) -> None:
+        if self._token_file is not None:
+            self._token_file.close()
 
     def _first_line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -143,18 +154,27 @@ class EmbeddedSandbox:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._forget_token()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
         # The service removes the directory itself, unless it was killed.
-        if self.scratch and os.path.exists(self.scratch):
-            shutil.rmtree(self.scratch)
+        if self.scratch:
+            with suppress(FileNotFoundError):
+                shutil.rmtree(self.scratch)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _written(token: str) -> IO[str]:
+    """A file of this user's with the token; neither arguments nor environment may have it."""
+    file = tempfile.NamedTemporaryFile("w", prefix="ctrl-sandbox-")  # noqa: SIM115
+    print(token, file=file, flush=True)
+    return file
 
 
 def _text(errors: BinaryIO) -> str:

@@ -8,7 +8,6 @@ through it.
 from __future__ import annotations
 
 import importlib
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,16 +46,14 @@ class NodeService:
     def __init__(self, options: ServiceOptions, port: int) -> None:
         self._options = options
         host = _ray().util.get_node_ip_address()
-        with tempfile.NamedTemporaryFile("w", suffix=".token") as token:  # readable by us only
-            print(options.token, file=token, flush=True)
-            self._service = EmbeddedSandbox.start(
-                workers=options.workers,
-                isolation=options.isolation,
-                start_seconds=options.start_seconds,
-                host=host,
-                port=port,
-                token_file=token.name,
-            )
+        self._service = EmbeddedSandbox.start(
+            workers=options.workers,
+            isolation=options.isolation,
+            start_seconds=options.start_seconds,
+            host=host,
+            port=port,
+            token=options.token,
+        )
 
     def about(self) -> tuple[str, dict[str, Any]]:
         """The service's address and the isolation that it reached."""

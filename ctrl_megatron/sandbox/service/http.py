@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.exposition import CONTENT_TYPE, metric_lines
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.access import is_allowed
+from ctrl_megatron.sandbox.access import foreign_page, is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.limits import MOST_WAIT_SECONDS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
@@ -50,13 +50,18 @@ _log = logging.getLogger(__name__)
 
 
 def build_app(
-    pool: WorkerPool, *, token: str | None = None, listener: ConnectionListener | None = None
+    pool: WorkerPool,
+    *,
+    token: str | None = None,
+    loopback: bool = False,
+    listener: ConnectionListener | None = None,
 ) -> web.Application:
     """Create the application over a started pool. With ``token`` clients must send that bearer
-    token. ``listener`` is notified whether each request waits for its client.
+    token; without, no request that a web page can send is answered (``foreign_page``). ``listener``
+    is notified whether each request waits for its client.
     """
     app = web.Application(middlewares=[_count, _admit])
-    app[STATE] = ServiceState(pool, ProgramRunner(pool), token, listener)
+    app[STATE] = ServiceState(pool, ProgramRunner(pool), token, loopback, listener)
     app.router.add_post("/run_code", run_code)
     app.router.add_post("/submit", submit)
     app.router.add_get("/jobs/{number}", job)
@@ -221,8 +226,14 @@ async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Check the token, then refuse new work while the service drains."""
+    """Check the token, or without one who may have sent the request, then refuse new work while the
+    service drains.
+    """
     state = request.app[STATE]
+    if state.token is None:
+        sent = request.host, request.method, request.content_type
+        if foreign := foreign_page(*sent, loopback=state.loopback):
+            return _refusal(*foreign)
     authorization = request.headers.get("Authorization", "")
     if request.path not in OPEN_ROUTES and not is_allowed(authorization, state.token):
         return _refusal(

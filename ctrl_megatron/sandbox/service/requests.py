@@ -34,6 +34,8 @@ class ServiceState:
     pool: WorkerPool
     runner: ProgramRunner
     token: str | None = None
+    loopback: bool = False
+    """Whether the service listens on loopback."""
     listener: ConnectionListener | None = None
     """Manages the connections of the requests."""
     telemetry: RequestTelemetry = field(default_factory=RequestTelemetry)

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ctrl_megatron.sandbox.access import publish_endpoints, require_safe_address
+from ctrl_megatron.sandbox.access import is_loopback, publish_endpoints, require_safe_address
 from ctrl_megatron.sandbox.jail import linux
 from ctrl_megatron.sandbox.limits import IDLE_SECONDS
 from ctrl_megatron.sandbox.service.connections import ConnectionListener, room_for_connections
@@ -38,7 +38,7 @@ class ServerOptions:
     port: int = 0
     """0 uses a free port."""
     token: str | None = None
-    """Bearer token that clients must send; None admits every client."""
+    """Bearer token that clients must send; None admits every client but web pages."""
     allow_open: bool = False
     """Listen beyond loopback without a token."""
     drain_seconds: float = 10.0
@@ -74,7 +74,9 @@ async def serve(settings: WorkerSettings, *, workers: int, options: ServerOption
         idle_seconds=IDLE_SECONDS,
         peer_of=peer_of,
     )
-    app = build_app(pool, token=options.token, listener=listener)
+    app = build_app(
+        pool, token=options.token, loopback=is_loopback(options.host), listener=listener
+    )
     state = app[STATE]
     runner = web.AppRunner(
         app,

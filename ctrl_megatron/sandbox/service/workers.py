@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,12 +19,8 @@ from ctrl_megatron.sandbox.limits import ATTEMPTS
 from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
 from ctrl_megatron.sandbox.service.fair_queue import FairQueue, Lease, RequestShare
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
-from ctrl_megatron.sandbox.service.worker import (
-    SCRATCH_MODE,
-    SandboxWorker,
-    WorkerFault,
-    WorkerSettings,
-)
+from ctrl_megatron.sandbox.service.scratch import Scratch
+from ctrl_megatron.sandbox.service.worker import SandboxWorker, WorkerFault, WorkerSettings
 
 CURRENT_SHARE: ContextVar[RequestShare | None] = ContextVar("sandbox_share", default=None)
 """The queue share of the request that the current task works on."""
@@ -81,15 +75,14 @@ class WorkerPool:
     queue: FairQueue[_Place] = field(default_factory=FairQueue)
     _workers: dict[int, SandboxWorker] = field(default_factory=dict)
     _cancelling: set[asyncio.Task[None]] = field(default_factory=set)
-    _scratch: tempfile.TemporaryDirectory[str] | None = None
+    _scratch: Scratch | None = None
     _cgroups: CgroupSubtree | None = None
     _no_cgroups: str = ""
     """Why no cgroup limits the processes of a worker; empty if one does."""
 
     async def start(self) -> None:
         """Start every worker. Raises ``IsolationRefused`` or ``WorkerFault``."""
-        self._scratch = tempfile.TemporaryDirectory(prefix="sandbox-")
-        os.chmod(self._scratch.name, SCRATCH_MODE)
+        self._scratch = Scratch()
         if self.settings.level == "none":
             self._no_cgroups = "switched off by the configuration"
         else:
@@ -120,7 +113,7 @@ class WorkerPool:
             self._cgroups.close()
             self._cgroups = None
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._scratch.remove()
             self._scratch = None
 
     @property

@@ -1,0 +1,65 @@
+"""torch's key-value store, served at one address.
+
+torch binds a store to all addresses of the machine, whatever address it is given, and a store
+answers everybody.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from ctrl_megatron.parallel.hosts import LOOPBACK
+
+_TORCHS: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+class AddressStore(_TORCHS):
+    """``TCPStore`` whose server listens at ``host_name``'s address only, ``localhost``'s at
+    127.0.0.1.
+
+    It listens at all addresses where a machine's own name leads to loopback, as on many, or its
+    address belongs to a router: other hosts reach it at an address that it does not know.
+    """
+
+    def __init__(
+        self, host_name: str, port: int, world_size: int | None = None, *given: Any, **named: Any
+    ) -> None:
+        host = LOOPBACK if host_name == "localhost" else host_name
+        serves = given[0] if given else named.get("is_master", False)
+        if serves and named.get("master_listen_fd") is None:
+            server = _listening(host, port)
+            if server is not None:
+                port = server.getsockname()[1]
+                named["master_listen_fd"] = server.detach()
+        super().__init__(host, port, world_size, *given, **named)
+
+
+def serve_at_addresses() -> None:
+    """Let every store that this process makes from now on be an ``AddressStore``, also those that
+    ``init_process_group`` and torch's launcher make.
+    """
+    # A function of torch.distributed has the name of the module.
+    for module in (dist, import_module("torch.distributed.rendezvous")):
+        module.TCPStore = AddressStore  # type: ignore[attr-defined]
+
+
+def _listening(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at the host's address; None where torch has to choose."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in found:
+        address = str(place[0])
+        if address != host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            continue
+        try:
+            return socket.create_server(place, family=family)
+        except OSError as error:
+            # A port that is taken may be that of another store of this process, which torch shares.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+                raise
+    return None
