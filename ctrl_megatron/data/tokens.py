@@ -49,7 +49,9 @@ class TextCodec:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(self.path), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load the tokenizer of {self.path}: {error}") from error
         if not tokenizer.chat_template:
@@ -224,7 +226,9 @@ def add_mask_token(directory: Path, text: str) -> MaskToken:
     if not any(directory.glob("tokenizer*")):
         raise UserError("the model's directory holds no tokenizer (tokenizer.json)")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the model's tokenizer: {error}") from error
     known = tokenizer.get_vocab()
@@ -250,7 +254,9 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     if not any(Path(directory).glob("tokenizer*")):
         return {}
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the tokenizer of {directory}: {error}") from error
     fast = getattr(tokenizer, "backend_tokenizer", None)

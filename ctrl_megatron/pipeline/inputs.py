@@ -405,23 +405,28 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
-    checkpoint = store.find(trainer.resume_mode)
+    checkpoint = store.find(trainer.resume_mode, models)
     if checkpoint is not None:
         with users_input():
             read_state(checkpoint, models, parts)
 
 
 def is_finished(
-    config: Config, steps: int, *, stage: str | None, files: tuple[str, ...] = ()
+    config: Config,
+    steps: int,
+    *,
+    models: tuple[str, ...],
+    stage: str | None,
+    files: tuple[str, ...] = (),
 ) -> bool:
     """Whether the run has done its steps and written its final files; then rank 0 prints so.
 
+    ``models`` are the folders of a checkpoint's models.
     ``stage`` is the last row of the final table; None for a run without validation.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
-    checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
-        trainer.resume_mode
-    )
+    store = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir)
+    checkpoint = store.find(trainer.resume_mode, models)
     if checkpoint is None or checkpoint.step < steps:
         return False
     stages = {None, *(row["stage"] for row in stages_of(run_dir))}

@@ -39,6 +39,10 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
             ("data.train_batch_size=100", ACTOR + "ppo_mini_batch_size=30"),
             ["ppo_mini_batch_size=30", "divide", "train_batch_size=100"],
         ),
+        (
+            (ROLLOUT + "engine_kwargs.trust_remote_code=true",),
+            ["rollout.engine_kwargs.trust_remote_code", "leave it out"],
+        ),
         ((MEGATRON + "sequence_parallel=true",), ["tensor_model_parallel_size", "2 or more"]),
         (("reward.reward_funcs=[]",), ["reward_funcs=[]", "at least one"]),
         (("reward.reward_funcs=[code,code]",), ["reward_funcs=['code', 'code']", "each once"]),
