@@ -212,7 +212,7 @@ def _in(out: Path | None, config: Config) -> Config:
     if out is None:
         out = config.trainer.run_dir.with_name(f"{config.trainer.run_dir.name}_evaluation")
     place = {"default_local_dir": str(out.parent), "experiment_name": out.name}
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **place))
+    return config.replaced(trainer=dataclasses.replace(config.trainer, **place))
 
 
 def _report(folder: Path, samples: int) -> None:

@@ -242,6 +242,8 @@ class Config:
 
     written: ClassVar[Mapping[str, Place]] = MappingProxyType({})
     """The keys that are set and the place of each, filled in by ``load_config``. Not a key."""
+    unresolved: ClassVar[Mapping[str, tuple[Any, Any]]] = MappingProxyType({})
+    """The keys that refer to the environment: value, and as it was written. Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
@@ -272,9 +274,14 @@ class Config:
             ref=replace(family.ref, model=replace(family.ref.model, path=None)),
             rollout=replace(rollout, n=second.rollout.n or rollout.n),
         )
-        config = replace(self, actor_rollout_ref=own)
+        return (self, self.replaced(actor_rollout_ref=own))
+
+    def replaced(self, **groups: Any) -> Config:
+        """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
+        config = replace(self, **groups)
         object.__setattr__(config, "written", self.written)
-        return (self, config)
+        object.__setattr__(config, "unresolved", self.unresolved)
+        return config
 
     @property
     def sequence_tokens(self) -> int:
