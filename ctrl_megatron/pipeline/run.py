@@ -50,6 +50,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_models,
     check_place,
     check_proxy,
+    check_temporary_directory,
     check_together,
     check_tokenizers,
     is_finished,
@@ -103,6 +104,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_loggers(config),
         lambda: check_profile(config),
         lambda: check_place(config),
+        lambda: check_temporary_directory(config),
         lambda: check_checkpoint(
             config,
             saved_folders(config),
