@@ -34,7 +34,7 @@ from ctrl_megatron.commands.chat_flags import (
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
-from ctrl_megatron.config.secrets import hide_text
+from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.data.rows import read_rows, require_columns
 from ctrl_megatron.errors import STOPPED, UserError, users_input
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -157,9 +157,7 @@ def _settings(
     }
     if own:
         own |= {"engine": options.engine or default_engine(), "dtype": options.dtype}
-    given = {name: getattr(options, name) for name in names}
-    shown = {name: hide_text(v) if isinstance(v, str) else v for name, v in given.items()}
-    return shown | judged | own
+    return hide_flags({name: getattr(options, name) for name in names}) | judged | own
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -71,6 +71,11 @@ def hide_text(text: str) -> str:
     return _hide_addresses(text, lambda part: None)
 
 
+def hide_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a command, by name, without passwords of addresses."""
+    return {name: hide_text(v) if isinstance(v, str) else v for name, v in values.items()}
+
+
 def instead_of(key: Key) -> str:
     """What a user can do in place of writing a secret into a file."""
     own = f"{key.secret.instead}, or " if key.secret is not None and key.secret.instead else ""

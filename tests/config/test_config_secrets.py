@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import PATHS
 
+from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
 from ctrl_megatron.config.secrets import hide, hide_text, instead_of
 from ctrl_megatron.pipeline.recorder import config_changes, keep_config
@@ -106,6 +107,14 @@ def test_a_resume_does_not_compare_secrets(tmp_path: Path) -> None:
     # As an older version wrote it.
     (tmp_path / "config.yaml").write_text(text(SECRET).replace("'***'", SECRET))
     assert config_changes(tmp_path, text("another-one", 2)) == ["trainer.seed: 1 -> 2"]
+
+
+def test_a_proxys_address_may_have_a_password() -> None:
+    (found,) = proxy_overrides([f"there=a@b@https://me:{SECRET}@host/v1"], []).values()
+    assert found[1:] == [f'{P}model="a@b"', f'{P}base_url=["https://me:{SECRET}@host/v1"]']
+    with pytest.raises(ValueError, match="no directory") as caught:
+        proxy_overrides([f"there=ftp://me:{SECRET}@host"], [])
+    assert SECRET not in str(caught.value)
 
 
 def test_what_says_secret_and_what_does_not() -> None:
