@@ -26,6 +26,9 @@ class EngineKind:
     counts_workspace: bool = True
     """``gpu_memory_utilization`` includes activations and CUDA graphs, not only weights and
     cache."""
+    socket_name: int = 0
+    """Bytes of the longest name, with the slash before it, of its sockets in the temporary
+    directory; 0 without any."""
     tensor_parallel: bool = True
     """Can use several devices, also of several hosts: its adapter then has a coroutine
     ``build_part(spec)``."""
@@ -44,6 +47,7 @@ ENGINES: Mapping[str, EngineKind] = {
     "vllm": EngineKind(
         library="vllm",
         adapter="ctrl_megatron.rollout.vllm_engine:VllmEngine",
+        socket_name=37,
         environment={
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
@@ -59,6 +63,7 @@ ENGINES: Mapping[str, EngineKind] = {
     "sglang": EngineKind(
         library="sglang",
         adapter="ctrl_megatron.rollout.sglang_engine:SglangEngine",
+        socket_name=12,
         # Scheduler processes of one host connect over loopback.
         environment={"GLOO_SOCKET_IFNAME": "lo"},
         counts_workspace=False,

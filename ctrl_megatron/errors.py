@@ -38,6 +38,12 @@ _note: list[int] = []
 """The descriptor of this process's note of it, if it keeps one."""
 
 
+_secrets: list[str] = []
+"""Texts that no message contains, longest first."""
+_SHORTEST_SECRET = 4
+"""Shorter ones would also be found within other words."""
+
+
 class UserError(ValueError):
     """An input of the user that cannot be used; the message has one line per problem.
 
@@ -56,7 +62,20 @@ class UserError(ValueError):
     ) -> None:
         place = f"{os.fspath(file)}: row {row}" if row is not None else os.fspath(file)
         text = ": ".join(part for part in (key, place, problem) if part)
-        super().__init__(f"{text}; {remedy}" if remedy else text)
+        super().__init__(concealed(f"{text}; {remedy}" if remedy else text))
+
+
+def conceal(secrets: Iterable[str]) -> None:
+    """Let no message of a UserError contain these texts from now on, in this process."""
+    known = {text for text in (*_secrets, *secrets) if len(text) >= _SHORTEST_SECRET}
+    _secrets[:] = sorted(known, key=len, reverse=True)
+
+
+def concealed(text: str) -> str:
+    """``text`` without the texts that ``conceal`` was given."""
+    for secret in _secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
 class ServiceFault(RuntimeError):

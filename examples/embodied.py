@@ -120,7 +120,9 @@ def write_model(folder: Path) -> None:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

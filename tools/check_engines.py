@@ -241,7 +241,9 @@ def show(line: str) -> None:
 
 def load(model: str, dtype: str) -> Any:
     """transformers' model."""
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), trust_remote_code=False
+    ).eval()
 
 
 if __name__ == "__main__":

@@ -542,7 +542,7 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, shape.vocab_size, (rows, prompt + response), generator=generator)
     # transformers gives a padding token's embedding no gradient.
-    padding = AutoConfig.from_pretrained(directory).pad_token_id
+    padding = AutoConfig.from_pretrained(directory, trust_remote_code=False).pad_token_id
     if padding is not None:
         ids[ids == padding] = (padding + 1) % shape.vocab_size
     # Half of the rows share a prompt, which Megatron computes once and transformers row by row.
@@ -609,7 +609,9 @@ def transformers_result(
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(rows[0].device)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, trust_remote_code=False
+    ).to(rows[0].device)
     found, total = [], sum(len(tokens) - prompt for tokens in rows)
     for tokens in rows:
         logits = model(tokens[None]).logits[0, prompt - 1 : -1].float()

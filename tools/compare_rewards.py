@@ -66,7 +66,9 @@ def make_model(folder: Path) -> None:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=False
+    ).save_pretrained(folder)
     whole.save_pretrained(folder)
 
 

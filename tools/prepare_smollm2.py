@@ -134,8 +134,11 @@ def convert(source: Path, out: Path) -> None:
             gguf_file=source.name,
             quantization_config=transformers.GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            trust_remote_code=False,
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source.parent, gguf_file=source.name, trust_remote_code=False
+        )
     # GGUF keeps this as a float32, which prints as 9.999999747378752e-06.
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
     tokenizer.model_max_length = model.config.max_position_embeddings

@@ -53,7 +53,14 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
 - YAML follows version 1.2: `1e-6` is a number, and `no` is text. A boolean accepts `true` and
   `false`, and also `yes`, `no`, `on` and `off`; a number accepts its text. The value of an
   argument is YAML too: `trainer.logger='[console, jsonl]'`.
-- A value may refer to another one as `${group.key}`.
+- A value may refer to another one as `${group.key}`, and to a variable of the environment as
+  `${oc.env:NAME}`; files of a run have that text, not the variable's value.
+- No file, page or log of a run has a secret of its configuration, and neither have Weights & Biases
+  and MLflow: `***` stands for every text in `reward.provider_options` and
+  `actor_rollout_ref.proxy.api.extra_body`, for entries of any options whose name says so
+  (`api_key`, `headers`), and for name, password and query of any address. A file with `***` is
+  refused until the value is given again; comments in it name the variable to set. A resume does not
+  compare such values.
 - `tools/train_rl.py` requires `actor_rollout_ref.model.path` and `data.train_files`;
   `tools/train_sft.py` requires `actor_rollout_ref.model.path` and `sft.train_files`.
 - In YAML, None, True and False are written `null`, `true` and `false`.

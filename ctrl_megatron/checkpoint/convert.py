@@ -30,7 +30,6 @@ from ctrl_megatron.checkpoint.peft import (
 from ctrl_megatron.checkpoint.sharded import (
     TensorParts,
     load_tensors,
-    require_whole,
     save_tensors,
     saved_tensors,
 )
@@ -202,8 +201,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
     shape = read_shape(side, None)
     if model == VALUE_FOLDER and not shape.value_head:
         shape = value_shape(shape)
-    if verify_alone(checkpoint) is None:
-        require_whole(folder)
+    verify_alone(checkpoint)
     adapters = read_adapters(folder)
     shape = adapted(shape, adapters and adapters.lora)
     held, first = saved_tensors(folder), hf_specs(shape, "float32", "trained")[0].name

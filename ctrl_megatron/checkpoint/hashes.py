@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class HashedFile(RawIOBase):
 
     def __init__(self, path: Path, aside: ThreadPoolExecutor) -> None:
         self._file, self._aside, self._checksum = FileIO(path, "w"), aside, blake3()
+        self._fault: OSError | None = None
 
     def write(self, data: Any, /) -> int:
         """Write all of ``data``, which may change afterwards. Raises OSError."""
@@ -60,8 +62,23 @@ class HashedFile(RawIOBase):
         return len(view)
 
     def _write(self, view: memoryview) -> None:
-        while len(view):
-            view = view[self._file.write(view) :]
+        try:
+            while len(view):
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            self._fault = error
+            raise
+
+    @contextmanager
+    def own_faults(self) -> Iterator[None]:
+        """Let the OSError of a failed ``write`` leave the block, whatever a library that called it
+        raises in its place."""
+        try:
+            yield
+        except Exception as error:
+            if self._fault is not None:
+                raise self._fault from error
+            raise
 
     def writable(self) -> bool:
         """True."""

@@ -31,8 +31,8 @@ _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
     ".index.json",
 )
-_OF_THE_SOURCE = ("README.md", "trainer_state.json")
-"""Files that describe how other weights were made."""
+_OF_THE_SOURCE = ("README.md", "trainer_state.json", "adapter_config.json", "quantize_config.json")
+"""Files that describe other weights: how they were made, or where loaders find them instead."""
 _FOLDERS = ("additional_chat_templates",)
 
 

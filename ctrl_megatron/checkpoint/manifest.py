@@ -6,10 +6,13 @@ of another run or step is recognised as such.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from blake3 import blake3
@@ -21,8 +24,13 @@ MARKER = ".ctrl_megatron.json"
 """The manifest, a file in a directory that a tool wrote."""
 TRAINER = "train"
 """The tool that writes checkpoints and exports."""
+ANOTHER = "copy it anew, or name another with trainer.resume_mode"
+"""The remedy for a damaged checkpoint."""
 _HASHES, _SEAL = "blake3", "seal"
 _HEADER_BYTES = 4096
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""What the system answers where no ordinary file has the name. Other errors (permission, a fault of
+the disk or the network) say nothing about the file."""
 
 
 class DamagedFiles(UserError):
@@ -77,28 +85,77 @@ def write_manifest(
     (directory / MARKER).write_text(json.dumps(text, indent=1) + "\n")
 
 
+def unseen(file: Path, error: OSError) -> UserError:
+    """The error of a file that the system does not read: DamagedFiles where there is none, else one
+    that says nothing about the file.
+    """
+    if error.errno in _ABSENT:
+        return DamagedFiles("is missing", file=file, remedy=ANOTHER)
+    return UserError(
+        f"cannot be read now ({error.strerror}), so it is not known whether the files are whole",
+        file=file,
+        remedy="make it readable and start again; to do without the checkpoint, move it away",
+    )
+
+
+def size_of(file: Path) -> int | None:
+    """Bytes of an ordinary file; None if there is none. UserError if that cannot be seen now."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        fault = unseen(file, error)
+        if isinstance(fault, DamagedFiles):
+            return None
+        raise fault from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def read_saved(file: Path) -> bytes:
+    """The content of a file of a checkpoint. DamagedFiles if it is missing or no ordinary file,
+    UserError if it cannot be read now.
+    """
+    try:
+        # Without O_NONBLOCK, a named pipe would wait for somebody who writes to it.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise DamagedFiles("is no ordinary file", file=file, remedy=ANOTHER)
+            return opened.read()
+    except OSError as error:
+        raise unseen(file, error) from error
+
+
+def read_saved_json(file: Path) -> Any:
+    """The value in a JSON file of a checkpoint. DamagedFiles and UserError as ``read_saved``."""
+    data = read_saved(file)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFiles(f"cannot be read: {error}", file=file, remedy=ANOTHER) from error
+
+
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of ``directory``; None without one. DamagedFiles if it cannot be read, or was
-    changed.
+    """The manifest of ``directory``; None without one. DamagedFiles if it is no manifest, or was
+    changed; UserError if it cannot be read now.
     """
     file = directory / MARKER
+    if not os.path.lexists(file) and size_of(file) is None:
+        return None
     try:
-        found = json.loads(file.read_text())
+        found = read_saved_json(file)
         hashed = _SEAL in found or _HASHES in found
         if hashed and found.pop(_SEAL, None) != _seal(found):
             raise ValueError("its content is not that which was written")
-        if not isinstance(found["files"], dict):
+        sizes, hashes = found["files"], found.get(_HASHES, {})
+        if not isinstance(sizes, dict) or not isinstance(hashes, dict):
             raise TypeError("it has no list of files")
+        for name in (*sizes, *hashes):
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"it lists {name!r}, which is not below its directory")
         origin = Origin(found["run"], found["step"]) if "run" in found else None
-        return Manifest(
-            tool=found["tool"],
-            sizes=found["files"],
-            hashes=found.get(_HASHES, {}),
-            origin=origin,
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Manifest(tool=found["tool"], sizes=sizes, hashes=hashes, origin=origin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
         raise DamagedFiles(f"is damaged: {error}", file=file) from error
 
 
@@ -122,27 +179,34 @@ def sizes_of(directory: Path) -> dict[str, int]:
 
 
 def resized(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Name -> reason of every file of the manifest that is missing or has another size."""
+    """Name -> reason of every file of the manifest that is missing or has another size. UserError
+    if that cannot be seen now.
+    """
     found = {}
     for name, size in manifest.sizes.items():
         path = directory / name
         if name.endswith("/"):
             continue
-        if not path.is_file():
+        if (there := size_of(path)) is None:
             found[name] = "is missing"
-        elif (there := path.stat().st_size) != size:
+        elif there != size:
             origin = _other_origin(path, manifest)
             found[name] = origin or f"has {there} of {size} bytes"
     return found
 
 
 def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict[str, str]:
-    """Name -> reason of those of ``names`` whose content is not what was written. Reads them."""
+    """Name -> reason of those of ``names`` whose content is not what was written. Reads them;
+    UserError for one that cannot be read now.
+    """
     hashes = hash_files([directory / name for name in names], hashing_threads())
     found = {}
     for name, one in zip(names, hashes, strict=True):
         if isinstance(one, OSError):
-            found[name] = f"cannot be read: {one.strerror}"
+            fault = unseen(directory / name, one)
+            if not isinstance(fault, DamagedFiles):
+                raise fault from one
+            found[name] = "is missing"
         elif one != manifest.hashes[name]:
             origin = _other_origin(directory / name, manifest)
             found[name] = origin or "is not what was saved: its BLAKE3 hash differs"
@@ -164,7 +228,7 @@ def require_undamaged(directory: Path, reasons: Mapping[str, str], remedy: str) 
 
 def verify(directory: Path, *, remedy: str) -> Manifest | None:
     """Compare every file with the manifest, which is returned; None without hashes. DamagedFiles
-    for the first one that differs.
+    for the first one that differs, UserError if one cannot be read now.
     """
     manifest = read_manifest(directory)
     if manifest is None or not manifest.hashes:
@@ -205,5 +269,5 @@ def _origin_in(path: Path) -> Origin | None:
             with open(path, "rb") as file:
                 facts = json.loads(file.readline(_HEADER_BYTES))
         return Origin(str(facts["run"]), int(facts["step"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
-from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares
+from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares, read_saved_json, size_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rules import ADAPTED
@@ -47,12 +47,12 @@ def read_adapters(folder: Path) -> SavedAdapters | None:
     """What a model's folder says about its adapters; None for a model without. DamagedFiles if the
     file cannot be read."""
     file = folder / ADAPTERS_FILE
-    if not file.is_file():
+    if size_of(file) is None:
         return None
+    found = read_saved_json(file)
     try:
-        found = json.loads(file.read_text())
         return SavedAdapters(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 
 

@@ -9,9 +9,7 @@ each element, and nothing is gathered. The files are those of
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,11 +41,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ctrl_megatron.checkpoint.files import free_space
 from ctrl_megatron.checkpoint.hashes import HashedFile
-from ctrl_megatron.checkpoint.manifest import Origin
+from ctrl_megatron.checkpoint.manifest import (
+    ANOTHER,
+    DamagedFiles,
+    Origin,
+    read_saved_json,
+    size_of,
+)
 from ctrl_megatron.checkpoint.peft import SavedAdapters, require_same
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.checkpoint.tensor_metadata import TableReader, read_metadata
+from ctrl_megatron.errors import UserError, naming, user_fault
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
@@ -61,9 +65,7 @@ STEPS_FILE = "optimizer.json"
 PARTS_SUFFIX = ".distcp"
 """Ending of the files of tensors."""
 _COUNTED = ("adam", "schedule")
-ANOTHER = "copy it anew, or name another with trainer.resume_mode"
 _FILE_BYTES = 1 << 30
-_NO_ROOM = 1 << 20
 
 
 class TensorParts:
@@ -281,7 +283,12 @@ class _HashedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with closing(HashedFile(Path(path), self._aside)) as stream:
+        # torch's error for a failed write does not mention the disk.
+        with (
+            naming(path),
+            closing(HashedFile(Path(path), self._aside)) as stream,
+            stream.own_faults(),
+        ):
             if Path(path).suffix == PARTS_SUFFIX:
                 stream.write(self._header)
             yield stream
@@ -365,7 +372,8 @@ def load_tensors(
 
     ValueError if a tensor is missing there or has another shape or type.
     """
-    held = saved_tensors(directory)
+    table = read_metadata(directory)
+    held = _tensors_in(table)
     for name, whole in tensors.items():
         found = held.get(name)
         if found is None:
@@ -379,7 +387,7 @@ def load_tensors(
     with _one_error("reading", directory), _alone() if groups is None else nullcontext():
         load(
             dict(tensors),
-            storage_reader=FileSystemReader(directory),
+            storage_reader=TableReader(directory, table),
             planner=_Loading(),
             process_group=None if groups is None else groups.host,
             no_dist=groups is None,
@@ -387,60 +395,41 @@ def load_tensors(
 
 
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """Every tensor in ``directory``, by name; ValueError if it is no checkpoint."""
-    held = _metadata(directory).state_dict_metadata
+    """Every tensor in ``directory``, by name; UserError if it is no checkpoint."""
+    return _tensors_in(read_metadata(directory))
+
+
+def _tensors_in(table: Metadata) -> dict[str, TensorStorageMetadata]:
+    held = table.state_dict_metadata
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
 
 
 def require_whole(directory: Path) -> None:
-    """UserError unless every file in the checkpoint's metadata exists with its full size."""
-    stored = _metadata(directory).storage_data or {}
+    """DamagedFiles unless every file in the checkpoint's metadata exists with its full size."""
     _steps(directory)
     ends: dict[str, int] = {}
-    for part in stored.values():
+    for part in read_metadata(directory).storage_data.values():
         end = part.offset + part.length
         ends[part.relative_path] = max(end, ends.get(part.relative_path, 0))
     for name, size in ends.items():
-        file = directory / name
-        there = file.stat().st_size if file.is_file() else 0
+        there = size_of(directory / name) or 0
         if there < size:
-            raise UserError(
-                f"{file} has {there} of {size} bytes: the checkpoint is not whole",
+            raise DamagedFiles(
+                f"has {there} of {size} bytes: the checkpoint is not whole",
+                file=directory / name,
                 remedy=ANOTHER,
             )
-
-
-def _metadata(directory: Path) -> Metadata:
-    """The metadata; UserError if the file is truncated or of another kind."""
-    try:
-        metadata = FileSystemReader(directory).read_metadata()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f".metadata holds a {type(metadata).__name__}")
-    except Exception as error:
-        raise UserError(
-            f"{directory} is not a whole checkpoint: {error}",
-            remedy=ANOTHER,
-        ) from error
-    return metadata
 
 
 def _steps(directory: Path) -> dict[str, int] | None:
     """The number of optimizer steps; None for a checkpoint of weights alone."""
     file = directory / STEPS_FILE
-    if not file.is_file():
+    if size_of(file) is None:
         return None
-    try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict) or not all(type(found.get(n)) is int for n in _COUNTED):
-            raise ValueError("it holds no counted steps")
-        steps = {name: found[name] for name in _COUNTED}
-    except ValueError as error:
-        raise UserError(
-            f"cannot be read: {error}",
-            file=file,
-            remedy=ANOTHER,
-        ) from error
-    return steps
+    found = read_saved_json(file)
+    if not isinstance(found, dict) or not all(type(found.get(n)) is int for n in _COUNTED):
+        raise DamagedFiles("holds no counted steps", file=file, remedy=ANOTHER)
+    return {name: found[name] for name in _COUNTED}
 
 
 @contextmanager
@@ -449,12 +438,11 @@ def _one_error(doing: str, directory: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         # torch's CheckpointException is no Exception, and lists the tracebacks of all ranks.
-        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        # The first rank may have removed the half-written directory already.
-        if free_space(directory) < _NO_ROOM:
-            # torch's error for a failed write does not mention the disk.
-            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
-            raise full from cause
+        causes = sorted(error.failures.items(), key=lambda item: item[0])
+        for _, (cause, _) in causes:
+            if user_fault(cause) is not None:
+                raise cause from None
+        rank, (cause, _) = causes[0]
         raise RuntimeError(f"{doing} {directory} failed on rank {rank}: {cause!r}") from cause
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 import threading
@@ -18,6 +20,7 @@ import torch
 from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
 from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
 from ctrl_megatron.checkpoint.manifest import (
+    ANOTHER,
     MARKER,
     TRAINER,
     DamagedFiles,
@@ -27,14 +30,16 @@ from ctrl_megatron.checkpoint.manifest import (
     changed,
     in_shares,
     read_manifest,
+    read_saved_json,
     require_undamaged,
     resized,
+    size_of,
+    unseen,
     verify,
     write_manifest,
 )
 from ctrl_megatron.checkpoint.run_directory import run_identity
 from ctrl_megatron.checkpoint.sharded import (
-    ANOTHER,
     PARTS_SUFFIX,
     Snapshot,
     load_sharded,
@@ -42,6 +47,7 @@ from ctrl_megatron.checkpoint.sharded import (
     snapshot,
     write_snapshot,
 )
+from ctrl_megatron.checkpoint.tensor_metadata import METADATA_FILE
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
@@ -55,6 +61,8 @@ EXPORT_FOLDER = "hf_exports"
 LEFT_FOLDER = "abandoned"
 """Subdirectory for checkpoints ahead of the one from which the run was resumed."""
 _PREFIX = "global_step_"
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})")
+_ANEW = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
 _BEGAN_FILE = "began_from"
 """File in the checkpoints' directory: the path from which the run that saves there started."""
 
@@ -107,11 +115,20 @@ class SaveReport:
 
 
 def checkpoints_in(directory: Path) -> list[Checkpoint]:
-    """The finished checkpoints of a run's directory ``checkpoints``, oldest first."""
+    """The finished checkpoints of a run's directory ``checkpoints``, oldest first. UserError if it
+    cannot be read now.
+    """
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        fault = unseen(directory, error)
+        if isinstance(fault, DamagedFiles):
+            return []
+        raise fault from error
     found = [
-        Checkpoint(path=path, step=_step_of(path))
-        for path in directory.glob(f"{_PREFIX}*")
-        if path.name.removeprefix(_PREFIX).isdigit()
+        Checkpoint(path=directory / name, step=step)
+        for name in names
+        if (step := _step_of(directory / name)) is not None
     ]
     return sorted(found, key=lambda c: c.step)
 
@@ -139,14 +156,16 @@ class CheckpointStore:
         """Finished checkpoints, oldest first."""
         return checkpoints_in(self.directory)
 
-    def find(self, resume_mode: str) -> Checkpoint | None:
-        """The first of ``candidates`` that is undamaged as far as ``look_at`` sees; None if there
-        are no candidates. Raises UserError if all are damaged, and as ``candidates``.
+    def find(self, resume_mode: str, models: Collection[str] = ()) -> Checkpoint | None:
+        """The first of ``candidates`` that is undamaged as far as ``look_at`` sees, given the
+        ``models`` of the run; None if there are no candidates. Raises UserError if all are damaged,
+        or if one cannot be read now, and as ``candidates``.
         """
         damages = list[DamagedFiles]()
         for checkpoint in self.candidates(resume_mode):
             try:
-                look_at(checkpoint.path)
+                manifest = look_at(checkpoint.path)
+                _require_models(checkpoint.path, models, whole=manifest is not None)
             except DamagedFiles as error:
                 damages.append(error)
             else:
@@ -169,9 +188,10 @@ class CheckpointStore:
         path, began = Path(resume_mode), self.directory / _BEGAN_FILE
         same = began.is_file() and began.read_text() == str(path.resolve())
         # Checkpoints that existed before and are not ahead of the path are older than it.
-        own = [one for one in newest_first if same and one.step > _step_of(path)]
-        if (path / STATE_FILE).is_file() and path.name.startswith(_PREFIX):
-            return [*own, Checkpoint(path=path, step=_step_of(path))]
+        step = _step_of(path)
+        own = [one for one in newest_first if same and step is not None and one.step > step]
+        if step is not None and size_of(path / STATE_FILE) is not None:
+            return [*own, Checkpoint(path=path, step=step)]
         if own:
             return own
         raise UserError(
@@ -352,12 +372,14 @@ def look_at(path: Path) -> Manifest | None:
     """The manifest of the checkpoint ``path``; None if an older version, without hashes, saved it.
 
     Raises DamagedFiles for what can be seen without reading tensors: files that are missing or of
-    another size, other content of the small files that a resume reads, another step.
+    another size, other content of the small files that a resume reads, another step, a table of
+    tensors that is none; UserError for a file that cannot be read now.
     """
     manifest = read_manifest(path)
     if manifest is None or not manifest.hashes:
         if _names_run(path / STATE_FILE):
             raise DamagedFiles("is missing", file=path / MARKER, remedy=ANOTHER)
+        _require_tables(path)
         return None
     origin = manifest.origin
     named = path.name.startswith(_PREFIX)
@@ -366,16 +388,36 @@ def look_at(path: Path) -> Manifest | None:
     wrong = resized(path, manifest)
     small = [name for name in manifest.hashes if name not in wrong and not _is_large(name)]
     require_undamaged(path, wrong | changed(path, manifest, small), ANOTHER)
+    _names_run(path / STATE_FILE)
+    _require_tables(path)
     return manifest
 
 
 def _names_run(state: Path) -> bool:
     """Whether a trainer's state names its run, which the checkpoints of older versions do not.
-    DamagedFiles if it cannot be read."""
-    try:
-        return "run" in json.loads(state.read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise DamagedFiles(f"cannot be read: {error}", file=state, remedy=ANOTHER) from error
+    DamagedFiles if it is no state."""
+    found = read_saved_json(state)
+    if not isinstance(found, dict):
+        raise DamagedFiles("is no state of a trainer", file=state, remedy=ANOTHER)
+    return "run" in found
+
+
+def _require_tables(path: Path) -> None:
+    """DamagedFiles unless the table of every model's tensors agrees with its files."""
+    for table in sorted(path.glob(f"*/{METADATA_FILE}")):
+        require_whole(table.parent)
+
+
+def _require_models(path: Path, models: Collection[str], *, whole: bool) -> None:
+    """UserError unless the checkpoint has all models; DamagedFiles if it is not known to be
+    ``whole``, so that the rest may not have been copied.
+    """
+    for name in models:
+        if size_of(path / name / METADATA_FILE) is None:
+            problem = f"{path} holds no {name}/: a run without that model saved it"
+            if whole:
+                raise UserError(problem, remedy=_ANEW)
+            raise DamagedFiles(f"{problem}, or it was not copied whole", remedy=ANOTHER)
 
 
 def _is_large(name: str) -> bool:
@@ -392,13 +434,14 @@ def verify_alone(path: Path) -> Manifest | None:
 
 def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
     """Compare every file with the manifest, each on one rank; returns what is worth a line in the
-    log. Collective. Raises DamagedFiles, on all ranks, for the first file that differs.
+    log. Collective. Raises DamagedFiles, on all ranks, for the first file that differs, UserError
+    for one that cannot be read now.
     """
     manifest, fault = None, None
     if groups.is_first:
         try:
             manifest = look_at(path)
-        except DamagedFiles as error:
+        except UserError as error:
             fault = error
     manifest, fault = groups.from_first((manifest, fault))
     if fault is not None:
@@ -407,8 +450,14 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
         return (f"{path} has no hashes, because an older version saved it: it is not verified",)
     large = {name: manifest.sizes[name] for name in manifest.hashes if _is_large(name)}
     mine = in_shares(large, groups.size)[groups.rank]
+    try:
+        seen = changed(path, manifest, mine)
+    except UserError as error:
+        seen = error
     wrong = {}
-    for part in groups.from_all(changed(path, manifest, mine)):
+    for part in groups.from_all(seen):
+        if isinstance(part, UserError):
+            raise part
         wrong |= part
     require_undamaged(path, wrong, ANOTHER)
     others = added(path, manifest) if groups.is_first else []
@@ -429,24 +478,12 @@ def read_state(
     """The trainer's small state; UserError unless the checkpoint is complete, with all models and,
     if any are named, exactly these parts of the state. Reads no tensor.
     """
-    anew = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
     verified = look_at(checkpoint.path) is not None
-    for name in models:
-        folder = checkpoint.path / name
-        if not folder.is_dir():
-            raise UserError(
-                f"{checkpoint.path} holds no {name}/: a run without that model saved it",
-                remedy=anew,
-            )
-        if not verified:
-            require_whole(folder)
+    _require_models(checkpoint.path, models, whole=verified)
     file = checkpoint.path / STATE_FILE
-    try:
-        state = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot be read: {error}", file=file, remedy=anew) from error
+    state = read_saved_json(file)
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise UserError("holds no number of steps", file=file, remedy=anew)
+        raise UserError("holds no number of steps", file=file, remedy=_ANEW)
     if state.get("weights_only") and models:
         raise UserError(
             f"{checkpoint.path} holds weights only and training cannot resume from it",
@@ -459,13 +496,15 @@ def read_state(
         if names:
             raise UserError(
                 f"{checkpoint.path} {verb} {', '.join(names)}: another kind of run saved it",
-                remedy=anew,
+                remedy=_ANEW,
             )
     return state
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
+def _step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else None
 
 
 def _remove(old: Path) -> None:

@@ -26,6 +26,7 @@ from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
+from ctrl_megatron.config.secrets import hide_text
 from ctrl_megatron.errors import STOPPED, UserError, all_of
 
 if TYPE_CHECKING:
@@ -127,14 +128,15 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
                 )
             )
             continue
-        model, at, address = where.rpartition("@")
+        # The address may have a name and a password, with another @.
+        model, at, address = where.partition("@http")
         if where == "shared":
             found[name] = [f"{_PROXY}.kind=shared"]
-        elif at and model and address.startswith(("http://", "https://")):
+        elif at and model and address.startswith(("://", "s://")):
             found[name] = [
                 f"{_PROXY}.kind=api",
                 f"{_PROXY}.api.model={json.dumps(model)}",
-                f"{_PROXY}.api.base_url={json.dumps([address])}",
+                f"{_PROXY}.api.base_url={json.dumps([f'http{address}'])}",
             ]
         elif Path(where).is_dir():
             path = json.dumps(where)
@@ -142,7 +144,7 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
         else:
             problems.append(
                 UserError(
-                    f"{where!r} is no directory",
+                    f"{hide_text(where)!r} is no directory",
                     key=f"--proxy {name}",
                     remedy="name a model's directory, MODEL@URL of a server, or shared",
                 )
@@ -212,7 +214,7 @@ def _in(out: Path | None, config: Config) -> Config:
     if out is None:
         out = config.trainer.run_dir.with_name(f"{config.trainer.run_dir.name}_evaluation")
     place = {"default_local_dir": str(out.parent), "experiment_name": out.name}
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **place))
+    return config.replaced(trainer=dataclasses.replace(config.trainer, **place))
 
 
 def _report(folder: Path, samples: int) -> None:

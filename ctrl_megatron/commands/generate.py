@@ -34,6 +34,7 @@ from ctrl_megatron.commands.chat_flags import (
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
+from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.data.rows import read_rows, require_columns
 from ctrl_megatron.errors import STOPPED, UserError, users_input
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -156,7 +157,7 @@ def _settings(
     }
     if own:
         own |= {"engine": options.engine or default_engine(), "dtype": options.dtype}
-    return {name: getattr(options, name) for name in names} | judged | own
+    return hide_flags({name: getattr(options, name) for name in names}) | judged | own
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

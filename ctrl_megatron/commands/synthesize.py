@@ -55,6 +55,7 @@ from ctrl_megatron.config.flags import (
     temperature,
     whole,
 )
+from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.preparation.journal import StageJournal
@@ -181,7 +182,8 @@ def _settings(
         "solutions": json.dumps([(a.id, a.solution) for a in given]),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    flags = {f"--{name.replace('_', '-')}": value for name, value in {**kept, **digests}.items()}
+    shown = {**hide_flags(kept), **digests}
+    flags = {f"--{name.replace('_', '-')}": value for name, value in shown.items()}
     weights = {f"weights of --{role}": source.weights() for role, source in sources.items()}
     return {**flags, **weights, "rules": _RULES}
 

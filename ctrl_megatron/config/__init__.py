@@ -8,7 +8,14 @@ from ctrl_megatron.config.actor_rollout_ref import (
     Actor,
 )
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
-from ctrl_megatron.config.load import load_config, parse_override, read_yaml, to_dict, to_yaml
+from ctrl_megatron.config.load import (
+    load_config,
+    parse_override,
+    read_yaml,
+    shown_dict,
+    to_dict,
+    to_yaml,
+)
 from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
@@ -25,6 +32,7 @@ __all__ = [
     "load_config",
     "parse_override",
     "read_yaml",
+    "shown_dict",
     "to_dict",
     "to_yaml",
 ]

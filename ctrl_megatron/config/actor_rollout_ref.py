@@ -16,6 +16,7 @@ from ctrl_megatron.config.keys import (
     SOME_SHARE,
     Condition,
     Range,
+    Secret,
     group,
     key,
     when,
@@ -342,7 +343,7 @@ class ProxyServer:
     """Servers of OpenAI's protocol that write the revisions. The variable `OPENAI_API_KEY` is their
     key."""
 
-    base_url: tuple[str, ...] = ()
+    base_url: tuple[str, ...] = key((), secret=Secret(instead="set OPENAI_API_KEY"))
     """Address or list of addresses before /chat/completions, usually ending in /v1 (required).
     Requests are dealt to all of them, and a request that one cannot answer goes to the next."""
     model: str = ""
@@ -359,8 +360,8 @@ class ProxyServer:
     token_budget: int | None = key(None, AT_LEAST_1)
     """Most prompt and revision tokens of a run, per model copy of the trainer; a run that would
     use more ends. None for no limit."""
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of every request."""
+    extra_body: dict[str, Any] = key({}, secret=Secret(whole=True, instead="set OPENAI_API_KEY"))
+    """Further fields of every request. No file of the run has its texts."""
     cache_path: str | None = None
     """SQLite file of revisions by model and request, which runs on a host share; None keeps those
     of the run in memory."""

@@ -20,6 +20,7 @@ from ctrl_megatron.config.keys import (
     SHARE,
     Condition,
     Range,
+    Secret,
     group,
     key,
     when,
@@ -242,9 +243,16 @@ class Reward:
     provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
     """The service that runs programs: the sandbox of this package, or an external one."""
     provider_options: dict[str, Any] = key(
-        {}, read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston")
+        {},
+        read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston"),
+        secret=Secret(
+            whole=True,
+            instead="set the provider's variable (E2B_API_KEY, MORPH_API_KEY, PISTON_ENDPOINT, "
+            "PISTON_API_KEY, SANDBOX_FUSION_ENDPOINT)",
+        ),
     )
-    """Options of the provider's class; keys and addresses are environment variables."""
+    """Options of the provider's class; keys and addresses are environment variables. No file of the
+    run has its texts."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
@@ -279,6 +287,7 @@ class Sandbox:
         None,
         Range("an address such as http://127.0.0.1:8080", re.compile(r"https?://[^/\s]+").match),
         read=_OWN_SANDBOX,
+        secret=Secret(instead="name a file with the token by sandbox.token_file"),
     )
     """Address of a running service, http(s)://host:port; None starts an embedded one."""
     token_file: str | None = key(

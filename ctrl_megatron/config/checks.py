@@ -397,6 +397,11 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
 def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:
     size, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
     able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
+    if "trust_remote_code" in keys.engine_kwargs:
+        yield (
+            f"{prefix}engine_kwargs.trust_remote_code: no code of a model directory is ever run; "
+            "leave it out"
+        )
     if size != 1 and keys.name not in able:
         yield (
             f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="

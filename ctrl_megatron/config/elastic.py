@@ -13,7 +13,7 @@ def on_hosts(config: Config, hosts: int) -> Config:
     """The same run on so many hosts. Sizes of a model copy and of the batches stay; the number of
     data ranks follows from the hosts, and each has more or fewer micro-batches.
     """
-    return replace(config, trainer=replace(config.trainer, nnodes=hosts))
+    return config.replaced(trainer=replace(config.trainer, nnodes=hosts))
 
 
 def on_started(config: Config, world_size: int) -> Config:

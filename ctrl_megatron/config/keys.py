@@ -66,6 +66,16 @@ class Condition:
         return Condition(switches, self.holds, self.text.format(*switches))
 
 
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """The declaration of a key whose value can be a secret, which no file, page or log may hold."""
+
+    whole: bool = False
+    """Every text in the value is hidden; False: the passwords of addresses, as in every key."""
+    instead: str = ""
+    """What to do in place of writing the secret, such as the variable to set."""
+
+
 Read = Condition | tuple[Condition, ...]
 """One condition, or several that must all be met."""
 
@@ -84,13 +94,18 @@ def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Con
 
 
 def key(
-    default: T, allowed: Range | None = None, *, read: Read = (), stage: Stage | None = None
+    default: T,
+    allowed: Range | None = None,
+    *,
+    read: Read = (),
+    stage: Stage | None = None,
+    secret: Secret | None = None,
 ) -> T:
-    """A field with a range (``allowed``), conditions (``read``), and the training that reads it if
-    that differs from its group's.
+    """A field with a range (``allowed``), conditions (``read``), the training that reads it if
+    that differs from its group's, and whether it can be a ``secret``.
     """
     factory: Any = partial(copy, default)
-    facts = {"allowed": allowed, "read": read, "stage": stage}
+    facts = {"allowed": allowed, "read": read, "stage": stage, "secret": secret}
     return dataclasses.field(default_factory=factory, metadata=facts)
 
 
@@ -113,6 +128,7 @@ class Key:
     read: tuple[Condition, ...]
     """Nothing reads the key unless all of these are met."""
     stage: Stage
+    secret: Secret | None = None
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -143,6 +159,7 @@ def declared(
             allowed=facts.get("allowed"),
             read=tuple(condition for condition in read if name not in condition.switches),
             stage=of_stage,
+            secret=facts.get("secret"),
         )
 
 

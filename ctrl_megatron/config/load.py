@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.schema import KEYS, Config
-from ctrl_megatron.errors import UserError, nearest, users_input
+from ctrl_megatron.config.secrets import HIDDEN, hidden_in, instead_of, secrets_in, shown
+from ctrl_megatron.errors import UserError, all_of, conceal, nearest, users_input
 
 _NUMBERS = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -63,9 +66,11 @@ def load_config(
     Raises ValueError with one line per problem, each naming the key, its place and the remedy.
     """
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
+    _conceal(OmegaConf.to_container(tree, resolve=False))
     for text in overrides:
         key, value = parse_override(text)
         value = _spelt_out(key, value)
+        _conceal(_nested({key: value}, "", {}))
         try:
             OmegaConf.update(tree, key, value, merge=False)
         except (OmegaConfBaseException, TypeError, AttributeError) as error:
@@ -77,16 +82,75 @@ def load_config(
         # With the defaults, a reference can name a key that is not set.
         merged = _overlay(to_dict(Config()), given)
         plain = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+        with _environment_as_written():
+            raw = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         key = getattr(error, "full_key", None) or "a value"
         raise UserError(f"{key}: the reference cannot be resolved: {reason}") from error
     assert isinstance(plain, dict)
+    _conceal(plain)
     config = build(Config, {str(key): value for key, value in plain.items()}, places)
     written = _written(given, places)
+    _require_secrets(config, places)
     check(config, purpose, written)
     object.__setattr__(config, "written", written)
+    object.__setattr__(config, "unresolved", _unresolved(config, plain, raw))
     return config
+
+
+def _at(tree: Any, name: str) -> Any:
+    """The value of a dotted key in nested dicts; None if it is not there."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _conceal(tree: Any) -> None:
+    """Keep the secrets of ``tree`` out of messages."""
+    conceal(text for name, key in KEYS.items() for text in secrets_in(key, _at(tree, name)))
+
+
+def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:
+    """UserError for what a run did not write because it can be a secret."""
+    left_out, problems = unread(config), list[UserError]()
+    for key in (key for name, key in KEYS.items() if name not in left_out):
+        for name in dict.fromkeys(hidden_in(key, value_of(config, key.name))):
+            place = places.get(name) or places.get(key.name)
+            problems.append(
+                UserError(
+                    f"{f'{place}: ' if place else ''}{name} has {HIDDEN} in place of what can be a "
+                    "secret, which no file of a run holds",
+                    remedy=f"give the value again, {name}=VALUE; {instead_of(key)}",
+                )
+            )
+    all_of(problems)
+
+
+@contextmanager
+def _environment_as_written() -> Iterator[None]:
+    """Let references to the environment resolve to their own text."""
+
+    def written(name: str, function: str) -> Callable[..., str]:
+        return lambda *arguments: f"${{{function}:{','.join(map(str, arguments))}}}"
+
+    originals = {"oc.env": oc.env, "oc.decode": oc.decode}
+    for name in originals:
+        OmegaConf.register_new_resolver(name, written(name, name), replace=True)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            OmegaConf.register_new_resolver(name, original, replace=True)
+
+
+def _unresolved(config: Config, plain: Any, raw: Any) -> dict[str, tuple[Any, Any]]:
+    """``Config.unresolved``: the keys whose value ``raw`` refers to the environment."""
+    return {
+        name: (value_of(config, name), _at(raw, name))
+        for name in KEYS
+        if "${oc.env:" in str(_at(raw, name)) and _at(raw, name) != _at(plain, name)
+    }
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -97,7 +161,13 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"override {text!r}: keys are set without a +; leave it out")
     if not equals or not key or not all(key.split(".")):
         raise UserError(f"override {text!r} is not of the form group.key=value")
-    return key, read_yaml(value, f"override {text!r}")[0]
+    try:
+        return key, read_yaml(value, f"override {text!r}")[0]
+    except UserError:
+        # Text that is not YAML has no parts of which some could be shown.
+        declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
+        conceal(secrets_in(declared, value) if declared else ())
+        return key, read_yaml(value, f"override {text!r}")[0]
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -105,20 +175,38 @@ def to_dict(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+def shown_dict(config: Config) -> dict[str, Any]:
+    """The configuration as ``to_dict`` has it, without what can be a secret."""
+    return json.loads(json.dumps(_tree(shown(config))))
+
+
 def to_yaml(config: Config) -> str:
     """Every key that is read, as YAML; ``load_config`` returns an equal configuration from it.
 
-    Keys that nothing reads with these settings are left out, because they would be refused.
+    Keys that nothing reads with these settings are left out, because they would be refused. What
+    can be a secret is ``***``, and comments say what to do in its place; ``load_config`` asks for
+    it. References to the environment are written as they are.
     """
-    tree: dict[str, Any] = {}
     left_out = unread(config)
-    for name in (name for name in KEYS if name not in left_out):
+    values = {name: value for name, value in shown(config).items() if name not in left_out}
+    hidden = (
+        f"# {name}: {HIDDEN} is not written; {instead_of(KEYS[key])}\n"
+        for key, value in values.items()
+        for name in dict.fromkeys(hidden_in(KEYS[key], value))
+    )
+    return "".join(hidden) + write_yaml(_tree(values))
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names -> values as nested dicts."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
         *groups, last = name.split(".")
         below = tree
         for group in groups:
             below = below.setdefault(group, {})
-        below[last] = value_of(config, name)
-    return write_yaml(tree)
+        below[last] = value
+    return tree
 
 
 def read_yaml(

@@ -50,6 +50,10 @@ _TRACKED = Condition(
     (".logger",), lambda names: bool({"wandb", "mlflow"} & set(names)), "{0}=[wandb] or [mlflow]"
 )
 _IN_EPOCHS = when(".total_training_steps", None)
+_NAME = Range(
+    "of 1 to 200 bytes, without line breaks and control characters",
+    lambda v: 1 <= len(v.encode(errors="replace")) <= 200 and v.isprintable(),
+)
 _STEPS = Range("a list of steps (from 1), or all", re.compile(r"(all|[1-9][0-9]*)$").match)
 _SERVED = Condition((".metrics_port",), bool, "{0}=PORT")
 _PROFILED = Condition((".profile_steps",), bool, "{0}=[STEP]")
@@ -104,10 +108,14 @@ class Data:
 class Trainer:
     """The training loop and its output."""
 
-    project_name: str = key("ctrl_megatron", read=_TRACKED)
+    project_name: str = key("ctrl_megatron", _NAME, read=_TRACKED)
     """Project under which trackers file the run."""
     experiment_name: str = key(
-        "run", Range("a plain directory name", re.compile(r"(?!\.{1,2}$)[^/\\]+$").match)
+        "run",
+        Range(
+            f"a plain directory name, {_NAME.text}",
+            lambda v: _NAME.holds(v) and not {"/", "\\"} & set(v) and v not in (".", ".."),
+        ),
     )
     """Name of the run and its directory."""
     default_local_dir: str = "runs"
@@ -242,6 +250,8 @@ class Config:
 
     written: ClassVar[Mapping[str, Place]] = MappingProxyType({})
     """The keys that are set and the place of each, filled in by ``load_config``. Not a key."""
+    unresolved: ClassVar[Mapping[str, tuple[Any, Any]]] = MappingProxyType({})
+    """The keys that refer to the environment: value, and as it was written. Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
@@ -272,9 +282,14 @@ class Config:
             ref=replace(family.ref, model=replace(family.ref.model, path=None)),
             rollout=replace(rollout, n=second.rollout.n or rollout.n),
         )
-        config = replace(self, actor_rollout_ref=own)
+        return (self, self.replaced(actor_rollout_ref=own))
+
+    def replaced(self, **groups: Any) -> Config:
+        """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
+        config = replace(self, **groups)
         object.__setattr__(config, "written", self.written)
-        return (self, config)
+        object.__setattr__(config, "unresolved", self.unresolved)
+        return config
 
     @property
     def sequence_tokens(self) -> int:

@@ -46,12 +46,7 @@ class TextCodec:
         """The tokenizer of transformers. Raises ``ValueError`` if it cannot be loaded or has no
         chat template.
         """
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(str(self.path), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot load the tokenizer of {self.path}: {error}") from error
+        tokenizer = _loaded(self.path)
         if not tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer of {self.path} has no chat template; use a chat model's, or add "
@@ -219,14 +214,9 @@ def add_mask_token(directory: Path, text: str) -> MaskToken:
 
     UserError for a directory without a tokenizer, or one whose tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     if not any(directory.glob("tokenizer*")):
         raise UserError("the model's directory holds no tokenizer (tokenizer.json)")
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the model's tokenizer: {error}") from error
+    tokenizer = _loaded(directory)
     known = tokenizer.get_vocab()
     if text in known:
         return MaskToken(number=known[text], is_new=False, others=len(known) - 1)
@@ -234,6 +224,22 @@ def add_mask_token(directory: Path, text: str) -> MaskToken:
     tokenizer.save_pretrained(str(directory))
     number = tokenizer.convert_tokens_to_ids(text)
     return MaskToken(number=number, is_new=True, others=number)
+
+
+def _loaded(directory: str | PathLike[str]) -> Any:
+    """The tokenizer of transformers. UserError if it cannot be loaded, or only with code that the
+    directory brings along."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        # The message of transformers advises the user to let the code run.
+        own = "trust_remote_code" in str(error)
+        why = "it needs code of the directory, which is never run" if own else error
+        raise UserError(f"cannot load the tokenizer of {directory}: {why}") from error
 
 
 MEANING = ("vocabulary", "merges")
@@ -245,14 +251,9 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     template is not required. Empty for a directory without a tokenizer. Raises ``ValueError`` if
     the tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     if not any(Path(directory).glob("tokenizer*")):
         return {}
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load the tokenizer of {directory}: {error}") from error
+    tokenizer = _loaded(directory)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if fast is None else json.loads(fast.to_str())
     special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}

@@ -159,6 +159,8 @@ def _changed(config: Any, key: str, value: Any) -> Any:
     name, _, below = key.partition(".")
     if below:
         value = _changed(getattr(config, name), below, value)
+    if isinstance(config, Config):
+        return config.replaced(**{name: value})
     return dataclasses.replace(config, **{name: value})
 
 

@@ -142,7 +142,7 @@ def candidates(
     whole = sum(busy_of(work, ("actor", *ROLES))) / size
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for keys in _placements(config, size):
-        changed = with_keys(replace(config, placement=RolePlacement()), keys)
+        changed = with_keys(config.replaced(placement=RolePlacement()), keys)
         try:
             check_world_size(changed, size)
             worlds = worlds_of(size, changed)
@@ -188,8 +188,7 @@ def placed(
         config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels=kernels
     )
     chosen = propose(found)
-    chosen_config = with_keys(replace(config, placement=RolePlacement()), chosen.keys)
-    object.__setattr__(chosen_config, "written", config.written)
+    chosen_config = with_keys(config.replaced(placement=RolePlacement()), chosen.keys)
     return chosen_config, proposal_table(found, chosen, generation=GENERATION)
 
 

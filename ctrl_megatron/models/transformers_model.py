@@ -180,7 +180,9 @@ def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Mod
     """(the language model of a ``config.json`` with parameters on the meta device and buffers in
     host memory, its decoder layers)."""
     with _parameters_on_meta():
-        model: Any = transformers.AutoModelForCausalLM.from_config(_config(config), dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            _config(config), dtype=dtype, trust_remote_code=False
+        )
     names = model._no_split_modules or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     return model.eval(), blocks

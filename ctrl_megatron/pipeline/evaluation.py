@@ -12,6 +12,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.secrets import hide_text
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
@@ -217,7 +218,7 @@ def _proxy(config: Config) -> dict[str, str]:
     if keys.kind == "api":
         return {
             "model": keys.api.model,
-            "path": f"{keys.api.model} on {', '.join(keys.api.base_url)}",
+            "path": f"{keys.api.model} on {', '.join(map(hide_text, keys.api.base_url))}",
         }
     return _weights(proxy_path(config))
 

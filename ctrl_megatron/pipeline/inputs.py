@@ -6,6 +6,8 @@ UserError with a line for each.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -54,6 +56,8 @@ from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
 
+_SOCKET_PATH = 107
+"""Bytes of the longest path of a Unix socket (``sun_path``, without its end)."""
 _MODEL = "actor_rollout_ref.model.path"
 _PROXY = "actor_rollout_ref.proxy.model.path"
 _AGENT = "agent1.model.path"
@@ -97,6 +101,22 @@ def check_place(config: Config) -> None:
     """UserError if the run cannot write its directory."""
     with users_input("trainer.default_local_dir"):
         check_run_directory(Path(config.trainer.run_dir))
+
+
+def check_temporary_directory(config: Config) -> None:
+    """UserError if an engine cannot create its sockets in the temporary directory of this host."""
+    family, folder = config.actor_rollout_ref, tempfile.gettempdir()
+    names = {family.rollout.name, *([family.proxy.engine.name] if config.has_proxy_engines else ())}
+    longest = max(names, key=lambda name: ENGINES[name].socket_name)
+    most, size = _SOCKET_PATH - ENGINES[longest].socket_name, len(os.fsencode(folder))
+    if ENGINES[longest].socket_name and size > most:
+        raise UserError(
+            f"the temporary directory {folder} has {size} bytes: the paths of the sockets that "
+            f"engine {longest} creates in it would be longer than the {_SOCKET_PATH} bytes that "
+            "the system allows",
+            key="TMPDIR",
+            remedy=f"set TMPDIR to a directory whose path has at most {most} bytes, such as /tmp",
+        )
 
 
 def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | None = None) -> None:
@@ -405,23 +425,28 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
-    checkpoint = store.find(trainer.resume_mode)
+    checkpoint = store.find(trainer.resume_mode, models)
     if checkpoint is not None:
         with users_input():
             read_state(checkpoint, models, parts)
 
 
 def is_finished(
-    config: Config, steps: int, *, stage: str | None, files: tuple[str, ...] = ()
+    config: Config,
+    steps: int,
+    *,
+    models: tuple[str, ...],
+    stage: str | None,
+    files: tuple[str, ...] = (),
 ) -> bool:
     """Whether the run has done its steps and written its final files; then rank 0 prints so.
 
+    ``models`` are the folders of a checkpoint's models.
     ``stage`` is the last row of the final table; None for a run without validation.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
-    checkpoint = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir).find(
-        trainer.resume_mode
-    )
+    store = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir)
+    checkpoint = store.find(trainer.resume_mode, models)
     if checkpoint is None or checkpoint.step < steps:
         return False
     stages = {None, *(row["stage"] for row in stages_of(run_dir))}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
-from ctrl_megatron.config import Config, read_yaml, to_dict, to_yaml
+from ctrl_megatron.config import Config, read_yaml, shown_dict, to_yaml
+from ctrl_megatron.config.secrets import HIDDEN, hide_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, MetricsServer, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
@@ -39,9 +40,11 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._config = to_yaml(config)
         self.display = Display(total_steps).start()
-        self._sinks = build_sinks(
-            config.trainer.logger, self.run_dir, to_dict(config), self.display
-        )
+        tree, trainer = shown_dict(config), config.trainer
+        # Trackers file the run under these names, whatever they were written as.
+        names = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
+        tree["trainer"] |= names
+        self._sinks = build_sinks(trainer.logger, self.run_dir, tree, self.display)
         self._timelines: JsonlWriter | None = JsonlWriter(self.run_dir / "timeline.jsonl")
         self._examples = JsonlWriter(self.run_dir / "examples.jsonl")
         self._warned = JsonlWriter(self.run_dir / "warnings.jsonl")
@@ -172,13 +175,18 @@ def keep_config(run_dir: Path, text: str) -> list[str]:
 
 def config_changes(run_dir: Path, text: str) -> list[str]:
     """Differences of the configuration ``text`` from that of the directory, as ``key: before ->
-    now``; none if the directory has no configuration.
+    now``, without what can be a secret; none if the directory has no configuration.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
         return []
-    old, new = (_flat(read_yaml(part, str(path))[0]) for part in (read_text(path), text))
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    trees = (read_yaml(part, str(path))[0] for part in (read_text(path), text))
+    old, new = (_flat(hide_tree(tree)) for tree in trees)
+    keys = [
+        key
+        for key in {**old, **new}
+        if old.get(key) != new.get(key) and HIDDEN not in f"{old.get(key)}{new.get(key)}"
+    ]
     return [f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}" for key in keys]
 
 

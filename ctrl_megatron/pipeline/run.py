@@ -50,6 +50,7 @@ from ctrl_megatron.pipeline.inputs import (
     check_models,
     check_place,
     check_proxy,
+    check_temporary_directory,
     check_together,
     check_tokenizers,
     is_finished,
@@ -103,6 +104,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_loggers(config),
         lambda: check_profile(config),
         lambda: check_place(config),
+        lambda: check_temporary_directory(config),
         lambda: check_checkpoint(
             config,
             saved_folders(config),
@@ -128,7 +130,8 @@ def train(config: Config) -> bool:
         revises=graph.revises,
     )
     steps = planned_steps(config, inputs.train)
-    if is_finished(config, steps, stage="after RL" if graph.report.validate else None):
+    stage = "after RL" if graph.report.validate else None
+    if is_finished(config, steps, models=saved_folders(config), stage=stage):
         return True
     with session(config, apart=True) as run:
         between = between_worlds(run, inputs)
@@ -283,10 +286,10 @@ def planned_steps(config: Config, train: PromptTable) -> int:
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
-    checkpoint = None if epochs is None else store.find(trainer.resume_mode)
+    models = saved_folders(config)
+    checkpoint = None if epochs is None else store.find(trainer.resume_mode, models)
     if epochs is None or checkpoint is None:
         return steps
-    models = saved_folders(config)
     with users_input():
         state = read_state(checkpoint, models, ("sampler", *saved_parts(config)))
         sampler = row_sampler(config, train)

@@ -72,7 +72,9 @@ def _in_transformers_layers(config: dict[str, Any], family: Family, dtype: str) 
     unread = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype"}
     usual = {family.key_names.get(k, k): v for k, v in config.items() if k not in unread}
     layers = AutoConfig.for_model(family.layers_of, **usual)
-    return AutoModelForCausalLM.from_config(layers, dtype=getattr(torch, dtype))
+    return AutoModelForCausalLM.from_config(
+        layers, dtype=getattr(torch, dtype), trust_remote_code=False
+    )
 
 
 @dataclass(frozen=True, slots=True)

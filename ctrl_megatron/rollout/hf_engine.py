@@ -61,7 +61,11 @@ class LoadedModel:
 def load_autoregressive(spec: EngineSpec) -> LoadedModel:
     """The model of the directory, token by token."""
     model: Any = AutoModelForCausalLM.from_pretrained(
-        spec.model_path, dtype=getattr(torch, spec.dtype), **spec.extra
+        spec.model_path,
+        dtype=getattr(torch, spec.dtype),
+        trust_remote_code=False,
+        use_safetensors=True,
+        **spec.extra,
     )
     model = model.eval().to(DEVICE)
     return LoadedModel(

@@ -50,7 +50,8 @@ def train_sft(config: Config) -> bool:
         steps = total_steps(config, len(examples))
     with users_input("sft.val_files"):
         held_out, _ = tokenise(codec, kept, config)
-    if is_finished(config, steps, stage="after SFT" if held_out else None, files=("hf",)):
+    models, stage = (POLICY_FOLDER,), "after SFT" if held_out else None
+    if is_finished(config, steps, models=models, stage=stage, files=("hf",)):
         return True
     with session(config) as run:
         groups, path = run.groups, config.actor_rollout_ref.model.path

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main(directory: str, question: str) -> None:
     """Print the model's greedy answer of at most 64 tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=False)
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         add_generation_prompt=True,

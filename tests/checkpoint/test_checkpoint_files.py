@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from test_conversion import write_hf
 
+from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.checkpoint.files import whole_directory, write_whole
+from ctrl_megatron.checkpoint.hashes import hash_file
+from ctrl_megatron.checkpoint.manifest import MARKER, TRAINER, DamagedFiles, _seal, write_manifest
+from ctrl_megatron.checkpoint.sharded import TensorParts, save_tensors
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
+from ctrl_megatron.errors import UserError, user_fault
 
 
 def names(folder: Path) -> list[str]:
@@ -125,6 +140,123 @@ def test_a_run_that_starts_over_sets_all_aside_and_replaces_what_lay_there(tmp_p
 def test_without_a_checkpoint_a_run_starts_over(tmp_path: Path) -> None:
     store = store_with(tmp_path / "never made")
     assert store.all() == [] and store.find("auto") is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a model and hashes."""
+    folder = tmp_path_factory.mktemp("whole")
+    hf_to_megatron(write_hf(folder / "hf"), folder / "global_step_2")
+    return folder / "global_step_2"
+
+
+def nest(path: Path) -> None:
+    (path / STATE_FILE).write_text("[" * 100_000)
+    write_manifest(path, TRAINER)
+
+
+def leave_pipe(path: Path) -> None:
+    (path / MARKER).unlink()
+    os.mkfifo(path / MARKER)
+
+
+def leave_state(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / STATE_FILE).write_text('{"step": 3}')
+
+
+def leave_half_a_model(path: Path) -> None:
+    (path / MARKER).unlink()
+    (path / "policy/.metadata").unlink()
+
+
+def list_others(path: Path) -> None:
+    write_manifest(path, TRAINER)
+    text = json.loads((path / MARKER).read_text())
+    text["files"] |= {"../../secret": 6}
+    text["blake3"] |= {"../../secret": hash_file(path.parents[1] / "secret")}
+    del text["seal"]
+    (path / MARKER).write_text(json.dumps({**text, "seal": _seal(text)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (nest, "trainer_state.json: cannot be read"),
+        (leave_pipe, ".ctrl_megatron.json: is no ordinary file"),
+        (leave_state, "holds no policy/"),
+        (leave_half_a_model, "holds no policy/"),
+        (list_others, "it lists '../../secret', which is not below its directory"),
+    ],
+)
+def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    runs = tmp_path / "checkpoints"
+    for step in (2, 3):
+        shutil.copytree(whole, runs / f"global_step_{step}")
+    damage(runs / "global_step_3")
+    store = CheckpointStore(runs, keep=2, side_files=runs)
+    found = store.find("auto", ("policy",))
+    assert found is not None and found.step == 2
+    shutil.rmtree(runs / "global_step_2")
+    with pytest.raises(DamagedFiles, match=re.escape(said)):
+        store.find("auto", ("policy",))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", ["policy", MARKER, STATE_FILE, ".", ".."])
+def test_what_cannot_be_read_now_is_no_damage(
+    whole: Path, tmp_path: Path, number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "checkpoints"
+    for step in (2, 3):
+        shutil.copytree(whole, runs / f"global_step_{step}")
+    shut = os.path.normpath(runs / "global_step_3" / name)
+
+    def refusing(function: Any) -> Any:
+        def call(path: Any, *arguments: Any, **named: Any) -> Any:
+            inside = isinstance(path, str | os.PathLike) and f"{os.fspath(path)}/".startswith
+            if inside and inside(f"{shut}/"):
+                raise OSError(number, os.strerror(number), os.fspath(path))
+            return function(path, *arguments, **named)
+
+        return call
+
+    for module, function in (("os", "stat"), ("os", "open"), ("os", "listdir"), ("io", "open")):
+        monkeypatch.setattr(
+            f"{module}.{function}", refusing(getattr(import_module(module), function))
+        )
+    monkeypatch.setattr("builtins.open", refusing(open))
+    store = CheckpointStore(runs, keep=2, side_files=runs)
+    with pytest.raises(UserError, match="cannot be read now") as caught:
+        store.find("auto", ("policy",))
+    assert not isinstance(caught.value, DamagedFiles) and shut in str(caught.value)
+
+
+def test_only_numbers_are_steps(tmp_path: Path) -> None:
+    store = store_with(tmp_path, "global_step_2", "global_step_²", "global_step_٣")
+    assert steps_of(store) == [2]
+    with pytest.raises(UserError, match="is not a checkpoint"):
+        store.find(str(tmp_path / "global_step_²"))
+
+
+def test_a_full_disk_is_named_by_whoever_writes(tmp_path: Path) -> None:
+    tensors = {"weight": TensorParts((64, 64), torch.float32)}
+    tensors["weight"].parts[torch.Size([0, 0])] = torch.rand(64, 64)
+    (tmp_path / "there").mkdir()
+    save_tensors(tensors, tmp_path / "there", None)
+    (name,) = [path.name for path in (tmp_path / "there").glob("*.distcp")]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / name).symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
+        save_tensors(tensors, tmp_path / "full", None)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(user_fault(caught.value)).startswith(
+        f"the disk of {tmp_path / 'full' / name} is full"
+    )
 
 
 @pytest.mark.parametrize("name", ["global_step_3", "somewhere_else", "missing"])

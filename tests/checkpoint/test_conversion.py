@@ -79,6 +79,7 @@ BESIDE = {
     "LICENSE": "Apache-2.0",
 }
 LEFT = ["pytorch_model.bin", "optimizer.pt", "README.md", ".gitattributes", "consolidated.00.pth"]
+LEFT += ["adapter_config.json", "adapter_model.safetensors", "quantize_config.json"]
 
 
 def test_everything_that_a_tokenizer_may_read_goes_there_and_back(tmp_path: Path) -> None:

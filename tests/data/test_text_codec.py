@@ -23,6 +23,18 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(save_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
+def test_a_tokenizers_own_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **own}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", **own}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'flag')!r}, 'w')\nclass Own: ...\n")
+    # Whoever asks for consent would get it.
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match="code of the directory, which is never run"):
+        _ = TextCodec(tmp_path).tokenizer
+    assert not (tmp_path / "flag").exists()
+
+
 @pytest.mark.parametrize("reply", ["wrong", "two\nlines <e>", ""])
 def test_a_reply_follows_the_tokens_of_an_answer_as_the_template_writes_it(
     codec: TextCodec, reply: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +18,16 @@ from workers import make_policy, policy_loss, start
 NEWEST, OLDER = "global_step_2", "global_step_1"
 SPOILT = ("policy/__0_0_0.distcp", "policy/__1_0_0.distcp", "policy/.metadata")
 SPOILT += ("policy/optimizer.json", "trainer_state.json", ".ctrl_megatron.json", "hf/config.json")
+
+
+class MakesFolder:
+    """Unpickling it without restriction makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.makedirs, (str(self.folder),)
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,22 @@ def damages(older: Path, foreign: Path) -> Iterator[Damage]:
         if not file.startswith("hf/"):
             for kind, source in (("of another step", older), ("of another run", foreign)):
                 yield Damage(kind, file, lambda p, s=source, f=file: shutil.copyfile(s / f, p))  # type: ignore[misc]
+    flag = older.parents[2] / "flag"
+    yield Damage("hostile", "policy/.metadata", lambda p: attack(p, flag))
     yield Damage("a whole checkpoint of another step", ".", lambda p: _replace(p, older))
+
+
+def attack(table: Path, flag: Path) -> None:
+    """A table of tensors that makes ``flag`` if it is unpickled, in a checkpoint whose manifest
+    agrees with it.
+    """
+    from ctrl_megatron.checkpoint.manifest import TRAINER, read_manifest, write_manifest
+
+    checkpoint = table.parents[1]
+    table.write_bytes(pickle.dumps(MakesFolder(flag)))
+    before = read_manifest(checkpoint)
+    assert before is not None
+    write_manifest(checkpoint, TRAINER, origin=before.origin)
 
 
 def _replace(path: Path, other: Path) -> None:
@@ -94,7 +121,7 @@ def spoil_and_continue(
             verify_together(spoilt, groups)
         except UserError as caught:
             error = str(caught)
-        if not len(found) % 8:
+        if not len(found) % 8 or damage.kind == "hostile":
             loaded = continued()
             remark = loaded.remarks[0]
             assert loaded.state["step"] == loaded.checkpoint.step == loaded.state["sampler"] == 1

@@ -24,6 +24,7 @@ def test_every_damage_is_named_and_an_older_checkpoint_takes_its_place(tmp_path:
     assert found == other, "the ranks disagree"
     (notes, all_damaged) = found.pop("added notes.txt"), found.pop("all damaged")
     assert len(found) >= 40
+    assert found["hostile policy/.metadata"][1] and not (tmp_path / "flag").exists()
     folder = tmp_path / "run/checkpoints" / NEWEST
     for case, (error, remark, start) in found.items():
         kind, _, file = case.rpartition(" ")

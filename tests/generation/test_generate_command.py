@@ -50,12 +50,14 @@ def test_a_tree_from_a_server_goes_on_after_its_budget(
     for name in ("", "critique-", "revision-"):
         arguments += [f"--{name}max-tokens", "20"]
     with served(Scripted(reply)) as url:
-        arguments += ["--generator-url", url]
+        arguments += ["--generator-url", url.replace("://", "://me:correct-horse@")]
         # Ten answers of 8 tokens are the first solutions.
         assert main([*arguments, "--token-budget", "110"]) == 2
         assert "budget of 110 tokens is used up" in capsys.readouterr().err
         assert sorted(path.name for path in (out / "layers").iterdir()) == ["1-5"]
         assert main(arguments) == 0
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if b"correct-horse" in path.read_bytes()]
     shown = capsys.readouterr().out
     assert "first solutions" in shown and "best of n" in shown
     nodes, _ = read_records(out / "nodes.parquet", SearchNode)

@@ -29,6 +29,8 @@ class Server(ThreadingHTTPServer):
         self.answered = list[tuple[dict[str, Any], dict[str, Any]]]()
         """Requests with their answers, where no failure came between."""
         self.failures = 0
+        self.credentials = set[str]()
+        """The headers ``Authorization`` of the requests."""
 
     @property
     def url(self) -> str:
@@ -54,6 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.bodies.append(body)
+            self.server.credentials.add(self.headers.get("Authorization", ""))
             fails = self.server.fails and len(self.server.bodies) % 10 in (3, 6, 9)
             self.server.failures += fails
         answer = {"error": "no memory"} if fails else self.server.answer(body)

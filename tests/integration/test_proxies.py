@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import subprocess
@@ -136,10 +137,12 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
         server.wait()
 
 
-def revised_by(server: Server, job: Job, run: str, reads: Path, *extra: str) -> ForkedRun:
+def revised_by(
+    server: Server, job: Job, run: str, reads: Path, *extra: str, others: tuple[str, ...] = ()
+) -> ForkedRun:
     """A run of three steps whose proxy is the server, which fails and is asked only once."""
     keys = (f"base_url={server.url}", "model=stranger", "attempts=1", *extra)
-    settings = (f"{P}kind=api", *(f"{P}api.{key}" for key in keys))
+    settings = (f"{P}kind=api", *(f"{P}api.{key}" for key in keys), *others)
     settings += ("reward.max_failed_share=0.9",)
     return run_forked(job, run, steps=3, extra=settings, without=_SHARED, reads=str(reads))
 
@@ -165,8 +168,21 @@ def check_failing(run: ForkedRun, server: Server, model: str) -> None:
 
 
 def test_a_server_that_fails_loses_no_run_and_scores_no_row_0(job: Job, tmp_path: Path) -> None:
+    hidden = ("password-of-the-server", "key-in-the-body", "token-of-the-engine")
     with serving(fails=True) as server:
-        run = revised_by(server, job, "api", tmp_path / "reads")
+        address = server.url.replace("://", f"://me:{hidden[0]}@")
+        secrets = (f"base_url={address}", f"extra_body={{user: {hidden[1]}}}")
+        others = (f"actor_rollout_ref.rollout.engine_kwargs.token={hidden[2]}",)
+        others += ("trainer.dump_steps=all",)
+        run = revised_by(server, job, "api", tmp_path / "reads", *secrets, others=others)
+        assert all(body["user"] == hidden[1] for body in server.bodies)
+        given = base64.b64encode(f"me:{hidden[0]}".encode()).decode()
+        assert server.credentials == {f"Basic {given}"}
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len(files) > 20 and any(path.parent.parent.name == "dumps" for path in files)
+    said = [run.output.encode(), *(path.read_bytes() for path in files)]
+    assert not [secret for secret in hidden for text in said if secret.encode() in text]
+    assert "*** is not written" in (run.folder / "config.yaml").read_text()
     check_failing(run, server, "stranger-7b-v2")
     assert are_read(tmp_path / "reads", f"{P}api.")
 

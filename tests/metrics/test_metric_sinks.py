@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ctrl_megatron.config import load_config
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
 from ctrl_megatron.metrics.sinks import TextSink, step_table
+from ctrl_megatron.pipeline.recorder import Recorder
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
@@ -273,6 +275,31 @@ def test_trackers_get_project_run_metrics_and_an_end(
     if module.__name__ == "wandb":
         # A run that is resumed goes on under its name.
         assert given["id"] == "tries-7b- first" and given["resume"] == "allow"
+
+
+@pytest.mark.parametrize("stand_in", [wandb_stand_in, mlflow_stand_in])
+def test_trackers_get_no_secret(
+    stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    module = stand_in(calls)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("TEAM", "our-team")
+    overrides = (
+        *("data.train_files=rows", "actor_rollout_ref.model.path=model", "reward.provider=e2b"),
+        *(
+            "reward.provider_options={api_key: correct-horse}",
+            f"trainer.logger=[{module.__name__}]",
+        ),
+        "actor_rollout_ref.rollout.engine_kwargs={hf_token: correct-horse}",
+        *("trainer.project_name=${oc.env:TEAM}", f"trainer.default_local_dir={tmp_path}"),
+    )
+    recorder = Recorder(load_config(None, overrides), active=True, total_steps=1)
+    recorder.begin()
+    recorder.close(report=False)
+    said = str(calls)
+    assert "'***'" in said and "correct-horse" not in said and "'project': 'our-team'" in said
+    assert "correct-horse" not in (tmp_path / "run/config.yaml").read_text()
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])

@@ -97,6 +97,21 @@ def test_the_service_reports_its_isolation(service: EmbeddedSandbox) -> None:
     assert reached["uid"] != 0
 
 
+@pytest.mark.parametrize("without", [(), ("namespaces",)])
+def test_the_services_umask_hides_nothing_from_programs(without: tuple[str, ...]) -> None:
+    python = readable_python()
+    if python is None:
+        pytest.skip("started as root without an interpreter that an unprivileged user can read")
+    before = os.umask(0o077)
+    try:
+        with EmbeddedSandbox.start(workers=1, without=without, python=python) as running:
+            assert judge(running, "import json\ndef f(x): return json.loads(str(x))").accepted
+            code = "import os\nopen('own', 'w').close()\nprint(oct(os.stat('own').st_mode))"
+            assert stdout(run_at(running.endpoint, code)) == "0o100644\n"
+    finally:
+        os.umask(before)
+
+
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(SandboxStartError, match="invalid choice: 'safe'"):
         EmbeddedSandbox.start(workers=1, isolation="safe")  # type: ignore[arg-type]

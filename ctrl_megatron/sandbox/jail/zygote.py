@@ -66,6 +66,8 @@ def main(fd: int) -> None:
 
 
 def _isolate(setup: dict[str, Any]) -> tuple[Confinement, int | None]:
+    # Of the service's umask, programs would see files that they cannot read.
+    os.umask(0o022)
     scratch = setup["scratch"]
     if setup["user"] is not None:
         os.chown(scratch, setup["user"], setup["user"])

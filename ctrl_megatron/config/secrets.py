@@ -1,0 +1,141 @@
+"""What of a configuration may be written and shown: texts that can be secrets become ``***``.
+
+Three rules. A key that is declared so (``Key.secret``) hides every text in it. In the options of
+any key, an entry whose name says so (``api_key``, ``headers``) is hidden. In an address of any key,
+the name and password and the query are. A value that refers to the environment (``${oc.env:NAME}``)
+is written as that text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ctrl_megatron.config.keys import Key, value_of
+from ctrl_megatron.config.schema import KEYS, Config
+
+HIDDEN = "***"
+_ENTRY = re.compile(
+    r"(?:.*_)?(?:key|token|secret|password|passwd|passphrase|pwd|credentials?|auth|authorization"
+    r"|bearer|cookies?|headers?|env|environ(?:ment)?|env_vars)"
+)
+_NO_SECRET = re.compile(
+    r"(?:prompt|sort|group|cache|primary)_key"
+    r"|(?:stop|eos|bos|pad|mask|unk|sep|cls|end|begin|start|image|special|think)_token"
+)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_CREDENTIALS = re.compile(r"(?<=://)((?:(?!,\s*\w+://)\S)*)(?=@)")
+_QUERY = re.compile(r"(://[^\s?#]*\?)([^\s#]+)")
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
+
+
+def shown(config: Config) -> dict[str, Any]:
+    """Dotted name -> value of every key, as it may be written and sent to others."""
+    return {name: hide(KEYS[name], _unresolved(config, name)) for name in KEYS}
+
+
+def hide(key: Key, value: Any) -> Any:
+    """The value of a key without what can be a secret."""
+    return _mapped(value, key.secret is not None and key.secret.whole, lambda text: None)
+
+
+def secrets_in(key: Key, value: Any) -> list[str]:
+    """The texts that ``hide`` takes out of the value of a key."""
+    found = list[str]()
+    _mapped(value, key.secret is not None and key.secret.whole, found.append)
+    return found
+
+
+def hidden_in(key: Key, value: Any) -> Iterator[str]:
+    """The dotted names, from the key's own, of the parts that are hidden in ``value``, which was
+    read from a file that a run has written."""
+    yield from (name for name, text in _leaves(key.name, value) if HIDDEN in _parts(text))
+
+
+def hide_tree(tree: Any) -> Any:
+    """A configuration's tree, which may be an older version's, without what can be a secret."""
+
+    def below(prefix: str, inner: Any) -> Any:
+        if prefix in KEYS:
+            return hide(KEYS[prefix], inner)
+        if isinstance(inner, Mapping):
+            return {n: below(f"{prefix}.{n}" if prefix else str(n), v) for n, v in inner.items()}
+        return inner
+
+    return below("", tree)
+
+
+def hide_text(text: str) -> str:
+    """A text without names, passwords and queries of the addresses in it."""
+    return _hide_addresses(text, lambda part: None)
+
+
+def hide_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a command, by name, without passwords of addresses."""
+    return {name: hide_text(v) if isinstance(v, str) else v for name, v in values.items()}
+
+
+def instead_of(key: Key) -> str:
+    """What a user can do in place of writing a secret into a file."""
+    own = f"{key.secret.instead}, or " if key.secret is not None and key.secret.instead else ""
+    return f"{own}write ${{oc.env:NAME}} for the variable NAME"
+
+
+def _unresolved(config: Config, name: str) -> Any:
+    """The value of a key; where it refers to the environment, as it was written."""
+    value = value_of(config, name)
+    resolved, text = config.unresolved.get(name, (None, None))
+    return text if name in config.unresolved and value == resolved else value
+
+
+def _mapped(value: Any, secret: bool, found: Callable[[str], None], named: bool = False) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _mapped(inner, secret, found, named or _says_secret(str(name)))
+            for name, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(inner, secret, found, named) for inner in value)
+    if isinstance(value, str) and not (secret or named):
+        return _hide_addresses(value, found)
+    number = named and isinstance(value, int | float) and not isinstance(value, bool)
+    if number or (isinstance(value, str) and value and not _FROM_ENVIRONMENT.fullmatch(value)):
+        found(str(value))
+        return HIDDEN
+    return value
+
+
+def _hide_addresses(text: str, found: Callable[[str], None]) -> str:
+    def hidden(part: str) -> str:
+        if not part or _FROM_ENVIRONMENT.fullmatch(part):
+            return part
+        found(part)
+        if part.partition(":")[2]:
+            found(part.partition(":")[2])
+        return HIDDEN
+
+    text = _CREDENTIALS.sub(lambda match: hidden(match[1]), text)
+    return _QUERY.sub(lambda match: match[1] + hidden(match[2]), text)
+
+
+def _says_secret(name: str) -> bool:
+    words = _CAMEL.sub("_", name).replace("-", "_").lower()
+    words = words.replace("apikey", "api_key")
+    return bool(_ENTRY.fullmatch(words)) and not _NO_SECRET.fullmatch(words)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for below, inner in value.items():
+            yield from _leaves(f"{name}.{below}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(name, inner)
+    elif isinstance(value, str):
+        yield name, value
+
+
+def _parts(text: str) -> list[str]:
+    """The text, and what of the addresses in it could be hidden."""
+    return [text, *_CREDENTIALS.findall(text), *(query for _, query in _QUERY.findall(text))]
