@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import functools
 import gc
 import io
@@ -30,6 +31,8 @@ PYTHON_STACK = 120 << 20
 """Bytes of stack for recursion through C functions, such as 25,000 nested calls of ``sorted`` with
 a key. Deeper recursion crashes the interpreter. The kernel keeps 128 MiB free for a stack."""
 _NOT_EXECUTED = 127
+_NOT_FLUSHED = 120
+"""The interpreter's exit status if a standard stream could not be flushed at its end."""
 _STREAMS = (
     ("stdin", "r", "strict"),
     ("stdout", "w", "strict"),
@@ -43,6 +46,7 @@ _DESCRIPTORS = {
         for number in range(3)
     },
 }
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _OS_OPEN = os.open
 _HARNESS: list[str] = []
 _HIDDEN: list[types.ModuleType | None] = []
@@ -213,36 +217,46 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     module.__dict__.update(__file__=path, __builtins__=__builtins__)
     sys.modules["__main__"] = module
     status = _execute(module, path, code, prelude)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    status = _flush() or status
-    _take_down(module)
-    os._exit(_flush() or status)
-
-
-def _flush() -> int:
-    """Flush the streams as the interpreter does at its end, including streams that the program
-    replaced. Returns exit status 120 if a flush fails, else 0.
-    """
-    status = 0
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    del module
+    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
-            if stream is not None and not stream.closed:
+            finish()
+        except BaseException:
+            traceback.print_exc()
+    flushed = _flush()
+    _take_down()
+    _flush()
+    os._exit(status if flushed else _NOT_FLUSHED)
+
+
+def _flush() -> bool:
+    """Flush the streams, also those that the program put in place of its own. Returns whether
+    everything could be written.
+    """
+    flushed = True
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
-        except (OSError, ValueError, AttributeError):
-            status = 120
-    return status
+        except BaseException:
+            flushed = False
+    return flushed
 
 
-def _take_down(module: types.ModuleType) -> None:
-    """Delete the program's objects: files are flushed, and ``__del__`` may print."""
-    names = [name for name in vars(module) if name != "__builtins__"]
-    # The interpreter deletes names that begin with an underscore first.
-    for name in sorted(names, key=lambda name: not name.startswith("_")):
-        vars(module)[name] = None
+def _take_down() -> None:
+    """Delete the program's objects: files are flushed, and ``__del__`` may print.
+
+    The streams are the interpreter's own again before anything is deleted, because a stream of the
+    program may need what is deleted.
+    """
+    for name, *_ in _STREAMS:
+        setattr(sys, name, getattr(sys, f"__{name}__", None))
+    for held in gc.get_objects():
+        if issubclass(type(held), _WRITERS):
+            # The collector may finalise the file before the buffer that writes to it.
+            with contextlib.suppress(Exception):
+                held.flush()
+    sys.modules.pop("__main__", None)
     gc.collect()
 
 
@@ -254,14 +268,25 @@ def _execute(module: types.ModuleType, path: str, code: str, prelude: str) -> in
             exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), module.__dict__)
         exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return (stop.code or 0) & 0xFF
-        print(stop.code, file=sys.stderr)
-        return 1
+        return _exit_status(stop)
     except BaseException as error:
         # The first frame belongs to this function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         _flush()
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        try:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+        except SystemExit as stop:
+            return _exit_status(stop)
+        except BaseException:
+            traceback.print_exc()
         return 1
     return 0
+
+
+def _exit_status(stop: SystemExit) -> int:
+    """The status with which the interpreter ends; it prints a code that is no integer."""
+    if stop.code is None or isinstance(stop.code, int):
+        code = stop.code or 0
+        return code & 0xFF if -1 << 63 <= code < 1 << 63 else 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
