@@ -20,8 +20,9 @@ WAIT_HEADER = "X-Sandbox-Wait"
 """Request header, with ``JOB_HEADER``: seconds after which the service answers 202 that the work
 continues, with the route in ``Location`` at which the client can ask again."""
 FINISHED_HEADER = "X-Sandbox-Finished"
-"""Response header of 202 and of a full service: how many requests the service has finished since
-its start, from which a client that waits sees that others are served."""
+"""Response header of 202 and of a full service: how many jobs and requests the service has finished
+since its start, from which a client that waits sees that work goes on. Jobs count, because requests
+with equally slow tests advance in step, so that none of them may finish for a long time."""
 BUSY_HEADER = "X-Sandbox-Busy"
 """Header of an answer 503: the service is busy with other requests and accepts this one later."""
 LEVEL_HEADER = "X-Sandbox-Level"
