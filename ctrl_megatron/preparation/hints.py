@@ -40,7 +40,7 @@ def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
     failed = verdict.passed.count(False)
     share = f"It fails {failed} of {len(verdict.passed)} tests."
     case = _case(attempt, first)
-    if told == TIMED_OUT or "time limit" in told.lower():
+    if told.startswith(TIMED_OUT) or "time limit" in told.lower():
         kind: HintKind = "time limit"
         said = "It does not finish in time on this test:"
     elif _is_exception(told):

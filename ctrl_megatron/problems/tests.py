@@ -12,7 +12,7 @@ from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import PrompterType
 
 DEFAULT_TIME_LIMIT = 10.0
-"""Seconds of wall clock per test where neither the row nor the reader's options set a limit."""
+"""Seconds of processor time per test where neither the row nor the reader's options set a limit."""
 
 
 def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:

@@ -36,7 +36,8 @@ RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
 MAX_REQUESTS = 256
 """Default of the number of requests of one batch that run at the same time."""
 TIMED_OUT = "TimeLimitExceeded"
-"""``Verdict.detail`` of a test that timed out."""
+"""``Verdict.detail`` of a test that timed out, followed by the limit where the judge names it."""
+_LATE = "time limit exceeded"
 
 
 OLYMPIAD = "IOIDataset"
@@ -403,11 +404,12 @@ def _points(case: EvalTestCase) -> float:
 def _why(case: EvalTestCase) -> str:
     if case.passed:
         return ""
+    reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     if case.exec_info.timed_out:
-        return TIMED_OUT
+        _, named, limit = reason.partition(f"{_LATE} (")
+        return f"{TIMED_OUT} ({limit}" if named else TIMED_OUT
     run = case.exec_info.run_result
     crashed = run is not None and run.return_code not in (0, None)
     last_line = (run.stderr or "").strip().rpartition("\n")[2] if run and crashed else ""
-    reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     parts = (reason, last_line) if last_line not in reason else (reason,)
     return ": ".join(filter(None, parts))[:500] or str(case.exec_info.status)

@@ -29,7 +29,7 @@ LEVEL_HEADER = "X-Sandbox-Level"
 """Header of an answer to ``/v1/ping``: the isolation level that the service reached."""
 
 
-GRADER_VERSION = "6"
+GRADER_VERSION = "7"
 """Version of the judging rules; increase it when equal requests may get other verdicts
 than before."""
 
@@ -72,7 +72,7 @@ class RunCodeRequest(_Record):
     language: str
     compile_timeout: float = 10.0
     run_timeout: float = 10.0
-    """Seconds of wall clock."""
+    """Seconds of processor time; the limit by the clock is a multiple of it."""
     memory_limit_MB: int = -1
     """Spelled as upstream. Address space in MiB; -1 means the service's own limit."""
     stdin: str | None = None
@@ -114,7 +114,7 @@ class TestConfig(_Record):
     is_fewshot: bool | None = None
     compile_timeout: float | None = None
     run_timeout: float | None = None
-    """Seconds of wall clock per test."""
+    """Seconds of processor time per test; the limit by the clock is a multiple of it."""
     custom_extract_logic: str | None = None
     """Refused, because it would run the caller's code in the service."""
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None

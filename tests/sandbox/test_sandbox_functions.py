@@ -179,7 +179,7 @@ def test_after_two_time_outs_the_rest_is_not_run(judge: Judge) -> None:
 def test_a_comparison_that_never_ends_is_a_time_out(judge: Judge) -> None:
     result = judge("def f(): return 10**12", ["assert sum(range(f())) == 1"], run_timeout=0.3)
     assert passed(result) == [False]
-    assert reasons(result) == ["time limit exceeded"]
+    assert "time limit exceeded (" in reasons(result)[0]
 
 
 def test_in_place_changes_of_arguments_come_back(judge: Judge) -> None:

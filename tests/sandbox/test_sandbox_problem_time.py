@@ -26,7 +26,8 @@ Submit = Callable[..., EvalResult]
 @pytest.fixture(scope="module")
 def brief() -> Iterator[EmbeddedSandbox]:
     with EmbeddedSandbox.start(
-        workers=2, limits=SandboxLimits(problem_seconds=BUDGET, max_problem_seconds=60.0)
+        workers=2,
+        limits=SandboxLimits(problem_seconds=BUDGET, max_problem_seconds=60.0, wall_factor=1.0),
     ) as running:
         yield running
 
@@ -258,3 +259,17 @@ def test_an_option_that_is_no_budget_is_refused(
 
 def test_the_key_and_the_service_have_one_default() -> None:
     assert Sandbox().problem_seconds == SandboxLimits().problem_seconds
+
+
+def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock() -> None:
+    async def scenario() -> None:
+        clock = ProblemClock(0.2, 3.0)
+        with clock.running(lambda: None):
+            await asyncio.sleep(0.3)
+        assert clock.left == pytest.approx(0.2)
+        clock.spend(0.15)
+        assert clock.left == pytest.approx(0.05) and not clock.over
+        clock.spend(0.1)
+        assert clock.over
+
+    asyncio.run(scenario())

@@ -31,6 +31,8 @@ PYTHON_STACK = 120 << 20
 """Bytes of stack for recursion through C functions, such as 25,000 nested calls of ``sorted`` with
 a key. Deeper recursion crashes the interpreter. The kernel keeps 128 MiB free for a stack."""
 _NOT_EXECUTED = 127
+_LOOK_SECONDS = 0.01
+"""Shortest interval between two looks at the program's processor time."""
 _NOT_FLUSHED = 120
 """The interpreter's exit status if a standard stream could not be flushed at its end."""
 _STREAMS = (
@@ -66,10 +68,7 @@ def run_init(
         if pid == 0:
             _become(confinement, directory, job, (stdin, stdout, stderr))
         linux.close_all_but(2, report)
-        while True:
-            ended, status = os.waitpid(-1, 0)
-            if ended == pid:
-                break
+        status = _wait(pid, job["seconds"])
         fetched = {}
         if job["fetch"] and confinement.isolated:
             # Processes that the program started must not change files while they are read.
@@ -101,6 +100,22 @@ def _become(
         _run_python(directory, job["code"], job["prelude"])
     finally:
         os._exit(1)
+
+
+def _wait(program: int, seconds: float) -> int:
+    """Reap processes until the program has ended, and kill it after ``seconds`` of processor time.
+    Returns its wait status.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        left = seconds - linux.cpu_seconds(program)
+        if left <= 0:
+            os.kill(program, signal.SIGKILL)
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == program:
+            return status
+        if not ended:
+            signal.sigtimedwait([signal.SIGCHLD], max(left, _LOOK_SECONDS))
 
 
 def _end_others() -> None:
