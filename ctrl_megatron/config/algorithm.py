@@ -225,6 +225,9 @@ class Reward:
     """Programs that each trainer process judges concurrently."""
     run_timeout: float = key(10.0, ABOVE_0)
     """Seconds per test if the row has no time limit."""
+    shared_process_graders: bool = False
+    """Judge rows with grader_files, whose programs run in the process of the answer's program: it
+    can read their input, print what they would print, and exit. False refuses such rows."""
     max_failed_share: float = key(0.2, SHARE)
     """Share of a step's programs that the sandbox or provider may fail to judge. Their samples are
     left out of the loss; beyond it, and where all of them failed, the step is not trained on and

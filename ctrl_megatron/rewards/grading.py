@@ -40,6 +40,11 @@ TIMED_OUT = "TimeLimitExceeded"
 _LATE = "time limit exceeded"
 
 
+SHARED_PROCESS = (
+    "run in the process of the program that they judge, which can read their input, print what "
+    "they would print, and exit"
+)
+"""What a program can do to the graders of an olympiad's task."""
 OLYMPIAD = "IOIDataset"
 """The kind of tests that have programs of their own, and scores between 0 and 1."""
 
@@ -92,15 +97,21 @@ class RowTests:
 
 
 def row_tests(
-    row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
+    row: Row,
+    *,
+    run_all_cases: bool,
+    run_timeout: float = RUN_TIMEOUT,
+    language: str = "python",
+    shared_process_graders: bool = False,
 ) -> RowTests:
     """The tests of ``row``. A test may take ``run_timeout`` seconds where the row sets no limit.
     Programs in the columns ``checker`` and ``grader_files`` of a stdin/stdout row, records of the
     sandbox's ``IOIDataset`` or their JSON, judge with its tests.
 
-    Raises ``UserError`` for a LiveCodeBench row without its columns and for a stdin/stdout row
-    without cases.
+    Raises ``UserError`` for a LiveCodeBench row without its columns, for a stdin/stdout row without
+    cases, and, without ``shared_process_graders``, for a row with ``grader_files``.
     """
+    check_graders([row], allowed=shared_process_graders)
     kind, data, total = _tests_of(row)
     config = TestConfig(
         dataset_type=kind,
@@ -162,6 +173,25 @@ def check_tests(rows: Iterable[Row]) -> None:
                 read_function_tests(_tests_of(row)[1])
             except ValueError as error:
                 raise UserError(f"{row.id!r}: {error}", file=row.place) from error
+
+
+def has_graders(row: Row) -> bool:
+    """Whether programs of the row's task are compiled with the program that they judge."""
+    return row.extra.get("grader_files") not in (None, "")
+
+
+def check_graders(rows: Iterable[Row], *, allowed: bool) -> None:
+    """Raise ``UserError`` for a row whose ``grader_files`` share the process of the program that
+    they judge, unless they are ``allowed``.
+    """
+    for row in rows:
+        if has_graders(row) and not allowed:
+            raise UserError(
+                f"{row.id!r}: the programs in column 'grader_files' {SHARED_PROCESS}",
+                file=row.place,
+                key="reward.shared_process_graders=false",
+                remedy="leave the row out, or set the key to true",
+            )
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
