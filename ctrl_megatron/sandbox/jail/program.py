@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import io
+import operator
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import files, frames, linux
@@ -31,6 +33,9 @@ PYTHON_STACK = 120 << 20
 """Bytes of stack for recursion through C functions, such as 25,000 nested calls of ``sorted`` with
 a key. Deeper recursion crashes the interpreter. The kernel keeps 128 MiB free for a stack."""
 _NOT_EXECUTED = 127
+_BYTE_ORDER_MARK = "\ufeff"
+_DEEPEST = 1 << 30
+"""Recursion limits above it are as good as none, and close to the largest that there is."""
 _LOOK_SECONDS = 0.01
 """Shortest interval between two looks at the program's processor time."""
 _NOT_FLUSHED = 120
@@ -162,6 +167,8 @@ def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
     """
     files = _open_streams(output)
     _forget_harness()
+    _count_depth_anew()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     sys.set_int_max_str_digits(0)
     return files
 
@@ -219,6 +226,27 @@ def _forget_harness() -> None:
     _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
 
 
+def _count_depth_anew() -> None:
+    """Let the recursion limit count from the program's first frame, as far as it can see."""
+    get, set_ = sys.getrecursionlimit, sys.setrecursionlimit
+    harness, frame = 0, sys._getframe()
+    while frame is not None:
+        harness, frame = harness + 1, frame.f_back
+
+    @functools.wraps(get)
+    def getrecursionlimit() -> int:
+        limit = get()
+        return limit if limit > _DEEPEST else limit - harness
+
+    @functools.wraps(set_)
+    def setrecursionlimit(limit: int, /) -> None:
+        number = operator.index(limit)
+        set_(number + harness if 0 < number <= _DEEPEST else number)
+
+    sys.getrecursionlimit, sys.setrecursionlimit = getrecursionlimit, setrecursionlimit
+    setrecursionlimit(get())
+
+
 def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     """Execute ``code`` and exit as Python does. ``prelude`` runs before it in the same module, so
     that line numbers of ``code`` stay.
@@ -229,7 +257,13 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     sys.argv, sys.path[:0] = [path], [directory]
     sys.orig_argv = [sys.executable, path]
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__)
+    module.__dict__.update(
+        __builtins__=builtins,
+        __annotations__={},
+        __cached__=None,
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
     sys.modules["__main__"] = module
     status = _execute(module, path, code, prelude)
     del module
@@ -281,7 +315,8 @@ def _execute(module: types.ModuleType, path: str, code: str, prelude: str) -> in
             stream.write(code)
         if prelude:
             exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), module.__dict__)
-        exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
+        text = code.removeprefix(_BYTE_ORDER_MARK)
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         return _exit_status(stop)
     except BaseException as error:
