@@ -6,9 +6,9 @@ the critique, and not in the training example.
 
 from __future__ import annotations
 
-import json
 from typing import Literal, NamedTuple
 
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.rewards.grading import TIMED_OUT, descriptions_of_tests
 from ctrl_megatron.types import Attempt, Verdict
 
@@ -58,7 +58,7 @@ def _case(attempt: Attempt, number: int) -> str:
     tests = attempt.problem.selected_uts
     if not isinstance(tests, str):
         return _cut(descriptions_of_tests(attempt.problem)[number])
-    case = json.loads(tests)[number]
+    case = loads(tests)[number]
     stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
     return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"
 

@@ -52,8 +52,9 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         raise UserError("must be a non-empty JSON list of cases")
     if kind != "code_contests":
         return value
-    spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
-    return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
+    with long_integers():
+        spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
+        return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
 
 
 def _spelled(case: object, number: int) -> dict[str, Any]:

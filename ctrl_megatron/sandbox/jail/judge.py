@@ -20,7 +20,7 @@ from typing import Any
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
 from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.evidence import CHANGING, NAME, Evidence
-from ctrl_megatron.sandbox.jail.exceptions import CandidateLost, HarnessFailure
+from ctrl_megatron.sandbox.jail.exceptions import ENDINGS, CandidateLost, HarnessFailure
 from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection
 from ctrl_megatron.sandbox.jail.remote_objects import RemoteObject, Stub, Trust
 
@@ -68,6 +68,8 @@ class _TestRunner:
             self._namespace[name] = Stub(self._connection, name, trust)
         for name in spec["exceptions"]:
             self._namespace[name] = type(name, (Exception,), {"__module__": "tests"})
+        self._endings: dict[str, type[BaseException]] = {}
+        """Those of ``ENDINGS`` that the current test names."""
         self._verdict: list[Any] = []
         """The last verdict, until it is sent."""
         self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
@@ -175,6 +177,8 @@ class _TestRunner:
         """
         candidate = self._candidate
         assert candidate is not None
+        text = f"{source}\n{self._spec['setup']}"
+        self._endings = {name: kind for name, kind in ENDINGS.items() if name in text}
         self._clock.begin()
         candidate.begin_test()
         status, reason = "failed", ""
@@ -206,7 +210,11 @@ class _TestRunner:
         return self._candidate
 
     def _class_of_tests(self, name: str) -> type | None:
-        """The class that the setup or a test defines under a name, or None."""
+        """The class that the setup or a test defines under a name, an ending that the test names,
+        or None.
+        """
+        if name in self._endings:
+            return self._endings[name]
         found = self._namespace.get(name)
         return found if isinstance(found, type) and found.__module__ == "tests" else None
 
