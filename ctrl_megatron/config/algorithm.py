@@ -224,7 +224,8 @@ class Reward:
     max_requests: int = key(256, AT_LEAST_1)
     """Programs that each trainer process judges concurrently."""
     run_timeout: float = key(10.0, ABOVE_0)
-    """Seconds per test if the row has no time limit."""
+    """Seconds of processor time per test if the row has no time limit; the sandbox of this package
+    allows three times as many by the clock, other providers count these."""
     shared_process_graders: bool = False
     """Judge rows with grader_files, whose programs run in the process of the answer's program: it
     can read their input, print what they would print, and exit. False refuses such rows."""
@@ -295,5 +296,6 @@ class Sandbox:
     """Programs that a host's embedded service runs concurrently; None for one per core that the
     process may use, less one for each rank of the host."""
     problem_seconds: float = key(160.0, ABOVE_0, read=_EMBEDDED)
-    """Seconds that all tests of one problem may spend on workers of the embedded service. Tests
-    that have not run by then count as failed. Waiting for a worker does not count."""
+    """Seconds of processor time that all tests of one problem may take on workers of the embedded
+    service; by the clock they may take three times as long. Tests that have not run by then count
+    as failed. Waiting for a worker does not count."""
