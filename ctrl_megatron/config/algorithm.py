@@ -225,7 +225,11 @@ class Reward:
     max_requests: int = key(256, AT_LEAST_1)
     """Programs that each trainer process judges concurrently."""
     run_timeout: float = key(10.0, ABOVE_0)
-    """Seconds per test if the row has no time limit."""
+    """Seconds of processor time per test if the row has no time limit; the sandbox of this package
+    allows three times as many by the clock, other providers count these."""
+    shared_process_graders: bool = False
+    """Judge rows with grader_files, whose programs run in the process of the answer's program: it
+    can read their input, print what they would print, and exit. False refuses such rows."""
     max_failed_share: float = key(0.2, SHARE)
     """Share of a step's programs that the sandbox or provider may fail to judge. Their samples are
     left out of the loss; beyond it, and where all of them failed, the step is not trained on and
@@ -301,5 +305,6 @@ class Sandbox:
     """Programs that a host's embedded service runs concurrently; None for one per core that the
     process may use, less one for each rank of the host."""
     problem_seconds: float = key(160.0, ABOVE_0, read=_EMBEDDED)
-    """Seconds that all tests of one problem may spend on workers of the embedded service. Tests
-    that have not run by then count as failed. Waiting for a worker does not count."""
+    """Seconds of processor time that all tests of one problem may take on workers of the embedded
+    service; by the clock they may take three times as long. Tests that have not run by then count
+    as failed. Waiting for a worker does not count."""

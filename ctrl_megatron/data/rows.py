@@ -52,7 +52,7 @@ class Row:
     selected_uts: tuple[str, ...] | str = ()
     """Asserts (function problems), or a JSON list of cases."""
     time_limit: float | None = None
-    """Seconds of wall clock per test; None if the file does not set it."""
+    """Seconds of processor time per test; None if the file does not set it."""
     problem_id: str = ""
     """Identifies the problem; several rows may have the same."""
     entry_point: str = ""

@@ -7,7 +7,6 @@ and the last one's reward is the episode's score.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
@@ -27,18 +26,18 @@ class CodeRepair:
     """The environment of one episode about ``row``, whose tests judge every answer.
 
     An episode is over when a program passes all tests, and when the sandbox fails, which leaves it
-    without a score. ``feedback`` is the most characters of a test's message.
+    without a score.
     """
 
-    def __init__(self, worker: RolloutWorker, row: Row, seed: int, *, feedback: int) -> None:
-        self._worker, self._row, self._feedback = worker, row, feedback
+    def __init__(self, worker: RolloutWorker, row: Row, seed: int) -> None:
+        self._worker, self._row = worker, row
 
     async def reset(self) -> Sequence[Message]:
         """The row's prompt."""
         return self._row.prompt
 
     async def step(self, action: str) -> Observation:
-        """The tests that the program in ``action`` fails."""
+        """How many tests the program in ``action`` fails."""
         assert self._worker.rewards is not None
         items = [RewardItem(text=action, row=self._row)]
         (outcome,) = await self._worker.rewards.verdicts(items)
@@ -46,7 +45,7 @@ class CodeRepair:
         scores = await self._worker.score(items)
         (rewards,), verdict = reward_fields(scores), outcome.verdict
         return Observation(
-            text=repair_request(verdict, self._feedback),
+            text=repair_request(verdict),
             done=bool(outcome.error) or (verdict is not None and verdict.accepted),
             score=scores.totals[0],
             fields={
@@ -59,12 +58,10 @@ class CodeRepair:
         """Nothing."""
 
 
-def repair_pipeline(
-    config: Config, *, turns: int = 3, turn_tokens: int | None = None, feedback: int = 300
-) -> TaskGraph:
-    """GRPO or PPO on episodes of up to ``turns`` programs, each after the test results of the one
-    before. ``turn_tokens`` is the most tokens of an answer; the whole episode with its feedback has
-    at most ``data.max_response_length``. ``feedback`` is the most characters of a test's message.
+def repair_pipeline(config: Config, *, turns: int = 3, turn_tokens: int | None = None) -> TaskGraph:
+    """GRPO or PPO on episodes of up to ``turns`` programs, each after the number of tests that the
+    one before fails. ``turn_tokens`` is the most tokens of an answer; the whole episode with its
+    replies has at most ``data.max_response_length``.
 
     UserError for a reward of the response's length.
     """
@@ -76,7 +73,7 @@ def repair_pipeline(
             remedy="name code, and set reward.overlong_buffer.enable=false",
         )
     episodes = Episodes(
-        make=partial(CodeRepair, feedback=feedback),
+        make=CodeRepair,
         turns=turns,
         turn_tokens=turn_tokens,
         reads=REWARDS,

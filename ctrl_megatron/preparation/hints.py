@@ -6,9 +6,9 @@ the critique, and not in the training example.
 
 from __future__ import annotations
 
-import json
 from typing import Literal, NamedTuple
 
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.rewards.grading import TIMED_OUT, descriptions_of_tests
 from ctrl_megatron.types import Attempt, Verdict
 
@@ -40,7 +40,7 @@ def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
     failed = verdict.passed.count(False)
     share = f"It fails {failed} of {len(verdict.passed)} tests."
     case = _case(attempt, first)
-    if told == TIMED_OUT or "time limit" in told.lower():
+    if told.startswith(TIMED_OUT) or "time limit" in told.lower():
         kind: HintKind = "time limit"
         said = "It does not finish in time on this test:"
     elif _is_exception(told):
@@ -58,7 +58,7 @@ def _case(attempt: Attempt, number: int) -> str:
     tests = attempt.problem.selected_uts
     if not isinstance(tests, str):
         return _cut(descriptions_of_tests(attempt.problem)[number])
-    case = json.loads(tests)[number]
+    case = loads(tests)[number]
     stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
     return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import html
-import json
 import re
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.prompts.python_source import is_program
 from ctrl_megatron.types import Attempt
@@ -75,7 +75,7 @@ def _tests(attempt: Attempt) -> Iterator[str]:
     """Whole tests: asserts, and inputs that are long enough."""
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
-        for case in json.loads(tests):
+        for case in loads(tests):
             stdin = case["input"].get("stdin", "").strip()
             if len(stdin) >= _SHORTEST_LINE:
                 yield stdin
@@ -90,7 +90,7 @@ def _values(attempt: Attempt) -> Iterator[str]:
     """
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
-        for case in json.loads(tests):
+        for case in loads(tests):
             stdout = case["output"]["stdout"]
             yield stdout
             yield from case["input"].get("stdin", "").splitlines()

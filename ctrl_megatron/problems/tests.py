@@ -12,7 +12,7 @@ from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import PrompterType
 
 DEFAULT_TIME_LIMIT = 10.0
-"""Seconds of wall clock per test where neither the row nor the reader's options set a limit."""
+"""Seconds of processor time per test where neither the row nor the reader's options set a limit."""
 
 
 def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
@@ -52,8 +52,9 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         raise UserError("must be a non-empty JSON list of cases")
     if kind != "code_contests":
         return value
-    spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
-    return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
+    with long_integers():
+        spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
+        return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
 
 
 def _spelled(case: object, number: int) -> dict[str, Any]:

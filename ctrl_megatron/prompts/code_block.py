@@ -12,6 +12,8 @@ from ctrl_megatron.prompts.fences import FencedBlock, fenced_blocks
 from ctrl_megatron.prompts.python_source import CODE_LINE, is_program
 
 FENCE = "```"
+BYTE_ORDER_MARK = "\ufeff"
+"""Editors write it before a program, and CPython and compilers skip it there."""
 _TAG = "python"
 LANGUAGE_TAGS = {
     _TAG: frozenset({_TAG, "python3", "py", "py3"}),
@@ -72,7 +74,11 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
     counts only as the only block. Python without a tag counts as a block with the tag; the common
     margin of its lines is removed.
     """
-    blocks = [block for block in fenced_blocks(answer) if block.closed or block.code.strip()]
+    blocks = [
+        block._replace(code=block.code.removeprefix(BYTE_ORDER_MARK))
+        for block in fenced_blocks(answer)
+        if block.closed or block.code.strip()
+    ]
     if not blocks or (language == _TAG and _is_whole_program(answer)):
         return None
     if language == _TAG:
@@ -131,14 +137,15 @@ def without_reasoning(text: str) -> str:
 
     Reasoning ends with the last ``</think>`` at the end of a line (the chat template may have
     written the opening tag), or at the first one where the text begins with ``<think>``. Reasoning
-    without an end has no answer: "" is returned.
+    without an end has no answer: "" is returned. A byte order mark before the text is removed.
     """
+    text = text.removeprefix(BYTE_ORDER_MARK)
     if ends := [match.end() for match in _LAST_OF_ITS_LINE.finditer(text)]:
         text = text[ends[-1] :]
     while begins := _REASONING_BEGINS.match(text):
         end = _REASONING_ENDS.search(text, begins.end())
         text = text[end.end() :] if end else ""
-    return text
+    return text.removeprefix(BYTE_ORDER_MARK)
 
 
 def fenced(code: str, language: str = _TAG) -> str:

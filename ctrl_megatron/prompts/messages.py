@@ -94,17 +94,20 @@ def revision_request(critique: str) -> Message:
     return _user(f"{critique.strip()}\n\n{REVISION_SENTENCE}")
 
 
-def repair_request(verdict: Verdict | None, limit: int) -> str:
+def repair_request(verdict: Verdict | None) -> str:
     """The request for another program after the ``verdict`` on the last one; None where the answer
-    had no program that could run. A test's message is cut after ``limit`` characters.
+    had no program that could run.
+
+    It tells numbers and time-outs only. The messages of failed tests contain expected values, and
+    whatever the program printed or raised, its input included, from which the next program, judged
+    on the same tests, could copy the answers.
     """
     if verdict is None:
         found = "Your answer contains no program."
     else:
         failed = verdict.total - sum(verdict.passed)
-        reason = next((text for text in verdict.detail if text), "")[:limit]
         found = f"Your program fails {failed} of {verdict.total} tests."
-        found += f" The first of them: {reason}" if reason else ""
+        found += " It runs out of time." if verdict.timed_out else ""
     return f"{found}\nWrite the whole program again. {_ONE_BLOCK}"
 
 

@@ -88,11 +88,13 @@ class CodeReward:
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
         patience: Patience | None = None,
+        shared_process_graders: bool = False,
     ) -> None:
         verdicts = VerdictCache() if cache is None else cache
         self._judge = CachedJudge(provider, verdicts, patience)
         self._require_format = require_format
         self._run_timeout, self._max_requests = run_timeout, max_requests
+        self._graders = shared_process_graders
         self._room = asyncio.Semaphore(max_requests)
         """Bounds the runs that ``begin`` starts."""
         self._batch: BatchTests | None = None
@@ -133,7 +135,11 @@ class CodeReward:
 
     def _tests(self) -> BatchTests:
         """The tests of a batch: those that ``begin`` has read, if it was called before."""
-        return self._batch or BatchTests(run_all_cases=True, run_timeout=self._run_timeout)
+        return self._batch or BatchTests(
+            run_all_cases=True,
+            run_timeout=self._run_timeout,
+            shared_process_graders=self._graders,
+        )
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         return tests.of(row).job(program_of(text))
@@ -168,7 +174,8 @@ class IoiCodeReward(CodeReward):
     The row has stdin/stdout cases in ``selected_uts`` and a column ``subtasks``, a list (or its
     JSON) of ``{"points": 20, "tests": [0, 1, 2]}``, where ``tests`` numbers the cases from 0; a
     test may belong to several subtasks. A ``checker`` may give a test a part of its points, and
-    ``grader_files`` are compiled with the program (``grading.row_tests``). ``language`` is the
+    ``grader_files`` are compiled with the program (``grading.row_tests``), which needs
+    ``shared_process_graders``. ``language`` is the
     language of rows without a column of that name. With ``normalise`` the points are divided by the
     problem's full points.
     """
@@ -186,6 +193,7 @@ class IoiCodeReward(CodeReward):
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
         patience: Patience | None = None,
+        shared_process_graders: bool = False,
     ) -> None:
         super().__init__(
             provider=provider,
@@ -193,6 +201,7 @@ class IoiCodeReward(CodeReward):
             max_requests=max_requests,
             cache=cache,
             patience=patience,
+            shared_process_graders=shared_process_graders,
         )
         self._language, self._normalise = language, normalise
 

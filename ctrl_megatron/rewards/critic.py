@@ -52,7 +52,8 @@ class RewardModelForCritic:
     batch does about one that fails. ``cache`` replaces the cache in memory. ``id_key`` is the batch
     field with the rows' ids. At most ``max_requests`` requests of a batch run at the same time. A
     test may take ``run_timeout`` seconds where its row sets no limit. Use it on one event loop
-    only. Raises ``ValueError`` that names a row whose tests cannot be judged.
+    only. Rows with ``grader_files`` are judged with ``shared_process_graders`` only. Raises
+    ``ValueError`` that names a row whose tests cannot be judged.
 
     A critique that contains more than the share ``copying_threshold`` of the revision's program
     (``copied_rate``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
@@ -81,6 +82,7 @@ class RewardModelForCritic:
         run_timeout: float = RUN_TIMEOUT,
         cache: VerdictCache | None = None,
         patience: Patience | None = None,
+        shared_process_graders: bool = False,
         copying: Copying = "measure",
         copying_threshold: float = COPYING_THRESHOLD,
     ) -> None:
@@ -95,6 +97,7 @@ class RewardModelForCritic:
         self.show_progress = show_progress
         self.max_requests, self.run_timeout = max_requests, run_timeout
         self.copying, self.copying_threshold = copying, copying_threshold
+        self._graders = shared_process_graders
         self._cache = VerdictCache() if cache is None else cache
         self._judge = None if sandbox is None else CachedJudge(sandbox, self._cache, patience)
         self._room = asyncio.Semaphore(max_requests)
@@ -250,7 +253,11 @@ class RewardModelForCritic:
         """The tests of a batch: those that ``_begin`` has read, if it was called before."""
         mode = self.run_all_cases if run_all_cases is None else run_all_cases
         begun = self._batch.pop(mode, None)
-        return begun or BatchTests(run_all_cases=mode, run_timeout=self.run_timeout)
+        return begun or BatchTests(
+            run_all_cases=mode,
+            run_timeout=self.run_timeout,
+            shared_process_graders=self._graders,
+        )
 
     async def _grade(
         self, program: str, tests: RowTests, semaphore: asyncio.Semaphore

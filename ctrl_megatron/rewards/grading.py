@@ -36,9 +36,15 @@ RUN_TIMEOUT = int(DEFAULT_TIME_LIMIT)
 MAX_REQUESTS = 256
 """Default of the number of requests of one batch that run at the same time."""
 TIMED_OUT = "TimeLimitExceeded"
-"""``Verdict.detail`` of a test that timed out."""
+"""``Verdict.detail`` of a test that timed out, followed by the limit where the judge names it."""
+_LATE = "time limit exceeded"
 
 
+SHARED_PROCESS = (
+    "run in the process of the program that they judge, which can read their input, print what "
+    "they would print, and exit"
+)
+"""What a program can do to the graders of an olympiad's task."""
 OLYMPIAD = "IOIDataset"
 """The kind of tests that have programs of their own, and scores between 0 and 1."""
 
@@ -91,15 +97,21 @@ class RowTests:
 
 
 def row_tests(
-    row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
+    row: Row,
+    *,
+    run_all_cases: bool,
+    run_timeout: float = RUN_TIMEOUT,
+    language: str = "python",
+    shared_process_graders: bool = False,
 ) -> RowTests:
     """The tests of ``row``. A test may take ``run_timeout`` seconds where the row sets no limit.
     Programs in the columns ``checker`` and ``grader_files`` of a stdin/stdout row, records of the
     sandbox's ``IOIDataset`` or their JSON, judge with its tests.
 
-    Raises ``UserError`` for a LiveCodeBench row without its columns and for a stdin/stdout row
-    without cases.
+    Raises ``UserError`` for a LiveCodeBench row without its columns, for a stdin/stdout row without
+    cases, and, without ``shared_process_graders``, for a row with ``grader_files``.
     """
+    check_graders([row], allowed=shared_process_graders)
     kind, data, total = _tests_of(row)
     config = TestConfig(
         dataset_type=kind,
@@ -161,6 +173,25 @@ def check_tests(rows: Iterable[Row]) -> None:
                 read_function_tests(_tests_of(row)[1])
             except ValueError as error:
                 raise UserError(f"{row.id!r}: {error}", file=row.place) from error
+
+
+def has_graders(row: Row) -> bool:
+    """Whether programs of the row's task are compiled with the program that they judge."""
+    return row.extra.get("grader_files") not in (None, "")
+
+
+def check_graders(rows: Iterable[Row], *, allowed: bool) -> None:
+    """Raise ``UserError`` for a row whose ``grader_files`` share the process of the program that
+    they judge, unless they are ``allowed``.
+    """
+    for row in rows:
+        if has_graders(row) and not allowed:
+            raise UserError(
+                f"{row.id!r}: the programs in column 'grader_files' {SHARED_PROCESS}",
+                file=row.place,
+                key="reward.shared_process_graders=false",
+                remedy="leave the row out, or set the key to true",
+            )
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
@@ -403,11 +434,12 @@ def _points(case: EvalTestCase) -> float:
 def _why(case: EvalTestCase) -> str:
     if case.passed:
         return ""
+    reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     if case.exec_info.timed_out:
-        return TIMED_OUT
+        _, named, limit = reason.partition(f"{_LATE} (")
+        return f"{TIMED_OUT} ({limit}" if named else TIMED_OUT
     run = case.exec_info.run_result
     crashed = run is not None and run.return_code not in (0, None)
     last_line = (run.stderr or "").strip().rpartition("\n")[2] if run and crashed else ""
-    reason = str((case.test_info or {}).get("reason") or case.exec_info.message or "")
     parts = (reason, last_line) if last_line not in reason else (reason,)
     return ": ".join(filter(None, parts))[:500] or str(case.exec_info.status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.rewards.grading import Patience
+from ctrl_megatron.rewards.grading import SHARED_PROCESS, Patience, check_graders, has_graders
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
 _OF_CRITIQUES = ("critic", "transition")
 """Functions that read the verdict on a revision."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,8 @@ class PlannedReward:
     """Keyword arguments of its factory that the configuration sets."""
     runs_programs: bool
     """True where it needs a sandbox or another provider that runs programs."""
+    shared_process_graders: bool = False
+    """Whether it may judge rows with ``grader_files``."""
     tasks: tuple[str, ...] | None = None
     """Tasks of the rows that it rewards (``Row.task``); None for every row."""
 
@@ -64,7 +69,8 @@ class RewardPlan:
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Raise ``UserError`` for a row without a value in a column that a function reads, for a
         row of another task that a function for critiques would reward, for a task that nothing
-        rewards, and for a task that no row has.
+        rewards, for a task that no row has, and for a row with ``grader_files`` unless
+        ``reward.shared_process_graders`` allows it.
         """
         present = dict.fromkeys(row.task for row in rows)
         for name, function in self.functions.items():
@@ -84,6 +90,11 @@ class RewardPlan:
                     remedy=f"set it to [{CRITIQUE}]",
                 )
             require_columns(mine, function.reads, f"the reward {name}")
+            if function.runs_programs:
+                check_graders(mine, allowed=function.shared_process_graders)
+                if shared := [row.id for row in mine if has_graders(row)]:
+                    text = "%s: the grader_files of %d rows (%s, ...) %s"
+                    _log.warning(text, name, len(shared), shared[0], SHARED_PROCESS)
         counted = [function for function in self.functions.values() if function.weight]
         for task in present if counted else ():
             if not any(f.tasks is None or task in f.tasks for f in counted):
@@ -140,6 +151,7 @@ def _planned(config: Config, name: str, weight: float) -> PlannedReward:
         reads=columns_read_by(name),
         options=_options(config, name, parameters),
         runs_programs=name == "critic" or "provider" in parameters,
+        shared_process_graders=config.reward.shared_process_graders,
         tasks=tasks,
     )
 
@@ -151,6 +163,7 @@ def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str,
         "run_timeout": reward.run_timeout,
         "max_requests": reward.max_requests,
         "patience": patience,
+        "shared_process_graders": reward.shared_process_graders,
     }
     own: dict[str, Any] = {}
     if name == "critic":

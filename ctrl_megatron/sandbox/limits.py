@@ -23,11 +23,14 @@ class SandboxLimits:
     """Limits of one job. A request may change its time and memory only."""
 
     test_seconds: float = 10.0
-    """Seconds of wall clock of one test or run, unless the request names them."""
+    """Seconds of processor time of one test or run, unless the request names them."""
     max_test_seconds: float = 300.0
     """Maximum of ``test_seconds`` in a request."""
+    wall_factor: float = 3.0
+    """Seconds by the clock for each second of processor time that a test, a run or a problem may
+    take. A program that waits ends then; on a busy machine a program that computes does not."""
     problem_seconds: float = 160.0
-    """Seconds of workers' time for all tests of one problem together, compilation and checker
+    """Seconds of processor time for all tests of one problem together, compilation and checker
     included, unless the request names them; never less than one test's time."""
     max_problem_seconds: float = 3600.0
     """Maximum of ``problem_seconds`` in a request."""
@@ -71,6 +74,9 @@ class SandboxLimits:
                 raise ValueError(f"sandbox limit {field.name} must be positive")
 
 
+CPU_TIME_OVER = "time limit exceeded (CPU time)"
+WALL_TIME_OVER = "time limit exceeded (wall-clock time)"
+"""What a verdict says of a test that ran out of time."""
 CALL_BYTES = 256 << 20
 """Size of one call of a program's function, encoded."""
 ANSWER_BYTES = 32 << 20

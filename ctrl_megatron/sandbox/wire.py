@@ -20,15 +20,16 @@ WAIT_HEADER = "X-Sandbox-Wait"
 """Request header, with ``JOB_HEADER``: seconds after which the service answers 202 that the work
 continues, with the route in ``Location`` at which the client can ask again."""
 FINISHED_HEADER = "X-Sandbox-Finished"
-"""Response header of 202 and of a full service: how many requests the service has finished since
-its start, from which a client that waits sees that others are served."""
+"""Response header of 202 and of a full service: how many jobs and requests the service has finished
+since its start, from which a client that waits sees that work goes on. Jobs count, because requests
+with equally slow tests advance in step, so that none of them may finish for a long time."""
 BUSY_HEADER = "X-Sandbox-Busy"
 """Header of an answer 503: the service is busy with other requests and accepts this one later."""
 LEVEL_HEADER = "X-Sandbox-Level"
 """Header of an answer to ``/v1/ping``: the isolation level that the service reached."""
 
 
-GRADER_VERSION = "6"
+GRADER_VERSION = "7"
 """Version of the judging rules; increase it when equal requests may get other verdicts
 than before."""
 
@@ -71,7 +72,7 @@ class RunCodeRequest(_Record):
     language: str
     compile_timeout: float = 10.0
     run_timeout: float = 10.0
-    """Seconds of wall clock."""
+    """Seconds of processor time; the limit by the clock is a multiple of it."""
     memory_limit_MB: int = -1
     """Spelled as upstream. Address space in MiB; -1 means the service's own limit."""
     stdin: str | None = None
@@ -113,7 +114,7 @@ class TestConfig(_Record):
     is_fewshot: bool | None = None
     compile_timeout: float | None = None
     run_timeout: float | None = None
-    """Seconds of wall clock per test."""
+    """Seconds of processor time per test; the limit by the clock is a multiple of it."""
     custom_extract_logic: str | None = None
     """Refused, because it would run the caller's code in the service."""
     provided_data: dict[str, Any] | list[dict[str, Any]] | None = None

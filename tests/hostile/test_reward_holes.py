@@ -195,10 +195,10 @@ def ahead():
 
 def f(x):
     global done
-    if x != 7 and done < 1.6 and ahead():
-        time.sleep(0.6)
-        done += 0.6
-    while x == 7 and done < 1.6:
+    if x != 7 and done < 4.8 and ahead():
+        time.sleep(1.8)
+        done += 1.8
+    while x == 7 and done < 4.8:
         time.sleep(0.1)
         done += 0.1
     return x
@@ -213,7 +213,7 @@ def test_no_test_spends_the_time_of_another(submit: Submit) -> None:
     for code in (honest, SPENDS_OTHERS_TIME):
         result = submit("MBPPDataset", code, data, run_timeout=1.0)
         assert passed(result) == [x != 7 for x in range(11)]
-        assert reason(result, 7) == "time limit exceeded"
+        assert reason(result, 7) == "time limit exceeded (wall-clock time)"
 
 
 # --- a zero stays a zero -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 
 REPAIRED = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:repair_pipeline",
-    "dag.options={turns: 3, turn_tokens: 12, feedback: 40}",
+    "dag.options={turns: 3, turn_tokens: 12}",
     "reward.reward_funcs=[code]",
     "data.max_response_length=160",
     "actor_rollout_ref.rollout.n=4",
@@ -52,7 +52,7 @@ def test_programs_are_repaired_and_the_answers_are_trained_on(solver: Job) -> No
     for metrics in trained:
         assert metrics["actor/grad_norm"] > 0 and 0 < metrics["reward/mean"] <= 1
         assert 1 < metrics["episode/turns"] <= 3
-        # Several answers of at most 12 tokens, and more tokens of feedback than of answers.
+        # Several answers of at most 12 tokens, and more tokens of replies than of answers.
         assert metrics["response/length"] <= 12 * metrics["episode/turns"]
         assert metrics["episode/observed_tokens"] > metrics["response/length"]
         # Log-probs over rows with observations are those of the engine, token by token.

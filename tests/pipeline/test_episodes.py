@@ -206,7 +206,7 @@ def repaired(outcome: RewardOutcome, total: float | None) -> Observation:
         return Scores(parts={"code": [total]}, totals=[total], outcomes=[None])
 
     worker: Any = SimpleNamespace(rewards=SimpleNamespace(verdicts=verdicts), score=score)
-    return asyncio.run(CodeRepair(worker, ROW, 0, feedback=9).step("```python\nf()\n```"))
+    return asyncio.run(CodeRepair(worker, ROW, 0).step("```python\nf()\n```"))
 
 
 def test_code_repair_tells_what_failed_until_nothing_does() -> None:
@@ -214,7 +214,7 @@ def test_code_repair_tells_what_failed_until_nothing_does() -> None:
     found = repaired(RewardOutcome(reward=0.5, verdict=half), 0.5)
     assert (found.done, found.score) == (False, 0.5)
     assert found.fields == {"reward/code": 0.5, "pass_rate": 0.5}
-    assert "fails 1 of 2 tests. The first of them: expected \n" in found.text
+    assert "fails 1 of 2 tests.\n" in found.text
     right = Verdict(passed=(True, True), total=2)
     assert repaired(RewardOutcome(reward=1.0, verdict=right), 1.0).done
     # A failed sandbox leaves the episode out; an answer without a program is a wrong one.
@@ -222,6 +222,20 @@ def test_code_repair_tells_what_failed_until_nothing_does() -> None:
     assert (lost.done, lost.score) == (True, None)
     empty = repaired(RewardOutcome(reward=0.0), 0.0)
     assert not empty.done and "contains no program" in empty.text
+
+
+@pytest.mark.parametrize(
+    "detail",
+    ["first line differs: '4', expected '8'", "exit status 1: KeyError: '3 5'", "", "8" * 9],
+)
+def test_what_a_test_or_a_program_says_is_not_in_the_reply(detail: str) -> None:
+    def reply(detail: str) -> str:
+        verdict = Verdict(passed=(False, True), total=2, detail=(detail, ""))
+        return repaired(RewardOutcome(reward=0.5, verdict=verdict), 0.5).text
+
+    assert reply(detail) == reply("another")
+    late = Verdict(passed=(False,), total=1, detail=("TimeLimitExceeded",), timed_out=True)
+    assert "out of time" in repaired(RewardOutcome(reward=0.0, verdict=late), 0.0).text
 
 
 @pytest.mark.parametrize(

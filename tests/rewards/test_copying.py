@@ -27,6 +27,14 @@ WHOLE = {
     "numbered": "1. def add(a, b):\n2.     total = a + b\n3.     return total * 1",
     "HTML": "<pre>def add(a, b):<br>total = a + b<br><b>return</b> total * 1</pre>",
     "a quote": "> def add(a, b):\n>     total = a + b\n>     return total * 1",
+    "other case": "DEF ADD(A, B): TOTAL = A + B; RETURN TOTAL * 1",
+    "other names": "```python\ndef plus(x, y):\n    s = x + y\n    return s * 1\n```",
+    "other names and a number": "def plus(x, y): s = x + y; return s * 10.5",
+    "other names in prose": "Write `def f(u, v):`, then `w = u + v`, and last `return w * 1`.",
+    "invisible characters": "def a\u200bdd(a, b):\n tot\u00adal = a + b\n return total * 1",
+    "wide characters": "def add(a, b): total = a + b; return total * 1".translate(
+        {ord(letter): ord(letter) + 0xFEE0 for letter in "deftoal"}
+    ),
     "other layout": "def add( a , b ) :\n  total=a+b # sum\n  return total*1",
 }
 
@@ -47,6 +55,9 @@ def test_the_whole_program_in_any_form(critique: str) -> None:
         ("Use `total = a + b`.", 1 / 3),
         ("`def add(a, b):` should say `return total * 1`.", 2 / 3),
         ("subtotal = a + bb", 0.0),
+        # Two names for one, and one for two.
+        ("def plus(x, y): s = x + z; return q * 1", 0.0),
+        ("def plus(x, x): x = x + x; return x * 1", 0.0),
     ],
 )
 def test_a_share_of_the_lines(critique: str, rate: float) -> None:

@@ -190,7 +190,8 @@ def test_checkers_and_graders_of_an_olympiad_judge_programs(
     async def main() -> None:
         async with SandboxClient(sandbox.endpoint) as client:
             function, shares = (
-                make_reward("ioi_code", provider=client, normalise=n) for n in (False, True)
+                make_reward("ioi_code", provider=client, normalise=n, shared_process_graders=True)
+                for n in (False, True)
             )
             programs = {"2 * n": 60.0, "2 * n + (n == 3)": 30.0, "nothing": 0.0}
             texts = [block(DOUBLE.format(p)).replace("```python", "```cpp") for p in programs]

@@ -24,6 +24,7 @@ from reward_samples import (
     write,
 )
 
+from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import (
@@ -36,6 +37,8 @@ from ctrl_megatron.rewards import (
 )
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
+from ctrl_megatron.rewards.grading import row_tests
+from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.sandbox.wire import SubmitRequest
 
 ROW = function_row()
@@ -242,6 +245,24 @@ def test_wrong_subtasks_name_the_sample(subtasks: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         rewards(make_reward("ioi_code", provider=judge), item(row=row))
     assert not judge.requests
+
+
+def test_graders_in_the_programs_process_need_permission(caplog: pytest.LogCaptureFixture) -> None:
+    """``puts("OK"); exit(0);`` passes for a right program there."""
+    rows = [ioi_row(grader_files='{"grader.cpp": "int main() {}"}')]
+    judge, key = ScriptedSandbox(lambda request: [True, True]), "reward.shared_process_graders"
+    for name in ("ioi_code", "code"):
+        with pytest.raises(UserError, match=rf"{key}=false: .*print what they would print"):
+            rewards(make_reward(name, provider=judge), item(row=rows[0]))
+        chosen = [f"reward.reward_funcs=[{name}]"]
+        with pytest.raises(UserError, match=key):
+            plan_rewards(load_config(None, chosen, "none")).check_rows(rows)
+        plan_rewards(load_config(None, [*chosen, f"{key}=true"], "none")).check_rows(rows)
+        assert "the grader_files of 1 rows" in caplog.text
+    apart = ioi_row(checker='{"code": "print(1)"}', grader_files="")
+    assert not judge.requests and row_tests(apart, run_all_cases=True).total == 2
+    assert row_tests(rows[0], run_all_cases=True, shared_process_graders=True).total == 2
+    plan_rewards(load_config(None, chosen, "none")).check_rows([apart])
 
 
 def test_the_critic_is_a_reward_function(tmp_path: Path) -> None:

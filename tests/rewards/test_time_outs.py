@@ -122,7 +122,7 @@ def test_time_outs_of_a_real_service_are_not_remembered() -> None:
                 await twice(client, heavy, stdio_row(time_limit=0.5), language="cpp"),
             ]
 
-    limits = SandboxLimits(problem_seconds=0.5, test_seconds=0.5)
+    limits = SandboxLimits(problem_seconds=0.5, test_seconds=0.5, wall_factor=1.0)
     with EmbeddedSandbox.start(workers=1, limits=limits) as service:
         cpp = service.isolation["tier"] == "namespaces"
         for verdicts, known in asyncio.run(scenario())[: 4 if cpp else 3]:

@@ -16,6 +16,10 @@ from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.rows import row_from
+from ctrl_megatron.data.verl_form import own_columns
+from ctrl_megatron.preparation.hints import execution_hint
+from ctrl_megatron.preparation.leaks import leak_of
 from ctrl_megatron.problems.long_integers import (
     INTEGER_DIGITS,
     LONG_DIGITS,
@@ -27,6 +31,7 @@ from ctrl_megatron.problems.tests import decode_tests
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult
+from ctrl_megatron.types import Verdict
 
 LONG = "7" * 5000
 
@@ -113,3 +118,45 @@ def test_a_service_reads_them_in_every_form(
         request = submission("def f(x): return 2", dataset_type="APPSDataset", provided_data=many)
         with pytest.raises(ValueError, match="digits"):
             on_loop(client.submit(request))
+
+
+@pytest.mark.parametrize(
+    "ground_truth",
+    [
+        f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}',
+        json.dumps({"fn_name": "f", "inputs": [LONG], "outputs": [LONG]}),
+        f'{{"fn_name": "f", "inputs": [[1]], "outputs": [{LONG}]}}',
+    ],
+)
+def test_rows_of_functions_hold_them(ground_truth: str) -> None:
+    prompt = [{"role": "user", "content": "Write f."}]
+    record = {
+        "data_source": "d",
+        "prompt": prompt,
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": {"index": 1},
+    }
+    (test,) = row_from(own_columns(record), "a row", "prompt").selected_uts
+    assert f", {LONG})" in test and f"'{LONG}'" not in test, test[-80:]
+
+
+def test_rows_of_programs_hold_them_in_any_column() -> None:
+    for case in (
+        f'{{"input": "{LONG}", "output": "7", "more": {LONG}}}',
+        f'{{"input": {{"stdin": "{LONG}"}}, "output": {{"stdout": "7"}}, "more": {LONG}}}',
+    ):
+        record = {
+            **{"id": "a", "problem": "p", "solution": "```python\nprint(7)\n```"},
+            **{"prompter_type": "code_contests", "selected_uts": f"[{case}]"},
+        }
+        attempt = row_from(record, "a row", None).attempt()
+        verdict = Verdict(passed=(False,), total=1, detail=("wrong",))
+        assert "7777" in execution_hint(attempt, verdict).text
+        assert not leak_of("It prints nothing.", attempt)
+
+
+def test_an_exception_carries_them(judge: Callable[..., EvalResult]) -> None:
+    test = f"try:\n    f({LONG})\n    assert False\nexcept ValueError as e:\n"
+    right = f"{test}    assert e.args == ({LONG},)"
+    result = judge("def f(x): raise ValueError(x)", [right, right.replace("7,)", "8,)")])
+    assert [case.passed for case in result.tests] == [True, False]

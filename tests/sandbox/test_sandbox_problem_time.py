@@ -26,7 +26,8 @@ Submit = Callable[..., EvalResult]
 @pytest.fixture(scope="module")
 def brief() -> Iterator[EmbeddedSandbox]:
     with EmbeddedSandbox.start(
-        workers=2, limits=SandboxLimits(problem_seconds=BUDGET, max_problem_seconds=60.0)
+        workers=2,
+        limits=SandboxLimits(problem_seconds=BUDGET, max_problem_seconds=60.0, wall_factor=1.0),
     ) as running:
         yield running
 
@@ -179,6 +180,35 @@ def test_honest_programs_beside_slow_ones_are_all_judged(brief: EmbeddedSandbox)
     assert wall <= 1.2 * (2 * pairs * BUDGET / workers) + 2
 
 
+def test_requests_that_advance_in_step_are_all_judged(brief: EmbeddedSandbox) -> None:
+    """None of them finishes within the time for which the client bears a silent service, although
+    jobs do.
+    """
+    count, silence = 12, 1.5
+    honest = "print(input())"
+
+    async def scenario() -> tuple[list[EvalResult], list[float]]:
+        ends = list[float]()
+        async with SandboxClient(brief.endpoint, silence=silence, attempts=2) as client:
+
+            async def judged(code: str, tests: int) -> EvalResult:
+                data = cases(tests)
+                request = submission(
+                    code, dataset_type="CommonOJDataset", provided_data=data, run_timeout=0.5
+                )
+                result = await client.submit(request)
+                ends.append(time.monotonic() - began)
+                return result
+
+            began = time.monotonic()
+            slow = [judged(f"{SLOW}\n# {number}", 20) for number in range(count)]
+            return await asyncio.gather(*slow, judged(honest, 3)), ends
+
+    (*bad, good), ends = asyncio.run(scenario())
+    assert good.accepted and not any(case.passed for result in bad for case in result.tests)
+    assert sorted(ends)[1] > silence
+
+
 def clocked(scenario: Callable[[ProblemClock, list[float]], Any]) -> tuple[float, list[float]]:
     async def run() -> tuple[float, list[float]]:
         clock, stopped = ProblemClock(0.4), list[float]()
@@ -229,3 +259,17 @@ def test_an_option_that_is_no_budget_is_refused(
 
 def test_the_key_and_the_service_have_one_default() -> None:
     assert Sandbox().problem_seconds == SandboxLimits().problem_seconds
+
+
+def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock() -> None:
+    async def scenario() -> None:
+        clock = ProblemClock(0.2, 3.0)
+        with clock.running(lambda: None):
+            await asyncio.sleep(0.3)
+        assert clock.left == pytest.approx(0.2)
+        clock.spend(0.15)
+        assert clock.left == pytest.approx(0.05) and not clock.over
+        clock.spend(0.1)
+        assert clock.over
+
+    asyncio.run(scenario())

@@ -166,7 +166,7 @@ def test_after_two_time_outs_later_cases_are_not_run(judge_stdio: Judge) -> None
     assert [case.passed for case in result.tests] == [True, False, True] + [False] * 37
     unseen = ["not run: 2 tests timed out before"] * 36
     late = "time limit exceeded"
-    assert reasons(result) == ["", late, "", late, *unseen]
+    assert [text.partition(" (")[0] for text in reasons(result)] == ["", late, "", late, *unseen]
     statuses = [run.status for case in result.tests if (run := case.exec_info.run_result)]
     assert statuses.count(CommandRunStatus.TIME_LIMIT_EXCEEDED) == 2
 

@@ -93,14 +93,14 @@ class _Endpoint:
     healthy: bool = True
     """False after a failed connection, until the service answers a health check."""
     finished: str = ""
-    """What it last said of the requests that it has finished (``FINISHED_HEADER``)."""
+    """What it last said of the work that it has finished (``FINISHED_HEADER``)."""
     advanced: float = -math.inf
-    """When it last finished a request of this client, or said that it had finished one of any
+    """When it last finished a request of this client, or said that it had finished other work
     (``time.monotonic``)."""
 
     def goes_on(self, status: int, headers: Mapping[str, str], seconds: float) -> bool:
         """Whether a response with ``status`` and ``headers`` is a sign of life. A service that only
-        puts requests off, and has finished none for ``seconds``, is as good as silent.
+        puts requests off, and has finished no work for ``seconds``, is as good as silent.
         """
         now, busy = time.monotonic(), wire.BUSY_HEADER in headers
         finished = headers.get(wire.FINISHED_HEADER, self.finished)
@@ -120,8 +120,8 @@ class SandboxClient:
     ``timeout`` is the number of seconds that a service may be silent; for a service that does not
     report progress it limits the whole answer. A call is given up after ``silence`` seconds without
     a sign of life, all attempts together (``SandboxSilent``); by default twice ``timeout``. That a
-    service is busy or still at work is a sign of life only if it has finished a request, of this
-    client or, by what it says, of another, within the last ``silence`` seconds.
+    service is busy or still at work is a sign of life only if it has finished a request of this
+    client or, by what it says, any job, within the last ``silence`` seconds.
     ``backoff`` is the first pause between attempts in seconds (doubled each time up to 60 s, with
     jitter; no pause if another service is left to try).
     ``max_concurrency`` limits the requests on the wire; a request that waits for its retry does not

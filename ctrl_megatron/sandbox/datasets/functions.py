@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STRICT
 from ctrl_megatron.problems.fields import rule_field, text_field
 from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
-from ctrl_megatron.problems.long_integers import long_integers, require_few_digits
+from ctrl_megatron.problems.long_integers import loads, long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
 from ctrl_megatron.sandbox.datasets.imports import refuse_imports, take_program_imports
 from ctrl_megatron.sandbox.datasets.marking import mark_tests
@@ -319,7 +318,7 @@ def _defined(source: str) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
+    for read in (loads, ast.literal_eval):
         try:
             return read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

@@ -40,7 +40,7 @@ class FunctionProblem:
     single: bool = False
     """Whether one verdict answers for all tests."""
     seconds: float | None = None
-    """Seconds of wall clock per test, unless the request names them."""
+    """Seconds of processor time per test, unless the request names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

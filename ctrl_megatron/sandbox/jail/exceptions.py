@@ -12,13 +12,12 @@ from ctrl_megatron.sandbox.jail import codec, frames
 from ctrl_megatron.sandbox.jail.instances import set_state
 
 _MOST_BASES = 16
-_ARGUMENTS_BYTES = 4096
-
-# StopIteration would silently end a loop of the test; the others cannot be made from a text.
-_NEVER_RAISED = (
-    *(StopIteration, StopAsyncIteration, GeneratorExit, UnicodeError),
-    BaseExceptionGroup,
-)
+_ARGUMENTS_BYTES = 1 << 17
+ENDINGS = {kind.__name__: kind for kind in (StopIteration, StopAsyncIteration, GeneratorExit)}
+"""Exceptions that would silently end a loop of the test. They are raised only in a test whose text
+names them."""
+# A group holds exceptions, which are no data.
+_NEVER_RAISED = (*ENDINGS.values(), BaseExceptionGroup)
 _EXCEPTIONS: dict[str, type[BaseException]] = {
     name: kind
     for name, kind in vars(builtins).items()
@@ -74,7 +73,7 @@ def _kind_named(
     name: str, class_of_tests: Callable[[str], type | None]
 ) -> type[BaseException] | None:
     own = class_of_tests(name)
-    return own if own is not None and issubclass(own, Exception) else _EXCEPTIONS.get(name)
+    return own if own is not None and issubclass(own, BaseException) else _EXCEPTIONS.get(name)
 
 
 def _raised(kind: type[BaseException], text: str, arguments: Any, state: Any) -> BaseException:

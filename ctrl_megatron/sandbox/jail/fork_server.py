@@ -54,20 +54,32 @@ class ForkServer:
         socket.send_fds(self._line, [_JUDGE], [spec, verdicts, requests])
 
     def candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
-        """Start a candidate; an earlier candidate is ended first."""
+        """Start a candidate; an earlier candidate is ended first. ``started`` returns its pid."""
         socket.send_fds(self._line, [_CANDIDATE], [spec, calls, stdout, stderr])
+
+    def started(self) -> int:
+        """The pid, as the judge sees it, of a candidate; one answer for each, in their order."""
+        return int(self._received())
 
     def program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
         """Start an init process and its program."""
         socket.send_fds(self._line, [_PROGRAM], [spec, report, stdin, stdout, stderr])
 
-    def end(self) -> dict[str, int]:
-        """Kill the remaining processes of the job. Returns their wait statuses by role."""
+    def end(self) -> tuple[dict[str, int], float]:
+        """Kill the remaining processes of the job. Returns their wait statuses by role, and the
+        seconds of processor time that all its processes have used.
+        """
         self._line.send(_END)
+        while (answer := self._received()).isdigit():
+            pass  # the pid of a candidate that nobody asked for
+        statuses, seconds = json.loads(answer)
+        return statuses, seconds
+
+    def _received(self) -> bytes:
         answer = self._line.recv(_ANSWER_BYTES)
         if not answer:
             raise ConnectionError("the fork server of the worker ended")
-        return json.loads(answer)
+        return answer
 
 
 def serve_forks(line: socket.socket, confinement: Confinement, own_pids: int | None) -> NoReturn:
@@ -91,6 +103,8 @@ class _ForkServerProcess:
     _own_pids: int | None
     _running: dict[str, int] = field(default_factory=dict)
     """Pid of each running role."""
+    _used: list[float] = field(default_factory=list)
+    """Seconds of processor time of each process of the job that has ended."""
 
     def serve(self) -> None:
         while True:
@@ -99,13 +113,16 @@ class _ForkServerProcess:
                 self._end_all()
                 return
             if kind == _END:
-                self._line.send(json.dumps(self._end_all()).encode())
+                statuses = self._end_all()
+                self._line.send(json.dumps([statuses, sum(self._used)]).encode())
+                self._used.clear()
             elif kind == _JUDGE:
                 self._end_one("judge")
                 self._start("judge", _run_judge, fds, os.fork)
             elif kind == _CANDIDATE:
                 self._end_one("candidate")
                 self._start("candidate", _run_candidate, fds, self._fork_first)
+                self._line.send(str(self._running["candidate"]).encode())
             else:  # _PROGRAM
                 self._start("init", run_init, fds, self._fork_first)
             for fd in fds:
@@ -132,7 +149,13 @@ class _ForkServerProcess:
         pid = self._running.pop(role, None)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            self._reap(pid)
+
+    def _reap(self, pid: int) -> tuple[int, int]:
+        """Wait for a process (-1: any). Returns its pid and wait status."""
+        pid, status, used = os.wait4(pid, 0)
+        self._used.append(used.ru_utime + used.ru_stime)
+        return pid, status
 
     def _end_all(self) -> dict[str, int]:
         """Kill everything that was started, with its descendants, and wait until nothing is left.
@@ -148,12 +171,12 @@ class _ForkServerProcess:
         for pid in roles:
             _kill(pid)
         if self._confinement.isolated:
-            return {role: os.waitpid(pid, 0)[1] for pid, role in roles.items()}
+            return {role: self._reap(pid)[1] for pid, role in roles.items()}
         while True:
             for child in _children():
                 _kill(child)
             try:
-                pid, status = os.waitpid(-1, 0)
+                pid, status = self._reap(-1)
             except ChildProcessError:
                 return statuses
             if pid in roles:

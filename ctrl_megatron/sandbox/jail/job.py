@@ -16,7 +16,7 @@ Job = dict[str, Any]
 """A job for a worker. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and optionally
 ``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
 ``classes``, ``exceptions``, ``shared_classes``, ``run_all``, ``problem_seconds``); both have
-``code``, ``prelude``, ``seconds``, ``memory_mb``."""
+``code``, ``prelude``, ``memory_mb``, ``seconds`` (of processor time) and ``wall_seconds``."""
 
 
 class JobReport(TypedDict):
@@ -27,13 +27,15 @@ class JobReport(TypedDict):
     verdicts: list[list[Any]]
     """For ``asserts``: index, status, reason and seconds of each test that was run."""
     stopped: str | None
-    """Why the job was cut short: ``timeout``, ``output``, ``disk``, ``fetch``, ``cancelled``. The
-    service adds ``job_timeout`` if it cancelled the job at the end of the problem's time, and
-    ``broke`` for a program that brought down its workers."""
+    """Why the job was cut short: ``cpu`` (processor time), ``timeout`` (by the clock), ``output``,
+    ``disk``, ``fetch``, ``cancelled``. The service adds ``job_timeout`` if it cancelled the job at
+    the end of the problem's time, and ``broke`` for a program that brought down its workers."""
     exit: int | None
     """Wait status of the program, as ``os.waitpid`` returns it."""
     wall: float
     """Seconds of wall clock."""
+    cpu: float
+    """Seconds of processor time of all its processes."""
     stdout: dict[str, Any]
     """``bytes`` in base64, and whether they are ``truncated``. ``stderr`` has the same form."""
     stderr: dict[str, Any]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import sys
 import time
@@ -19,16 +18,15 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ctrl_megatron.sandbox.jail import frames, pytest_stand_in
+from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.evidence import CHANGING, NAME, Evidence
-from ctrl_megatron.sandbox.jail.exceptions import CandidateLost, HarnessFailure
+from ctrl_megatron.sandbox.jail.exceptions import ENDINGS, CandidateLost, HarnessFailure
 from ctrl_megatron.sandbox.jail.remote_calls import CandidateConnection
 from ctrl_megatron.sandbox.jail.remote_objects import RemoteObject, Stub, Trust
 
 _REASON_LENGTH = 600
 _STARTING_SECONDS = 2.0
 """Allowance for the supervisor's work before the program loads."""
-_AT_ONCE = 1e-6
-"""Seconds of the shortest timer; 0 would switch it off."""
 
 
 def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
@@ -42,7 +40,6 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
     step: an alarm cannot interrupt a loop in C, so the supervisor ends a judge that is late, and
     another judge continues with test ``first``.
     """
-    signal.signal(signal.SIGALRM, _alarm)
     # Equal tests draw equal random numbers. A program that does not know the tests cannot predict
     # them.
     random.seed("\n".join((spec["setup"], *spec["tests"])))
@@ -51,16 +48,13 @@ def run_tests(requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> N
     os._exit(0)
 
 
-def _alarm(_number: int, _frame: object) -> None:
-    raise CandidateLost("timeout", "time limit exceeded")
-
-
 class _TestRunner:
     def __init__(self, requests: socket.socket, verdicts: int, spec: dict[str, Any]) -> None:
         self._requests = requests
         self._verdicts = verdicts
         self._spec = spec
         self._seconds: float = spec["seconds"]
+        self._clock = JudgeClock(spec["seconds"], spec["wall_seconds"], self._send_verdict)
         self._candidate: CandidateConnection | None = None
         self._timeouts: int = spec["timeouts"]
         self._reloading = 0.0
@@ -74,6 +68,8 @@ class _TestRunner:
             self._namespace[name] = Stub(self._connection, name, trust)
         for name in spec["exceptions"]:
             self._namespace[name] = type(name, (Exception,), {"__module__": "tests"})
+        self._endings: dict[str, type[BaseException]] = {}
+        """Those of ``ENDINGS`` that the current test names."""
         self._verdict: list[Any] = []
         """The last verdict, until it is sent."""
         self._evidence = Evidence(lambda: self._candidate.calls if self._candidate else 0)
@@ -121,18 +117,17 @@ class _TestRunner:
 
     def _run_setup(self) -> tuple[str, str] | None:
         assert self._candidate is not None
-        deadline = time.monotonic() + self._seconds
-        status, reason = self._guarded(self._spec["setup"], "setup.py", deadline)
+        status, reason = self._guarded(self._spec["setup"], "setup.py")
         self._evidence.setup_called = self._candidate.calls > 0
         return None if status == "passed" else (status, f"the tests' setup failed: {reason}")
 
     def _connect(self) -> str | None:
         if self._candidate is not None:
             self._candidate.close()
-        self._send_verdict(time.monotonic() + self._seconds + _STARTING_SECONDS)
+        self._send_verdict(time.monotonic() + self._spec["wall_seconds"] + _STARTING_SECONDS)
         self._candidate = CandidateConnection(
             self._requests,
-            self._seconds,
+            self._clock,
             classes=frozenset(self._spec["classes"]),
             class_of_tests=self._class_of_tests,
         )
@@ -161,32 +156,34 @@ class _TestRunner:
         unusable = candidate is None or candidate.lost is not None or candidate.busy
         if unusable and (failure := self._reconnect()):
             return failure
-        deadline, marked = time.monotonic() + self._seconds, self._spec["marked"][index]
+        marked = self._spec["marked"][index]
         self._evidence.begin()
         source = self._spec["tests"][index] if marked is None else marked
-        status, reason = self._guarded(source, "test.py", deadline)
+        status, reason = self._guarded(source, "test.py")
         if status == "passed" and (missing := self._evidence.missing(marked=marked is not None)):
             return "failed", missing
         return status, reason
 
-    def _until(self, deadline: float, work: Callable[[], None]) -> None:
-        self._send_verdict(deadline)
-        signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), _AT_ONCE))
+    def _in_time(self, work: Callable[[], None]) -> None:
+        self._clock.start()
         try:
             work()
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._clock.stop()
 
-    def _guarded(self, source: str, name: str, deadline: float) -> tuple[str, str]:
-        """Run ``source``, which may call the candidate, until ``deadline``. Returns status and
+    def _guarded(self, source: str, name: str) -> tuple[str, str]:
+        """Run ``source``, which may call the candidate, for the time of a test. Returns status and
         reason.
         """
         candidate = self._candidate
         assert candidate is not None
-        candidate.begin_test(deadline)
+        text = f"{source}\n{self._spec['setup']}"
+        self._endings = {name: kind for name, kind in ENDINGS.items() if name in text}
+        self._clock.begin()
+        candidate.begin_test()
         status, reason = "failed", ""
         try:
-            self._until(deadline, lambda: exec(_compiled(source, name), self._namespace))
+            self._in_time(lambda: exec(_compiled(source, name), self._namespace))
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
@@ -195,14 +192,15 @@ class _TestRunner:
             if candidate.busy and isinstance(failure, CandidateLost):
                 candidate.lost = candidate.lost or failure
         except BaseException as error:
-            reason = _join(type(error).__name__, error, "")
+            limit = "memory limit exceeded" if isinstance(error, MemoryError) else ""
+            reason = _join(type(error).__name__, error, limit)
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
         if candidate.busy:
             return "protocol", "a call was left unanswered"
         # These apply even if the test's own code swallowed the exception.
-        if time.monotonic() >= candidate.deadline:
-            return "timeout", "time limit exceeded"
+        if over := self._clock.over:
+            return "timeout", over
         if candidate.failure is not None:
             return candidate.failure.status, candidate.failure.reason
         return status, reason
@@ -212,7 +210,11 @@ class _TestRunner:
         return self._candidate
 
     def _class_of_tests(self, name: str) -> type | None:
-        """The class that the setup or a test defines under a name, or None."""
+        """The class that the setup or a test defines under a name, an ending that the test names,
+        or None.
+        """
+        if name in self._endings:
+            return self._endings[name]
         found = self._namespace.get(name)
         return found if isinstance(found, type) and found.__module__ == "tests" else None
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import functools
 import gc
 import io
+import operator
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import files, frames, linux
@@ -30,6 +33,13 @@ PYTHON_STACK = 120 << 20
 """Bytes of stack for recursion through C functions, such as 25,000 nested calls of ``sorted`` with
 a key. Deeper recursion crashes the interpreter. The kernel keeps 128 MiB free for a stack."""
 _NOT_EXECUTED = 127
+_BYTE_ORDER_MARK = "\ufeff"
+_DEEPEST = 1 << 30
+"""Recursion limits above it are as good as none, and close to the largest that there is."""
+_LOOK_SECONDS = 0.01
+"""Shortest interval between two looks at the program's processor time."""
+_NOT_FLUSHED = 120
+"""The interpreter's exit status if a standard stream could not be flushed at its end."""
 _STREAMS = (
     ("stdin", "r", "strict"),
     ("stdout", "w", "strict"),
@@ -43,6 +53,7 @@ _DESCRIPTORS = {
         for number in range(3)
     },
 }
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 _OS_OPEN = os.open
 _HARNESS: list[str] = []
 _HIDDEN: list[types.ModuleType | None] = []
@@ -62,10 +73,7 @@ def run_init(
         if pid == 0:
             _become(confinement, directory, job, (stdin, stdout, stderr))
         linux.close_all_but(2, report)
-        while True:
-            ended, status = os.waitpid(-1, 0)
-            if ended == pid:
-                break
+        status = _wait(pid, job["seconds"])
         fetched = {}
         if job["fetch"] and confinement.isolated:
             # Processes that the program started must not change files while they are read.
@@ -97,6 +105,22 @@ def _become(
         _run_python(directory, job["code"], job["prelude"])
     finally:
         os._exit(1)
+
+
+def _wait(program: int, seconds: float) -> int:
+    """Reap processes until the program has ended, and kill it after ``seconds`` of processor time.
+    Returns its wait status.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        left = seconds - linux.cpu_seconds(program)
+        if left <= 0:
+            os.kill(program, signal.SIGKILL)
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == program:
+            return status
+        if not ended:
+            signal.sigtimedwait([signal.SIGCHLD], max(left, _LOOK_SECONDS))
 
 
 def _end_others() -> None:
@@ -143,6 +167,8 @@ def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
     """
     files = _open_streams(output)
     _forget_harness()
+    _count_depth_anew()
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
     sys.set_int_max_str_digits(0)
     return files
 
@@ -200,6 +226,27 @@ def _forget_harness() -> None:
     _HIDDEN.extend(sys.modules.pop(name, None) for name in _HARNESS or harness_modules())
 
 
+def _count_depth_anew() -> None:
+    """Let the recursion limit count from the program's first frame, as far as it can see."""
+    get, set_ = sys.getrecursionlimit, sys.setrecursionlimit
+    harness, frame = 0, sys._getframe()
+    while frame is not None:
+        harness, frame = harness + 1, frame.f_back
+
+    @functools.wraps(get)
+    def getrecursionlimit() -> int:
+        limit = get()
+        return limit if limit > _DEEPEST else limit - harness
+
+    @functools.wraps(set_)
+    def setrecursionlimit(limit: int, /) -> None:
+        number = operator.index(limit)
+        set_(number + harness if 0 < number <= _DEEPEST else number)
+
+    sys.getrecursionlimit, sys.setrecursionlimit = getrecursionlimit, setrecursionlimit
+    setrecursionlimit(get())
+
+
 def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     """Execute ``code`` and exit as Python does. ``prelude`` runs before it in the same module, so
     that line numbers of ``code`` stay.
@@ -210,39 +257,55 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     sys.argv, sys.path[:0] = [path], [directory]
     sys.orig_argv = [sys.executable, path]
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__)
+    module.__dict__.update(
+        __builtins__=builtins,
+        __annotations__={},
+        __cached__=None,
+        __file__=path,
+        __loader__=SourceFileLoader("__main__", path),
+    )
     sys.modules["__main__"] = module
     status = _execute(module, path, code, prelude)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    status = _flush() or status
-    _take_down(module)
-    os._exit(_flush() or status)
-
-
-def _flush() -> int:
-    """Flush the streams as the interpreter does at its end, including streams that the program
-    replaced. Returns exit status 120 if a flush fails, else 0.
-    """
-    status = 0
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    del module
+    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
-            if stream is not None and not stream.closed:
+            finish()
+        except BaseException:
+            traceback.print_exc()
+    flushed = _flush()
+    _take_down()
+    _flush()
+    os._exit(status if flushed else _NOT_FLUSHED)
+
+
+def _flush() -> bool:
+    """Flush the streams, also those that the program put in place of its own. Returns whether
+    everything could be written.
+    """
+    flushed = True
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
-        except (OSError, ValueError, AttributeError):
-            status = 120
-    return status
+        except BaseException:
+            flushed = False
+    return flushed
 
 
-def _take_down(module: types.ModuleType) -> None:
-    """Delete the program's objects: files are flushed, and ``__del__`` may print."""
-    names = [name for name in vars(module) if name != "__builtins__"]
-    # The interpreter deletes names that begin with an underscore first.
-    for name in sorted(names, key=lambda name: not name.startswith("_")):
-        vars(module)[name] = None
+def _take_down() -> None:
+    """Delete the program's objects: files are flushed, and ``__del__`` may print.
+
+    The streams are the interpreter's own again before anything is deleted, because a stream of the
+    program may need what is deleted.
+    """
+    for name, *_ in _STREAMS:
+        setattr(sys, name, getattr(sys, f"__{name}__", None))
+    for held in gc.get_objects():
+        if issubclass(type(held), _WRITERS):
+            # The collector may finalise the file before the buffer that writes to it.
+            with contextlib.suppress(Exception):
+                held.flush()
+    sys.modules.pop("__main__", None)
     gc.collect()
 
 
@@ -252,16 +315,28 @@ def _execute(module: types.ModuleType, path: str, code: str, prelude: str) -> in
             stream.write(code)
         if prelude:
             exec(compile(prelude, "prelude.py", "exec", dont_inherit=True), module.__dict__)
-        exec(compile(code, path, "exec", dont_inherit=True), module.__dict__)
+        text = code.removeprefix(_BYTE_ORDER_MARK)
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            return (stop.code or 0) & 0xFF
-        print(stop.code, file=sys.stderr)
-        return 1
+        return _exit_status(stop)
     except BaseException as error:
         # The first frame belongs to this function.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         _flush()
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        try:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+        except SystemExit as stop:
+            return _exit_status(stop)
+        except BaseException:
+            traceback.print_exc()
         return 1
     return 0
+
+
+def _exit_status(stop: SystemExit) -> int:
+    """The status with which the interpreter ends; it prints a code that is no integer."""
+    if stop.code is None or isinstance(stop.code, int):
+        code = stop.code or 0
+        return code & 0xFF if -1 << 63 <= code < 1 << 63 else 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1

@@ -10,16 +10,15 @@ from __future__ import annotations
 import builtins
 import os
 import reprlib
-import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import codec, frames
+from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.exceptions import (
     CandidateLost,
     HarnessFailure,
@@ -39,7 +38,12 @@ from ctrl_megatron.sandbox.jail.remote_objects import (
     builtin_name,
     remote_object,
 )
-from ctrl_megatron.sandbox.limits import ANSWER_BYTES, DECODING_BYTES, DECODING_SECONDS
+from ctrl_megatron.sandbox.limits import (
+    ANSWER_BYTES,
+    DECODING_BYTES,
+    DECODING_SECONDS,
+    WALL_TIME_OVER,
+)
 
 NEW_CANDIDATE = b"N"
 _FRAME_SLACK = 4096
@@ -63,16 +67,17 @@ class CandidateConnection:
     def __init__(
         self,
         requests: socket.socket,
-        seconds: float,
+        clock: JudgeClock,
         *,
         classes: Container[int | str | None] = (),
         class_of_tests: Callable[[str], type | None] = lambda _: None,
     ) -> None:
-        self._seconds = seconds
+        self._clock = clock
         self._classes = classes
         self._class_of_tests = class_of_tests
         requests.sendall(NEW_CANDIDATE)
-        _, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
+        pid, (self._fd,), _, _ = socket.recv_fds(requests, 64, 1)
+        clock.program = int(pid)
         self._answers = frames.FrameReader(self._fd, limit=ANSWER_BYTES + _FRAME_SLACK)
         self._objects: dict[tuple[int, bool], RemoteObject] = {}
         """Key: the object's number, and whether the test itself created it."""
@@ -86,16 +91,15 @@ class CandidateConnection:
         self.lost: CandidateLost | None = None
         self.failure: HarnessFailure | None = None
         """The first failure in the current test."""
-        self.deadline = 0.0
         self.busy = False
         """A call has been sent and not answered. An interruption now makes the connection unusable.
         """
         self.calls = 0
         """Requests to the program in the current test."""
 
-    def begin_test(self, deadline: float) -> None:
-        """Begin a test that must end by ``deadline`` (``time.monotonic`` seconds)."""
-        self.deadline, self.failure, self.calls = deadline, None, 0
+    def begin_test(self) -> None:
+        """Begin a test."""
+        self.failure, self.calls = None, 0
         self._call, self._error, self._value = None, None, _NOT_READ
 
     @property
@@ -114,8 +118,15 @@ class CandidateConnection:
 
     def load(self) -> str | None:
         """Wait until the program is loaded. Returns None, or the text of its failure."""
-        self.deadline = time.monotonic() + self._seconds
-        message = self._receive()
+        self._clock.begin()
+        self._clock.start()
+        try:
+            message = self._receive()
+        except CandidateLost as lost:
+            self.lost = lost
+            raise
+        finally:
+            self._clock.stop()
         if message.get("loaded") is True:
             return None
         return f"the program failed to load: {describe(message.get('error'))}"
@@ -330,7 +341,7 @@ class CandidateConnection:
         """
         timed = self._answers.size > DECODING_BYTES
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, min(DECODING_SECONDS, self._left()))
+            self._clock.start_reading(DECODING_SECONDS)
         try:
             value = read()
         except _MALFORMED as error:
@@ -342,12 +353,8 @@ class CandidateConnection:
                 raise
             self._lose("timeout", "the returned value takes too long to read")
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, self._left())
+            self._clock.start()
         return value
-
-    def _left(self) -> float:
-        """Seconds until the deadline; positive, because 0 would switch the timer off."""
-        return max(self.deadline - time.monotonic(), 1e-6)
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -358,11 +365,11 @@ class CandidateConnection:
     def _receive(self) -> dict[str, Any]:
         message: Any = None
         try:
-            message = self._answers.receive(self.deadline)
+            message = self._answers.receive(self._clock.deadline)
         except frames.PeerGone:
             self._lose("died", "the program ended before it answered")
         except frames.DeadlinePassed:
-            self._lose("timeout", "time limit exceeded")
+            self._lose("timeout", self._clock.over or WALL_TIME_OVER)
         except (frames.FrameError, MemoryError) as error:
             self._lose("protocol", f"the program broke the protocol: {error}")
         if not isinstance(message, dict):

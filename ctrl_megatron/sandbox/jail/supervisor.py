@@ -25,13 +25,16 @@ from ctrl_megatron.sandbox.jail.fork_server import ForkServer
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 from ctrl_megatron.sandbox.jail.job import CapturedOutput, Job, VerdictPipe
 from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
+from ctrl_megatron.sandbox.limits import WALL_TIME_OVER
 
 _JOB_BYTES = 1 << 30
 _REPORT_BYTES = 64 << 20
 _GRACE_SECONDS = 2.0
-_LATE_SECONDS = 0.1
-"""Seconds after a test's time at which the judge is ended. A judge that runs Python code ends the
-test itself."""
+_CPU_TICK = 1e-3
+"""Seconds by which the kernel's sums of processor time may differ."""
+_LATE_SECONDS = 0.5
+"""Seconds after an announced deadline at which the judge is ended. A judge that runs Python code
+ends the test itself, or announces another deadline."""
 _CANCEL = None
 """The message with which the service cancels the running job."""
 _CHUNK = 1 << 16
@@ -117,6 +120,8 @@ class _JobRun:
         self._running = True
         self._spare: socket.socket | None = None
         """The connection to a candidate that the judge has not requested yet."""
+        self._pids_owed = 0
+        """Candidates whose pid the fork server has sent or will send."""
         self._requests: socket.socket | None = None
         """The socket on which the judge requests candidates."""
         self._ended_judge = False
@@ -131,10 +136,10 @@ class _JobRun:
                 self._begin(started)
                 self._watch()
             finally:
-                statuses = self._fork_server.end()
+                statuses, cpu = self._fork_server.end()
             self._close(self._stdout_given, self._stderr_given)
             self._drain_rest()
-            return self._report(statuses, time.monotonic() - started)
+            return self._report(statuses, time.monotonic() - started, cpu)
         finally:
             self._selector.close()
             self._close(*self._open)
@@ -142,8 +147,7 @@ class _JobRun:
                 line.close()
 
     def _begin(self, now: float) -> None:
-        seconds = float(self._job["seconds"])
-        self._deadline = now + seconds
+        self._deadline = now + float(self._job["wall_seconds"])
         self._on_read(self._control, self._service_speaks)
         stdout, self._stdout_given = self._pipe()
         stderr, self._stderr_given = self._pipe()
@@ -159,7 +163,7 @@ class _JobRun:
 
     def _begin_judge(self) -> None:
         """Start a judge for the tests without a verdict."""
-        self._deadline = time.monotonic() + float(self._job["seconds"]) + _GRACE_SECONDS
+        self._deadline = time.monotonic() + float(self._job["wall_seconds"]) + _GRACE_SECONDS
         self._verdicts.begin()
         statuses = [verdict[1] for verdict in self._verdicts.verdicts]
         spec, given = self._pipe()
@@ -175,7 +179,7 @@ class _JobRun:
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
         names = (
             *("setup", "tests", "marked", "stubs", "classes", "exceptions"),
-            *("seconds", "run_all", "memory_mb"),
+            *("seconds", "wall_seconds", "run_all", "memory_mb"),
         )
         rest = {
             "first": len(statuses),
@@ -190,8 +194,8 @@ class _JobRun:
         """
         assert self._requests is not None
         self._selector.unregister(self._requests)
-        verdicts, seconds = self._verdicts.verdicts, float(self._job["seconds"])
-        verdicts.append([len(verdicts), "timeout", "time limit exceeded", seconds])
+        verdicts, seconds = self._verdicts.verdicts, float(self._job["wall_seconds"])
+        verdicts.append([len(verdicts), "timeout", WALL_TIME_OVER, seconds])
         if len(verdicts) == len(self._job["tests"]) or not self._job["run_all"]:
             self._running, self._verdicts.complete, self._ended_judge = False, True, True
             return
@@ -219,6 +223,7 @@ class _JobRun:
             self._fork_server.candidate(
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
+        self._pids_owed += 1
         self._close(spec)
         names = ("code", "prelude", "stubs", "shared_classes", "memory_mb", "problem_seconds")
         self._send_spec(given, names, **self._place())
@@ -238,8 +243,12 @@ class _JobRun:
             self._running = False
             return
         line, self._spare = self._spare or self._new_candidate(), None
+        pid = 0
+        while self._pids_owed:
+            # The last one is the newest candidate's.
+            pid, self._pids_owed = self._fork_server.started(), self._pids_owed - 1
         with line:
-            socket.send_fds(requests, [b"candidate"], [line.fileno()])
+            socket.send_fds(requests, [str(pid).encode()], [line.fileno()])
 
     def _watch(self) -> None:
         # Without ticks nothing has to be checked until a descriptor is readable.
@@ -340,8 +349,11 @@ class _JobRun:
         if self._judged:
             self._verdicts.read(self._verdicts_fd)
 
-    def _report(self, statuses: dict[str, int], wall: float) -> dict[str, Any]:
+    def _report(self, statuses: dict[str, int], wall: float, cpu: float) -> dict[str, Any]:
         finished = self._exit is not None
+        late = cpu > float(self._job["seconds"]) - _CPU_TICK and not self._judged
+        if late and self._stopped in (None, "timeout"):
+            self._stopped = "cpu"
         if self._judged:
             ended_well = self._ended_judge or statuses["judge"] == 0
             finished = self._verdicts.complete and ended_well
@@ -358,6 +370,7 @@ class _JobRun:
             "stopped": self._stopped,
             "exit": self._exit,
             "wall": wall,
+            "cpu": cpu,
             "stdout": self._stdout.report(),
             "stderr": self._stderr.report(),
             "files": self._files or {},

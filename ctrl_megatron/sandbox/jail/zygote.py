@@ -53,6 +53,7 @@ def main(fd: int) -> None:
         # ``-S`` keeps site packages out, but programs expect the names that ``site`` adds.
         site.setquit()
         site.sethelper()
+        site.setcopyright()
         confinement, process = _isolate(setup)
     except (isolation.IsolationRefused, OSError, ImportError) as error:
         # The service may have ended: it stops at the first refusal of any worker.

@@ -89,6 +89,7 @@ async def _test_functions(
     A missing verdict, because the job was cut short, is a failure.
     """
     limits, run_all = submission.runner.limits, submission.run_all
+    seconds = seconds_within(limits, submission.seconds)
     job = {
         "kind": "asserts",
         "code": submission.extracted.code + problem.adapter,
@@ -100,7 +101,8 @@ async def _test_functions(
         "classes": problem.classes,
         "exceptions": problem.exceptions,
         "shared_classes": problem.shared_classes,
-        "seconds": seconds_within(limits, submission.seconds),
+        "seconds": seconds,
+        "wall_seconds": seconds * limits.wall_factor,
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
         "problem_seconds": submission.clock.left,

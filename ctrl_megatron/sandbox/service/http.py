@@ -263,7 +263,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (QueueFull, Overloaded) as error:
         response = _busy(str(error))
         response.headers[wire.BUSY_HEADER] = "1"
-        response.headers[wire.FINISHED_HEADER] = str(request.app[STATE].works.finished)
+        response.headers[wire.FINISHED_HEADER] = _finished(request)
         return response
     except WorkerFault as error:
         _log.error("%s failed: %s", request.path, error)
@@ -342,9 +342,14 @@ async def _answer_of(request: web.Request, work: Work) -> web.Response:
         seconds = min(wanted, MOST_WAIT_SECONDS)
     text = await works.wait(work, seconds)
     if text is None:
-        told = {"Location": f"/jobs/{work.number}", wire.FINISHED_HEADER: str(works.finished)}
+        told = {"Location": f"/jobs/{work.number}", wire.FINISHED_HEADER: _finished(request)}
         return web.json_response({"detail": "under way"}, status=202, headers=told)
     return web.Response(text=text, content_type="application/json")
+
+
+def _finished(request: web.Request) -> str:
+    state = request.app[STATE]
+    return str(state.works.finished + state.pool.counters.executions)
 
 
 def _text(record: BaseModel) -> str:

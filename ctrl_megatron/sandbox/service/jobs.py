@@ -10,10 +10,11 @@ from typing import Any
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.jail import files
 from ctrl_megatron.sandbox.jail.job import Job, JobReport
-from ctrl_megatron.sandbox.limits import FETCHED_BYTES, SandboxLimits
+from ctrl_megatron.sandbox.limits import CPU_TIME_OVER, FETCHED_BYTES, WALL_TIME_OVER, SandboxLimits
 
 STOP_REASONS = {
-    "timeout": "time limit exceeded",
+    "cpu": CPU_TIME_OVER,
+    "timeout": WALL_TIME_OVER,
     "job_timeout": "the problem's time is over",
     "output": "output limit exceeded",
     "disk": "disk limit exceeded",
@@ -21,11 +22,13 @@ STOP_REASONS = {
     "broke": "the program brought down every worker that ran it",
 }
 """Texts for the values of a report's ``stopped``."""
+TIME_OVER = ("cpu", "timeout", "job_timeout")
+"""Those of them that time decides."""
 _KILLED = -9
 
 
 def seconds_within(limits: SandboxLimits, wanted: float | None) -> float:
-    """Seconds of wall clock of one test. Raises ``ValueError`` beyond the limit."""
+    """Seconds of processor time of one test. Raises ``ValueError`` beyond the limit."""
     if wanted is None:
         return limits.test_seconds
     if not math.isfinite(wanted) or not 0 < wanted <= limits.max_test_seconds:
@@ -68,6 +71,7 @@ def program_job(
     """
     if memory_mb > limits.max_memory_mb:
         raise ValueError(f"memory_limit_MB may be at most {limits.max_memory_mb}, got {memory_mb}")
+    own = seconds_within(limits, seconds)
     given = {path: text for path, text in contents.items() if text is not None}
     total = 0
     for path, text in given.items():
@@ -85,7 +89,8 @@ def program_job(
         "code": code,
         "prelude": "",
         "stdin": to_base64(stdin),
-        "seconds": seconds_within(limits, seconds),
+        "seconds": own,
+        "wall_seconds": own * limits.wall_factor,
         "memory_mb": memory_mb if memory_mb > 0 else limits.memory_mb,
         "files": dict(zip(files.check(given), given.values(), strict=True)),
         "fetch": files.check(fetch),
@@ -97,7 +102,7 @@ def job_response(report: JobReport, fetched: Sequence[str]) -> wire.RunCodeRespo
     paths as requested.
     """
     stopped, status = report["stopped"], report["exit"]
-    timed_out = stopped in ("timeout", "job_timeout")
+    timed_out = stopped in TIME_OVER
     stderr = _text(report["stderr"])
     if stopped in STOP_REASONS and not timed_out:
         stderr = f"{stderr}\n{STOP_REASONS[stopped]}"

@@ -12,15 +12,17 @@ _TICK = 1e-3
 
 
 class ProblemClock:
-    """A budget in seconds that the jobs of one problem use while workers run them: two jobs at the
-    same time use it twice as fast, and a job that waits for a worker uses nothing.
+    """A budget of ``seconds`` of processor time for the jobs of one problem, and of ``wall_factor``
+    times as much by the clock while workers run them: two jobs at the same time use that twice as
+    fast, and a job that waits for a worker uses nothing.
 
-    At its end the running jobs are stopped. Time during which a worker failed does not count. For
-    one event loop.
+    When the time by the clock is over the running jobs are stopped; a job's processor time counts
+    at its end. Time during which a worker failed does not count. For one event loop.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
+    def __init__(self, seconds: float, wall_factor: float = 1.0) -> None:
+        self._cpu_left = seconds
+        self._left = seconds * wall_factor
         self._since = time.monotonic()
         self._stops: list[Callable[[], None]] = []
         """The stop function of each running job."""
@@ -28,9 +30,10 @@ class ProblemClock:
 
     @property
     def left(self) -> float:
-        """Remaining seconds, 0.0 at the end."""
+        """Remaining seconds of processor time, 0.0 at the end."""
         self._settle()
-        return 0.0 if self._left < _TICK else self._left
+        left = min(self._left, self._cpu_left)
+        return 0.0 if left < _TICK else left
 
     @property
     def over(self) -> bool:
@@ -38,8 +41,8 @@ class ProblemClock:
         return not self.left
 
     def spend(self, seconds: float) -> None:
-        """Count time that was used elsewhere."""
-        self._left -= seconds
+        """Count processor time."""
+        self._cpu_left -= seconds
 
     @contextmanager
     def running(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -70,11 +73,12 @@ class ProblemClock:
             self._timer.cancel()
             self._timer = None
         if self._stops:
-            wait = self.left / len(self._stops)
+            wait = max(self._left, 0.0) / len(self._stops)
             self._timer = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _look(self) -> None:
-        if not self.over:
+        self._settle()
+        if self._left >= _TICK:
             self._set_timer()
             return
         for stop in self._stops:

@@ -9,9 +9,12 @@ from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.languages import Language, language_named, require_isolation
 from ctrl_megatron.sandbox.limits import SHELL_MEMORY_MB
 from ctrl_megatron.sandbox.service.compiler import DEFAULT_CPP_STANDARD, Compilation, Compiler
-from ctrl_megatron.sandbox.service.jobs import job_response, program_job, to_base64
+from ctrl_megatron.sandbox.service.jobs import STOP_REASONS, job_response, program_job, to_base64
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.workers import WorkerPool
+
+_OUT_OF_MEMORY = ("MemoryError", "std::bad_alloc")
+"""What Python and C++ say where a program gets no more memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +41,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramRun:
-    """One run: the contract's answer, and whether the whole output was kept."""
+    """One run: the contract's answer, whether the whole output was kept, and which limit ended it,
+    a key of ``STOP_REASONS``.
+    """
 
     response: wire.RunCodeResponse
     whole: bool
+    stopped: str | None = None
 
     @property
     def stdout(self) -> str:
@@ -63,12 +69,14 @@ class ProgramRun:
             text = "time limit exceeded" if timed_out else _first_error(compiled)
             return f"compilation failed: {text}"[:1000]
         if run.return_code is None:
-            return "time limit exceeded"
+            return STOP_REASONS[self.stopped or "timeout"]
         if not self.whole:
             return "output limit exceeded"
         if run.return_code != 0:
             last = (run.stderr or "").strip().rpartition("\n")[2]
-            return f"exit status {run.return_code}: {last}"[:1000]
+            memory = any(word in last for word in _OUT_OF_MEMORY)
+            limit = " (memory limit exceeded)" if memory else ""
+            return f"exit status {run.return_code}: {last[:900]}{limit}"
         return ""
 
 
@@ -156,7 +164,7 @@ class ProgramRunner:
         response = job_response(report, fetch)
         if compilation is not None:
             response.compile_result = compilation.result
-        return ProgramRun(response, not report["stdout"]["truncated"])
+        return ProgramRun(response, not report["stdout"]["truncated"], report["stopped"])
 
     async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
         """The answer to a ``/run_code`` request. Raises ``ValueError`` for what cannot be run."""

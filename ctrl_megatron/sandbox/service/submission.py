@@ -66,7 +66,7 @@ class Submission:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of wall clock of one test; None means the service's default."""
+        """Seconds of processor time of one test; None means the service's default."""
         asked = self.request.config.run_timeout
         return self.problem.seconds if asked is None else asked
 
@@ -134,7 +134,7 @@ async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) ->
         problem=_first_cases(problem, config.extra.get("max_cases")),
         language=language,
         extracted=extracted,
-        clock=ProblemClock(seconds),
+        clock=ProblemClock(seconds, runner.limits.wall_factor),
     )
 
 

@@ -18,6 +18,7 @@ from ctrl_megatron.sandbox.jail.job import Job, JobReport
 from ctrl_megatron.sandbox.limits import ATTEMPTS
 from ctrl_megatron.sandbox.service.cgroups import CgroupSubtree, NotDelegated
 from ctrl_megatron.sandbox.service.fair_queue import FairQueue, Lease, RequestShare
+from ctrl_megatron.sandbox.service.jobs import TIME_OVER
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.scratch import Scratch
 from ctrl_megatron.sandbox.service.worker import SandboxWorker, WorkerFault, WorkerSettings
@@ -32,6 +33,7 @@ _HONEST = {
     "prelude": "",
     "stdin": "",
     "seconds": 10.0,
+    "wall_seconds": 60.0,
     "files": {},
     "fetch": [],
 }
@@ -136,10 +138,10 @@ class WorkerPool:
         one.
 
         If a job brings down ``ATTEMPTS`` workers while an honest job runs well, the program has
-        failed: the report has ``stopped`` ``broke``. ``seconds`` is the time limit of the job
-        itself. ``clock`` is the clock of its problem: when its time is over the job is ended, or
-        not started, and ``stopped`` is ``job_timeout``. Raises ``WorkerFault`` if the honest job
-        fails too, and ``QueueFull``.
+        failed: the report has ``stopped`` ``broke``. ``seconds`` is the job's own limit
+        of processor time. ``clock`` is the clock of its problem: when its time is over the job is
+        ended, or not started, and ``stopped`` is ``job_timeout``. Raises ``WorkerFault`` if the
+        honest job fails too, and ``QueueFull``.
         """
         if self.queue.waiting >= self.settings.limits.queue:
             raise QueueFull(f"{self.queue.waiting} jobs are waiting already")
@@ -182,7 +184,8 @@ class WorkerPool:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
             try:
                 with clock.running(worker.end_job) if clock else contextlib.nullcontext():
-                    report = await worker.run(job, seconds + _JOB_MARGIN_SECONDS)
+                    most = seconds * self.settings.limits.wall_factor
+                    report = await worker.run(job, most + _JOB_MARGIN_SECONDS)
             except asyncio.CancelledError:
                 # Not awaited: the caller must not wait for the worker.
                 task = asyncio.create_task(self._cancel(lease, worker))
@@ -197,12 +200,14 @@ class WorkerPool:
             await self._replace(lease, worker)
             raise
         self.queue.release(lease, (number, worker))
+        if clock is not None:
+            clock.spend(report["cpu"])
         if report["stopped"] == "cancelled":
             report["stopped"] = "job_timeout"
         self.job_seconds.add(time.perf_counter() - began)
         self.counters.executions += 1
         timeouts = (status == "timeout" for _, status, *_ in report["verdicts"])
-        self.counters.timeouts += "timeout" in (report["stopped"] or "") or any(timeouts)
+        self.counters.timeouts += report["stopped"] in TIME_OVER or any(timeouts)
         return report
 
     async def _cancel(self, lease: Lease[_Place], worker: SandboxWorker) -> None:
@@ -240,6 +245,7 @@ def _no_report(stopped: str) -> JobReport:
         "stopped": stopped,
         "exit": None,
         "wall": 0.0,
+        "cpu": 0.0,
         "stdout": {"bytes": "", "truncated": False},
         "stderr": {"bytes": "", "truncated": False},
         "files": {},
