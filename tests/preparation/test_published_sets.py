@@ -375,6 +375,19 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     assert max(rates[len(right) :]) < 1
 
 
+def test_a_function_may_be_a_method_of_the_class_solution(problems: dict[str, Problem]) -> None:
+    """As the judges of the sets with arguments and results have it. A method counts before a
+    function, and a class without it does not.
+    """
+    method = METHOD + "        return 2 * x\n"
+    beside = "class Solution:\n    def other(self): return 0\n" + TWICE
+    wrong = TWICE + method.replace("2 * x", "3 * x")
+    called = [problems[name] for name in ("apps/8", "open_r1/vcp_2", "verl/apps/2")]
+    answers = (TWICE, method, beside, wrong)
+    rates = judged([(problem, answer) for problem in called for answer in answers])
+    assert rates == [1.0, 1.0, 1.0, 0.0] * len(called)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow"])
 def test_a_set_is_the_same_in_every_kind_of_file(suffix: str, tmp_path: Path) -> None:
     (tmp_path / "as_lines").mkdir()
