@@ -110,7 +110,7 @@ def train_sft(config: Config) -> bool:
             groups.layout,
             steps=f"{steps} steps of {config.sft.train_batch_size} examples",
             rows=len(examples),
-            dropped=(dropped, "longer than sft.max_length or sft.canvas"),
+            dropped={"longer than sft.max_length or sft.canvas": dropped},
             validation=len(held_out),
         ):
             recorder.say(line)
