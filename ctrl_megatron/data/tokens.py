@@ -180,14 +180,28 @@ class TextCodec:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's, then those of ``generation_config.json``.
+        """Tokens that end an answer: the tokenizer's, those of ``generation_config.json``, and the
+        template's ``turn_end``, in this order.
 
-        Raises ``ValueError`` if there is none.
+        Raises ``ValueError`` if the files name none.
         """
         ids = _end_tokens(self.path, self.tokenizer)
         if not ids:
             raise UserError(f"{self.path} names no end-of-text token (eos_token)")
-        return ids
+        return ids if self.turn_end in (None, *ids) else (*ids, self.turn_end)
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The control token that the chat template writes behind an answer, with which a model of
+        this template has to end its own; None where it writes none.
+        """
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, _, after = self._rendered(answered, False).partition(_ANSWER)
+        except UserError:
+            return None  # a template without answers
+        tokens = self._control.encode_rendered(after)
+        return next((token for token in tokens if self._control.is_control(token)), None)
 
     @property
     def pad_token_id(self) -> int:

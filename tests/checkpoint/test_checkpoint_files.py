@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from byte_tokenizer import save_tokenizer
 
 from ctrl_megatron.checkpoint.files import whole_directory, write_whole
+from ctrl_megatron.checkpoint.hf import HfFiles
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
 
 
@@ -133,3 +139,28 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> N
     (tmp_path / "run" / "global_step_3").mkdir()
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=.* is not a checkpoint"):
         store.find(str(tmp_path / "run" / name))
+
+
+@pytest.mark.parametrize(
+    ("named", "written"),
+    [
+        ({"generation_config.json": {"eos_token_id": 256, "top_p": 1}}, [256, 257]),
+        ({"generation_config.json": {"eos_token_id": [257, 3]}}, [257, 3]),
+        ({}, [256, 257]),
+    ],
+)
+def test_an_export_names_the_token_that_ends_a_turn(
+    tmp_path: Path, named: dict[str, Any], written: list[int]
+) -> None:
+    """Other programs stop at what ``generation_config.json`` names, not at the template's end."""
+    source = save_tokenizer(tmp_path / "source", eos="<s>")
+    for name, content in {"config.json": {"eos_token_id": 256}, **named}.items():
+        (source / name).write_text(json.dumps(content))
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    files = HfFiles(folder)
+    files.add({"w": torch.zeros(1)})
+    shape: Any = SimpleNamespace(value_head=False)
+    files.finish(source, "float32", shape)
+    found = json.loads((folder / "generation_config.json").read_text())
+    assert found == {**named.get("generation_config.json", {}), "eos_token_id": written}
