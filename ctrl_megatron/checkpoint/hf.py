@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,6 +103,8 @@ def save_hf(
                 files.add(dict(bucket.tensors))
         if groups.is_first:
             files.finish(Path(side_files), dtype, model.shape)
+            if not model.shape.value_head:
+                name_turn_end(folder)
             write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 
@@ -171,14 +172,13 @@ class HfFiles:
             labels = {"id2label": {"0": name}, "label2id": {name: 0}}
             config |= {"architectures": [_stem(config) + end], **labels}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if not shape.value_head:
-            _name_turn_end(folder, config)
 
 
-def _name_turn_end(folder: Path, config: Mapping[str, Any]) -> None:
+def name_turn_end(folder: Path) -> None:
     """Let ``generation_config.json`` name the token with which the chat template ends an answer, so
     that other programs stop at it too: a model that was fine-tuned writes no other.
     """
+    config = json.loads((folder / "config.json").read_text())
     if not any(folder.glob("tokenizer*")):
         return
     codec, file = TextCodec(folder), folder / "generation_config.json"

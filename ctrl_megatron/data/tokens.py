@@ -270,15 +270,18 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if fast is None else json.loads(fast.to_str())
     special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}
+    ends = {*_end_tokens(Path(directory), tokenizer)}
+    if fast is not None and tokenizer.chat_template:
+        codec = TextCodec(directory)
+        codec.tokenizer = tokenizer
+        ends |= {codec.turn_end} - {None}
     return {
         "vocabulary": tokenizer.get_vocab(),
         "merges": state.get("model", {}).get("merges"),
         "way of splitting text": [state.get(name) for name in ("normalizer", "pre_tokenizer")],
         "special tokens": (tokenizer.bos_token, tokenizer.eos_token, special),
         "chat template": tokenizer.chat_template,
-        "end tokens (eos_token, generation_config.json)": set(
-            _end_tokens(Path(directory), tokenizer)
-        ),
+        "end tokens (eos_token, generation_config.json)": ends,
     }
 
 

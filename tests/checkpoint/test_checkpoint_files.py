@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from byte_tokenizer import save_tokenizer
 
 from ctrl_megatron.checkpoint.files import whole_directory, write_whole
-from ctrl_megatron.checkpoint.hf import HfFiles
+from ctrl_megatron.checkpoint.hf import copy_side_files, name_turn_end
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
+from ctrl_megatron.data.tokens import tokenizer_parts
 
 
 def names(folder: Path) -> list[str]:
@@ -158,9 +157,9 @@ def test_an_export_names_the_token_that_ends_a_turn(
         (source / name).write_text(json.dumps(content))
     folder = tmp_path / "hf"
     folder.mkdir()
-    files = HfFiles(folder)
-    files.add({"w": torch.zeros(1)})
-    shape: Any = SimpleNamespace(value_head=False)
-    files.finish(source, "float32", shape)
+    copy_side_files(source, folder)
+    parts = tokenizer_parts(folder)
+    name_turn_end(folder)
+    assert tokenizer_parts(folder) == parts
     found = json.loads((folder / "generation_config.json").read_text())
     assert found == {**named.get("generation_config.json", {}), "eos_token_id": written}
