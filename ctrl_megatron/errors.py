@@ -28,6 +28,7 @@ judges failed too often; stopped by a signal."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_PATH = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+_TORCHS_GROUPS = "/torch/distributed/"
 _SAID_FULL = "No space left on device"
 """The message of libraries that do not raise an OSError (safetensors, torch)."""
 
@@ -310,6 +311,20 @@ def line_of(error: BaseException) -> str:
         if not frame.filename.startswith((own, "<", sys.prefix, sys.base_prefix)):
             found = f"{frame.filename} line {frame.lineno}"
     return found
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether ``error`` comes from code outside this package, or from a library that it calls, and
+    another start would meet it again: no failure of the system (``OSError``), of memory, or of
+    torch's communication, which fails where another process has died.
+    """
+    own = os.path.dirname(__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(own) or _TORCHS_GROUPS in frame.filename:
+            return False
+        if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix)):
+            return not isinstance(error, (OSError, MemoryError))
+    return False
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ctrl_megatron.checkpoint.files import whole_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_of, write_peft
+from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import initial_value
@@ -102,6 +103,8 @@ def save_hf(
                 files.add(dict(bucket.tensors))
         if groups.is_first:
             files.finish(Path(side_files), dtype, model.shape)
+            if not model.shape.value_head:
+                name_turn_end(folder)
             write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 
@@ -169,6 +172,26 @@ class HfFiles:
             labels = {"id2label": {"0": name}, "label2id": {name: 0}}
             config |= {"architectures": [_stem(config) + end], **labels}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def name_turn_end(folder: Path) -> None:
+    """Let ``generation_config.json`` name the token with which the chat template ends an answer, so
+    that other programs stop at it too: a model that was fine-tuned writes no other.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if not any(folder.glob("tokenizer*")):
+        return
+    codec, file = TextCodec(folder), folder / "generation_config.json"
+    try:
+        end = codec.turn_end
+    except UserError:
+        return  # the tokenizer of no chat model
+    given = json.loads(file.read_text()) if file.is_file() else {}
+    named = given.get("eos_token_id", config.get("eos_token_id"))
+    ends = [token for token in (named if isinstance(named, list) else [named]) if token is not None]
+    if end is not None and end not in ends:
+        given["eos_token_id"] = [*ends, end]
+        file.write_text(json.dumps(given, indent=2) + "\n")
 
 
 def _stem(config: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
-from ctrl_megatron.checkpoint.hf import copy_side_files, save_hf
+from ctrl_megatron.checkpoint.hf import copy_side_files, name_turn_end, save_hf
 from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
     MARKER,
@@ -293,6 +293,7 @@ class CheckpointStore:
                 for name in names:
                     (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
+                name_turn_end(work / HF_FOLDER)
             groups.barrier()
             hashes = dict[str, str]()
             for name, one in taken.items():

@@ -57,6 +57,10 @@ class ControlTokens:
         self._outside = {mark: spelling for spelling, mark in self._shelter.items()}
         self._tokenizer = _respelled(inner, self._inside)
 
+    def is_control(self, number: int) -> bool:
+        """Whether the token ``number`` is a control token."""
+        return self._tokenizer.id_to_token(number) in self._inside.values()
+
     def shelter(self, text: str, role: Role) -> str:
         """``text`` as input of a template, with placeholders for the control tokens spelled in it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,6 +21,8 @@ class PromptTable:
     prompts: tuple[tuple[int, ...], ...]
     dropped: int
     """Rows left out because their prompt is too long."""
+    bad: tuple[str, ...] = ()
+    """Why other rows were left out, one message per row with its file and number."""
     sets: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name of each file that is reported separately -> ids of its rows (at least one)."""
 
@@ -42,18 +44,22 @@ def load_prompt_table(
     filter_overlong: bool,
     prompt_key: str = "prompt",
     sets: Sequence[str] = (),
+    check: Callable[[Row], object] | None = None,
+    drop_bad: bool = False,
 ) -> PromptTable:
     """Read and tokenise ``files``. Every rank reads the same table.
 
     Column ``prompt_key`` has the messages. ``sets`` has one name per file if the files are
-    reported separately; a row that several files contain belongs to the set of each.
+    reported separately; a row that several files contain belongs to the set of each. ``drop_bad``
+    leaves out rows that cannot be read and those at which ``check`` raises ValueError.
 
     Raises ValueError for a prompt of more than ``max_prompt_length`` tokens unless
     ``filter_overlong``, and if no row remains, in all files or in one of ``sets``.
     """
     named = files if isinstance(files, str) else ", ".join(files)
     rows, prompts, dropped = [], [], 0
-    for row in read_rows(files, prompt_key=prompt_key):
+    bad: list[str] | None = [] if drop_bad else None
+    for row in read_rows(files, prompt_key=prompt_key, check=check, left_out=bad):
         tokens = tuple(codec.encode_chat(row.prompt, add_generation_prompt=True))
         if len(tokens) <= max_prompt_length:
             rows.append(row)
@@ -73,11 +79,18 @@ def load_prompt_table(
         )
     kept, of_sets = {row.id for row in rows}, dict[str, frozenset[str]]()
     for name, file in zip(sets, files if sets else (), strict=True):
-        own = {row.id for row in read_rows(file, prompt_key=prompt_key)}
+        left_out = list[str]() if drop_bad else None
+        own = {row.id for row in read_rows(file, prompt_key=prompt_key, left_out=left_out)}
         of_sets[name] = frozenset(own & kept)
         if not of_sets[name]:
             raise UserError(
                 f"{file}: no row has a prompt of at most "
                 f"data.max_prompt_length={max_prompt_length} tokens"
             )
-    return PromptTable(rows=tuple(rows), prompts=tuple(prompts), dropped=dropped, sets=of_sets)
+    return PromptTable(
+        rows=tuple(rows),
+        prompts=tuple(prompts),
+        dropped=dropped,
+        bad=tuple(bad or ()),
+        sets=of_sets,
+    )

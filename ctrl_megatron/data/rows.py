@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -33,6 +34,8 @@ CRITIQUE = "critique"
 """The task of a row that names none."""
 ATTEMPT_COLUMNS = ("problem", "solution", "prompter_type", "selected_uts")
 """Columns that a file of first solutions must have. For other files the rewards decide."""
+_BATCHES = (1024, 32, 1)
+"""Rows per batch of a file that arrow cannot read by row groups."""
 _ROLES = ("system", "user", "assistant")
 
 
@@ -137,14 +140,21 @@ def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
     )
 
 
-def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
+def read_rows(
+    paths: Paths,
+    *,
+    prompt_key: str | None = "prompt",
+    check: Callable[[Row], object] | None = None,
+    left_out: list[str] | None = None,
+) -> list[Row]:
     """The rows of one or several parquet files, in order.
 
     Column ``prompt_key`` is the prompt: messages, or the text of a single user message; None skips
     prompts. Only this column and ``id`` are required, and ``verl_form`` adds the ``id`` of rows in
     verl's form. Equal rows are returned once. Raises ``ValueError`` naming file, row and column
-    for a value that does not fit the schema, for different rows with the same ``id``, and if there
-    is no row.
+    for a value that does not fit the schema and for a row at which ``check`` raises it; with
+    ``left_out`` such rows are left out, and their messages are added to it. Raises it too for
+    different rows with the same ``id``, and if there is no row.
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     files = [str(os.fspath(path)) for path in given]
@@ -161,16 +171,34 @@ def read_rows(paths: Paths, *, prompt_key: str | None = "prompt") -> list[Row]:
                 remedy=f"rows in verl's form have {VERL_COLUMNS}" if "id" in missing else "",
             )
         for number, record in enumerate(table.to_pylist(), start=1):
-            place = f"{file}: row {number}"
-            if verl:
-                try:
-                    record = own_columns(record)
-                except ValueError as error:
-                    raise UserError(f"{place}: {error}") from error
-            rows.append(row_from(record, place, prompt_key))
+            try:
+                row = _read_row(record, f"{file}: row {number}", prompt_key, verl=verl)
+                if check is not None:
+                    check(row)
+            except ValueError as error:
+                if left_out is None:
+                    raise
+                left_out.append(str(error))
+            else:
+                rows.append(row)
     if not rows:
-        raise UserError(f"no rows in {', '.join(files) or 'an empty list of files'}")
+        raise UserError(
+            f"no {'usable ' if left_out else ''}rows in "
+            f"{', '.join(files) or 'an empty list of files'}",
+            remedy=f"{len(left_out)} are left out, the first because {left_out[0]}"
+            if left_out
+            else "",
+        )
     return list(rows_by_id(rows).values())
+
+
+def _read_row(record: dict[str, Any], place: str, prompt_key: str | None, *, verl: bool) -> Row:
+    if verl:
+        try:
+            record = own_columns(record)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from error
+    return row_from(record, place, prompt_key)
 
 
 def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
@@ -230,14 +258,31 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
 
 def read_parquet(file: str | os.PathLike[str]) -> Any:
     """The pyarrow table of a file. Raises ``ValueError`` naming a file that cannot be read."""
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
     if not Path(file).exists():
         raise UserError(f"cannot read the parquet file {file}: it does not exist")
     try:
-        return parquet.read_table(file)
-    except (OSError, ValueError) as error:
+        try:
+            return parquet.read_table(file)
+        except pa.ArrowNotImplementedError:
+            return _read_in_batches(file)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"cannot read the parquet file {file}: {error}") from error
+
+
+def _read_in_batches(file: str | os.PathLike[str]) -> Any:
+    """The table of a file with a nested column of more than 2 GiB in a row group, which arrow reads
+    in smaller batches only.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    for rows in _BATCHES:
+        with suppress(pa.ArrowNotImplementedError):
+            return pa.Table.from_batches(parquet.ParquetFile(file).iter_batches(batch_size=rows))
+    raise UserError(f"cannot read the parquet file {file}: a single row of it has more than 2 GiB")
 
 
 def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
@@ -269,7 +314,8 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
     comparison = cell.text("comparison", default="", may_be_empty=True)
     if kind and (complaint := comparison_complaint(cast(PrompterType, kind), comparison)):
         raise cell.error("comparison", complaint)
-    known = {*_COLUMNS, prompt_key}
+    if not kind and record.get("selected_uts"):
+        raise cell.error("prompter_type", "has no value, so that the row's tests cannot be read")
     return Row(
         id=identity,
         prompt=() if prompt_key is None else cell.messages(prompt_key),
@@ -288,7 +334,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
         extra={
             name: value
             for name, value in record.items()
-            if name not in known
+            if name not in _COLUMNS
             and not name.startswith("__index_level_")  # pandas' row numbers
             and value is not None
             and value == value  # pandas writes a null as NaN

@@ -175,14 +175,28 @@ class TextCodec:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's, then those of ``generation_config.json``.
+        """Tokens that end an answer: the tokenizer's, those of ``generation_config.json``, and the
+        template's ``turn_end``, in this order.
 
-        Raises ``ValueError`` if there is none.
+        Raises ``ValueError`` if the files name none.
         """
         ids = _end_tokens(self.path, self.tokenizer)
         if not ids:
             raise UserError(f"{self.path} names no end-of-text token (eos_token)")
-        return ids
+        return ids if self.turn_end in (None, *ids) else (*ids, self.turn_end)
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The control token that the chat template writes behind an answer, with which a model of
+        this template has to end its own; None where it writes none.
+        """
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, _, after = self._rendered(answered, False).partition(_ANSWER)
+        except UserError:
+            return None  # a template without answers
+        tokens = self._control.encode_rendered(after)
+        return next((token for token in tokens if self._control.is_control(token)), None)
 
     @property
     def pad_token_id(self) -> int:
@@ -257,15 +271,18 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if fast is None else json.loads(fast.to_str())
     special = {token["content"] for token in state.get("added_tokens", ()) if token["special"]}
+    ends = {*_end_tokens(Path(directory), tokenizer)}
+    if fast is not None and tokenizer.chat_template:
+        codec = TextCodec(directory)
+        codec.tokenizer = tokenizer
+        ends |= {codec.turn_end} - {None}
     return {
         "vocabulary": tokenizer.get_vocab(),
         "merges": state.get("model", {}).get("merges"),
         "way of splitting text": [state.get(name) for name in ("normalizer", "pre_tokenizer")],
         "special tokens": (tokenizer.bos_token, tokenizer.eos_token, special),
         "chat template": tokenizer.chat_template,
-        "end tokens (eos_token, generation_config.json)": set(
-            _end_tokens(Path(directory), tokenizer)
-        ),
+        "end tokens (eos_token, generation_config.json)": ends,
     }
 
 

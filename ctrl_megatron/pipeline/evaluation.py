@@ -97,6 +97,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         if first:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             _say_what_changed(anew, aside)
+            print(*inputs.left_out(), sep="\n", end="\n" * bool(inputs.left_out()), flush=True)
         services = run.start_services(
             max_model_len=inputs.max_model_len,
             proxy_model_len=inputs.proxy_model_len,

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.errors import ServiceFault, UserError, place_of, users_code
+from ctrl_megatron.errors import (
+    ServiceFault,
+    UserError,
+    is_users,
+    is_users_mistake,
+    place_of,
+    user_fault,
+    users_code,
+)
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import taken_rows
 from ctrl_megatron.pipeline.graph import Node, NodeOutput, TaskGraph
+from ctrl_megatron.pipeline.node_fields import OF_TOKENS
 from ctrl_megatron.pipeline.worlds import Action, Between, OneWorld, Receive, Run, Send
 
 
@@ -163,20 +174,30 @@ class Executor:
             totals = self._worker.groups.sum_over_data(kept)
             share = float(totals[0] / totals[1].clamp(min=1))
             metrics[f"{metric_prefix(policy)}filter/{node.node_id}"] = share
-        with self._worker.timeline.phase(node.node_id):
+        with self._worker.timeline.phase(node.node_id), users_node(node):
             output = node.run_in_step(self._agents[policy], self.batches[policy], self.batches)
-        self._merge(policy, output, metrics)
+        self._merge(policy, output, metrics, node)
         if output is not None and output.moved is not None:
             self._moves[policy].append(output.moved)
 
-    def _merge(self, policy: int, output: NodeOutput | None, metrics: dict[str, float]) -> None:
+    def _merge(
+        self,
+        policy: int,
+        output: NodeOutput | None,
+        metrics: dict[str, float],
+        node: Node | None = None,
+    ) -> None:
+        """Take the output of ``node``; None for one of another world, which has checked it."""
+        if node is not None and _is_users(node):
+            check_output(node, self.batches[policy], output)
         if output is None:
             return
         if output.batch is not None and output.batch is not self.batches[policy]:
             self._between.new_rows()
         named = prefixed(output.metrics, policy)
         if repeated := metrics.keys() & named.keys():
-            raise ValueError(f"two nodes report the metrics {sorted(repeated)}")
+            by = "" if node is None else f", of which {node.node_id!r} is the second"
+            raise UserError(f"two nodes report the metrics {sorted(repeated)}{by}")
         metrics.update(named)
         merged = self.batches[policy] if output.batch is None else output.batch
         for name, value in output.fields.items():
@@ -191,7 +212,7 @@ class Executor:
 
     async def _run_aside(self, node: Node, batches: Sequence[TensorDict]) -> NodeOutput:
         worker, batch = self._agents[node.agent_group], batches[node.agent_group]
-        with self._worker.timeline.phase(node.node_id, kind="host"):
+        with self._worker.timeline.phase(node.node_id, kind="host"), users_node(node):
             for retries_left in range(node.retry_limit, -1, -1):
                 try:
                     return await node.run_in_step(worker, batch, batches)
@@ -208,25 +229,78 @@ class Executor:
             output = self._worker.groups.from_leader(output)
         for moved in self._moves[policy][before:] if output is not None else ():
             output = self._brought(output, moved, node_id)
-        self._merge(policy, output, metrics)
+        self._merge(policy, output, metrics, self.graph.nodes[node_id])
 
     def _brought(self, output: NodeOutput, moved: Sequence[int], node_id: str) -> NodeOutput:
         """The output with its fields at the rows that ``moved`` has dealt to this rank. Collective.
-        ValueError for a field without one value per row.
+        UserError for a field without one value per row.
         """
         if output.batch is not None:
-            raise ValueError(
+            raise UserError(
                 f"the node {node_id!r} returns a batch, but its rows went to other ranks while it "
                 "ran; return fields"
             )
         for name, value in output.fields.items():
             if isinstance(value, torch.Tensor) and value.dim() != 1:
-                raise ValueError(
+                raise UserError(
                     f"the node {node_id!r} returns {name} of shape {tuple(value.shape)}, but its "
                     "rows went to other ranks while it ran; return one value per row"
                 )
         parts = self._worker.groups.from_data_ranks(dict(output.fields))
         return dataclasses.replace(output, fields=taken_rows(parts, moved))
+
+
+def _is_users(node: Node) -> bool:
+    """Whether the node's function was written outside this package."""
+    function = node.executable.func if isinstance(node.executable, partial) else node.executable
+    return function is not None and is_users(function)
+
+
+@contextmanager
+def users_node(node: Node) -> Iterator[None]:
+    """Turn a mistake in a node's function into a UserError that names the node and the line; what
+    fails in this package or a library that the function calls keeps its type.
+    """
+    try:
+        yield
+    except Exception as error:
+        if user_fault(error) or not _is_users(node) or not is_users_mistake(error):
+            raise
+        with users_code(f"the node {node.node_id!r} ({place_of(node.executable)}) failed"):
+            raise
+
+
+def check_output(node: Node, batch: TensorDict, output: object) -> None:
+    """Raise UserError that names the node of the user's for an output that is none, and for fields
+    of tokens with another shape than the batch's ``response_mask`` (B, R), in the output or written
+    into ``batch``.
+    """
+    what = f"the node {node.node_id!r} ({place_of(node.executable)})"
+    if output is not None and not isinstance(output, NodeOutput):
+        raise UserError(f"{what} returned {type(output).__name__}, no NodeOutput")
+    merged = batch if output is None or output.batch is None else output.batch
+    fields = {} if output is None else output.fields
+    mask = fields.get("response_mask", merged.get("response_mask", None))
+    for name in OF_TOKENS if isinstance(mask, torch.Tensor) else ():
+        value = fields.get(name, merged.get(name, None))
+        if value is None:
+            continue
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        if (
+            shape == tuple(mask.shape)
+            and not name.endswith("_mask")
+            and not value.is_floating_point()
+        ):
+            raise UserError(
+                f"{what} writes {name} as {value.dtype}, which cuts numbers off",
+                remedy="make it with dtype=torch.float32",
+            )
+        if shape != tuple(mask.shape):
+            raise UserError(
+                f"{what} writes {name} of shape {shape}; expected {tuple(mask.shape)}",
+                remedy="give it one number per token of the responses, as batch['responses'] and "
+                "batch['response_mask'] have it",
+            )
 
 
 def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:

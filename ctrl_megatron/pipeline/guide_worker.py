@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
@@ -87,21 +88,53 @@ def rewarded(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     return worker.ask(lambda: reward_completions(worker, batch), "the judging of texts")
 
 
+_REWARD = one_after_another(rewarded, model_reward, place_scores, token_rewards)
+_REWARDED_LATER = "rewarded_later"
+"""A field of an empty batch that asks for the work of ``_REWARD`` behind the draw."""
+
+
+@writes(*getattr(generate_completions, "writes", ()))
+def completions(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """``generate_completions``; nothing in a step whose rows dynamic sampling draws. Collective."""
+    # The rows of all ranks.
+    return generate_completions(worker, batch) if len(batch["row"]) else NodeOutput()
+
+
+@reads(*getattr(_REWARD, "reads", ()))
+@needs(lambda config: _needed((_REWARD,), config))
+@writes(*_written(_REWARD))
+def scored(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """The rewards on their tokens; for a step whose rows dynamic sampling has still to draw, the
+    wish that it computes them. Collective.
+    """
+    if "response_mask" in batch:
+        return _REWARD(worker, batch)
+    return NodeOutput(fields={_REWARDED_LATER: torch.zeros(0)})
+
+
 _SAMPLING = DynamicSampling(draw_and_reward, measure_completions)
 
 
 @reads(*_SAMPLING.reads)
 @writes(*_SAMPLING.writes)
 def drawn_groups(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
-    """Completions of groups with different rewards, judged. Collective."""
-    return _SAMPLING(worker, batch)
+    """Completions of groups with different rewards, judged; with the rewards on their tokens if the
+    node that computes them came before, as the guide has it. Collective.
+    """
+    output = _SAMPLING(worker, batch)
+    if _REWARDED_LATER not in batch:
+        return output
+    assert output.batch is not None
+    placed = _REWARD(worker, output.batch)
+    metrics = {**output.metrics, **placed.metrics}
+    return NodeOutput(batch=output.batch, fields=placed.fields, metrics=metrics)
 
 
 class GuideWorker(BaseWorker):
     """The worker of a run; ``DAGWorker`` of ``ctrl_megatron.pipeline``."""
 
-    generate = generate_completions
-    compute_reward = one_after_another(rewarded, model_reward, place_scores, token_rewards)
+    generate = completions
+    compute_reward = scored
     compute_model_reward = model_reward
     dynamic_sampling = drawn_groups
     compute_value = compute_values

@@ -51,6 +51,7 @@ from ctrl_megatron.pipeline.recorder import config_changes, stages_of
 from ctrl_megatron.pipeline.reward_reader import check_reward_model
 from ctrl_megatron.pipeline.services import proxy_path
 from ctrl_megatron.prompts import revision_messages
+from ctrl_megatron.rewards.build import row_check
 from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
@@ -84,6 +85,18 @@ class RunInputs:
     """Longest sequence of these engines, in tokens."""
     reward_codec: TextCodec | None = None
     """The reward model's tokenizer."""
+
+    def left_out(self) -> list[str]:
+        """A warning for each table of which bad rows were left out."""
+        tables = {"data.train_files": self.train, "data.val_files": self.validation}
+        if self.validation is self.train:
+            del tables["data.train_files"]
+        return [
+            f"warning: {len(table.bad)} rows of {key} are left out (data.bad_rows=drop), the first "
+            f"because {table.bad[0]}"
+            for key, table in tables.items()
+            if table is not None and table.bad
+        ]
 
 
 def check_together(*checks: Callable[[], object]) -> None:
@@ -475,19 +488,20 @@ def read_inputs(
 ) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
-    Every row has the columns that ``rewards`` read. Without ``validates`` there is no table of
+    ``rewards`` can reward every row (``row_check``). Without ``validates`` there is no table of
     validation rows. If the run ``revises`` first solutions, engines get room for the revision
     prompts.
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
     codec, proxy_codec = check_tokenizer(config), check_proxy(config)
-    reward_codec = check_reward_model(config) if trains else None
+    reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
     if trains:
-        train, validation = prompt_tables(config, codec, validates=validates)
-        _require_a_step(len(train.rows), train.dropped, config)
+        train, validation = prompt_tables(config, codec, validates=validates, check=check)
+        _require_a_step(len(train.rows), train.dropped, len(train.bad), config)
     else:
-        train = validation = _table(config, codec, "data.val_files", config.data.val_files)
+        files = config.data.val_files
+        train = validation = _table(config, codec, "data.val_files", files, check=check)
         _require_critiques(config, validation.rows)
     rows = list(train.rows)
     if trains and validation is not None:
@@ -605,17 +619,21 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
     check_tokenizer(config)
     check_proxy(config)
-    data, count, rows = config.data, 0, []
+    data, count, rows, check = config.data, 0, list[Row](), row_check(config, rewards)
+    left_out: list[str] | None = [] if data.bad_rows == "drop" else None
+    bad = 0
     kept = data.val_files if validates else ()
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
             with users_input(key):
-                found = read_rows(files, prompt_key=data.prompt_key)
-                rows, count = [*rows, *found], count or len(found)
+                found = read_rows(files, prompt_key=data.prompt_key, check=check, left_out=left_out)
+                rows = [*rows, *found]
                 if files is kept:
                     _require_critiques(config, found)
+                else:
+                    count, bad = len(found), len(left_out or ())
     rows_by_id(rows)
-    _require_a_step(count, 0, config)
+    _require_a_step(count, 0, bad, config)
     rewards.check_rows(rows)
 
 
@@ -631,14 +649,16 @@ def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
         )
 
 
-def _require_a_step(count: int, dropped: int, config: Config) -> None:
+def _require_a_step(count: int, dropped: int, bad: int, config: Config) -> None:
     drawn = (
         ("train_batch_size", config.data.train_batch_size),
         ("gen_batch_size", config.gen_batch_size),
     )
     key, size = max(drawn, key=lambda one: one[1])
     if count < size:
-        left_out = f" ({dropped} have an overlong prompt)" if dropped else ""
+        reasons = {"have an overlong prompt": dropped, "are left out by data.bad_rows=drop": bad}
+        why = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
+        left_out = f" ({why})" if why else ""
         raise UserError(
             f"data.train_files has {count} usable rows{left_out}, fewer than data.{key}={size}",
             remedy="lower it, or add rows",
@@ -646,25 +666,38 @@ def _require_a_step(count: int, dropped: int, config: Config) -> None:
 
 
 def prompt_tables(
-    config: Config, codec: TextCodec, *, validates: bool = True
+    config: Config,
+    codec: TextCodec,
+    *,
+    validates: bool = True,
+    check: Callable[[Row], object] | None = None,
 ) -> tuple[PromptTable, PromptTable | None]:
-    """The training rows and the validation rows, if there are any.
+    """The training rows and the validation rows, if there are any; ``check`` raises UserError for
+    a row that cannot be used.
 
     One file may serve both. UserError for different rows with one id.
     """
     trained = config.data.train_files
     mixed = [str(number) for number, _ in enumerate(trained)] if config.data.mixture else []
-    train = _table(config, codec, "data.train_files", trained, mixed)
+    train = _table(config, codec, "data.train_files", trained, mixed, check=check)
     files = config.data.val_files if validates else ()
     sets = config.data.val_sets
-    validation = _table(config, codec, "data.val_files", files, sets) if files else None
+    validation = None
+    if files:
+        validation = _table(config, codec, "data.val_files", files, sets, check=check)
     _require_critiques(config, validation.rows if validation else ())
     rows_by_id([*train.rows, *(validation.rows if validation else ())])
     return train, validation
 
 
 def _table(
-    config: Config, codec: TextCodec, key: str, files: tuple[str, ...], sets: Sequence[str] = ()
+    config: Config,
+    codec: TextCodec,
+    key: str,
+    files: tuple[str, ...],
+    sets: Sequence[str] = (),
+    *,
+    check: Callable[[Row], object] | None = None,
 ) -> PromptTable:
     data = config.data
     with users_input(key):
@@ -675,4 +708,6 @@ def _table(
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
             sets=sets,
+            check=check,
+            drop_bad=data.bad_rows == "drop",
         )

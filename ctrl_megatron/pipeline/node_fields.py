@@ -30,6 +30,11 @@ OF_MODELS = {
 """Fields that only a model can compute, and the role of the node that runs the model."""
 DRAWN = ("input_ids", "response_mask", "rollout_log_probs", "mini_batch", "uid")
 """Fields that every batch of samples has (``batch.make_batch``)."""
+OF_TOKENS = (
+    *("response_mask", "loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values"),
+    *("token_level_scores", "token_level_rewards", "advantages", "returns"),
+)
+"""Fields with one number per token of the responses, (B, R)."""
 
 
 def writes(*fields: str) -> Callable[[F], F]:

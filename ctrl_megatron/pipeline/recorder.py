@@ -144,13 +144,14 @@ def banner(
     *,
     steps: str,
     rows: int,
-    dropped: tuple[int, str],
+    dropped: Mapping[str, int],
     validation: int,
     services: str = "",
 ) -> list[str]:
-    """Lines for the terminal at the start of a run; ``dropped`` is (number of rows, reason)."""
+    """Lines for the terminal at the start of a run; ``dropped`` maps reasons to numbers of rows."""
     run_dir, model = Path(config.trainer.run_dir), config.actor_rollout_ref.model
-    left_out = f" ({dropped[0]} left out: {dropped[1]})" if dropped[0] else ""
+    reasons = "; ".join(f"{n} left out: {reason}" for reason, n in dropped.items() if n)
+    left_out = f" ({reasons})" if reasons else ""
     validated = f", {validation} to validate" if validation else ""
     beside = f"; {services}" if services else ""
     return [

@@ -209,10 +209,15 @@ def train(config: Config) -> bool:
             steps=f"{steps} steps{bound} of {config.data.train_batch_size} prompts x "
             f"{config.actor_rollout_ref.rollout.n}",
             rows=len(inputs.train.rows),
-            dropped=(inputs.train.dropped, "prompt above data.max_prompt_length"),
+            dropped={
+                "prompt above data.max_prompt_length": inputs.train.dropped,
+                "data.bad_rows=drop": len(inputs.train.bad),
+            },
             validation=len(inputs.validation.rows) if inputs.validation else 0,
             services=told + "".join(map(world_line, run.worlds[1:])),
         ):
+            recorder.say(line)
+        for line in inputs.left_out():
             recorder.say(line)
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
         recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))

@@ -195,7 +195,8 @@ class RolloutWorker:
         Collective.
 
         Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
-        ``reward.max_failed_share`` of it. What the cache answers they were not asked.
+        ``reward.max_failed_share`` of it. What the cache answers they were not asked, and to refuse
+        the tests of a row is no failure.
         """
         mine = Judging() if self.rewards is None else self.rewards.judging
         found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
@@ -211,14 +212,16 @@ class RolloutWorker:
 
     def take_judging(self) -> dict[str, float]:
         """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
-        the cache answered, that were judged; nothing where there was none. The count begins anew.
+        the cache answered or the tests of whose rows were refused, that were judged; nothing where
+        there was none. The count begins anew.
         Collective; raises as that.
         """
         found = self.check_judging()
         if self.rewards is not None:
             self.rewards.take_judging()
-        every = found.asked + found.cached
-        return {"reward/judged_rate": 1 - found.failed / every} if every else {}
+        every = found.asked + found.cached + found.refused
+        unknown = found.failed + found.refused
+        return {"reward/judged_rate": 1 - unknown / every} if every else {}
 
     def close(self) -> None:
         """Close connections and end the background loop."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from ctrl_megatron.data.verl_form import row_problem, source_of
 from ctrl_megatron.errors import UserError
@@ -17,8 +17,6 @@ from ctrl_megatron.problems.input_output import (
     problem_of_tests,
     program_problem,
 )
-from ctrl_megatron.problems.tests import function_record
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.datasets.problems import StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
 from ctrl_megatron.types import Problem
@@ -92,7 +90,7 @@ def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
     problem = row_problem(record, f"verl/{source_of(record)}/{number}")
     if problem is None:
         raise NoTests("has an answer in place of tests")
-    return judgeable(problem)
+    return problem
 
 
 def _input_output(record: Mapping[str, Any], name: str) -> Problem:
@@ -102,7 +100,7 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
         raise NoTests("has no tests")
     given = json_field(record.get("solutions") or "[]", "solutions")
     solutions = list_field(given, "solutions") if given else []
-    problem = problem_of_tests(
+    return problem_of_tests(
         name,
         text_field(record.get("question"), "question"),
         tests,
@@ -111,15 +109,6 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
         difficulty=_level(record),
         seconds=_seconds(record.get("time_limit")),
     )
-    return judgeable(problem)
-
-
-def judgeable(problem: Problem) -> Problem:
-    """The problem itself. Raises ``ValueError`` for asserts that the sandbox cannot judge."""
-    if problem.prompter_type == "mbppplus":
-        tests, setup = cast("tuple[str, ...]", problem.selected_uts), problem.test_setup
-        read_function_tests(function_record(tests, setup, problem.entry_point, problem.statement))
-    return problem
 
 
 def _program(name: str, statement: str, graded: StdioProblem, **known: Any) -> Problem:

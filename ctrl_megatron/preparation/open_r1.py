@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ctrl_megatron.preparation.contests import NoTests, judgeable, level_of_rating
+from ctrl_megatron.preparation.contests import NoTests, level_of_rating
 from ctrl_megatron.problems.comparison import CODE_CONTESTS, TOKENS
 from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
 from ctrl_megatron.problems.input_output import problem_of_tests
@@ -63,14 +63,13 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
     if not statement:
         raise ValueError("problem is empty")
     solution = record.get("gold_standard_solution")
-    problem = problem_of_tests(
+    return problem_of_tests(
         f"open_r1/{number if name is None else name}",
         statement,
         tests,
         comparison=TOKENS.name,
         reference=extract_code(text_field(solution, "gold_standard_solution")) if solution else "",
     )
-    return judgeable(problem)
 
 
 def codeforces_problem(record: Mapping[str, Any], number: int) -> Problem:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.problems.tests import (
     DEFAULT_TIME_LIMIT,
     comparison_complaint,
     decode_tests,
-    function_record,
 )
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests
-from ctrl_megatron.types import Problem, PrompterType
+from ctrl_megatron.rewards.grading import judgeable_tests
+from ctrl_megatron.types import Attempt, Problem, PrompterType
 
 _KEYS = {
     "id": str,
@@ -56,7 +56,10 @@ def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
         before = len(found)
         for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
             for place, given in read_placed_lines(file):
-                problem = _checked({**_DEFAULTS, **given}, place)
+                try:
+                    problem = problem_from(given)
+                except ValueError as error:
+                    raise UserError(f"{place}: {error}") from error
                 if problem.id in found:
                     raise UserError(
                         f"{place}: key 'id' repeats {problem.id!r} of {found[problem.id][0]}",
@@ -86,39 +89,41 @@ def own_record(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _checked(record: Mapping[str, Any], place: str) -> Problem:
+def problem_from(given: Mapping[str, Any]) -> Problem:
+    """The problem of a JSON object. Raises ``ValueError`` for an unknown, missing or ill-typed key,
+    and for tests that the sandbox cannot judge.
+    """
+    record = {**_DEFAULTS, **given}
     if unknown := record.keys() - _KEYS.keys():
-        raise UserError(f"{place}: unknown key(s) {', '.join(sorted(unknown))}")
+        raise UserError(f"unknown key(s) {', '.join(sorted(unknown))}")
     if missing := _KEYS.keys() - record.keys():
-        raise UserError(f"{place}: key(s) {', '.join(sorted(missing))} missing")
+        raise UserError(f"key(s) {', '.join(sorted(missing))} missing")
     for key, type_ in _KEYS.items():
         if not isinstance(record[key], type_) or isinstance(record[key], bool):
-            raise UserError(f"{place}: key {key!r} has the wrong type: {record[key]!r:.60}")
+            raise UserError(f"key {key!r} has the wrong type: {record[key]!r:.60}")
     kind = record["prompter_type"]
     if kind not in get_args(PrompterType):
-        raise UserError(
-            f"{place}: key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}"
-        )
+        raise UserError(f"key 'prompter_type' is {kind!r}, use {', '.join(get_args(PrompterType))}")
     for key in ("id", "statement"):
         if not record[key].strip():
-            raise UserError(f"{place}: key {key!r} is empty")
+            raise UserError(f"key {key!r} is empty")
     if not all(isinstance(text, str) and text.strip() for text in record["buggy"]):
-        raise UserError(f"{place}: key 'buggy' has an entry that is empty or not text")
+        raise UserError("key 'buggy' has an entry that is empty or not text")
     if not 0 <= record["difficulty"] <= 4:
-        raise UserError(f"{place}: key 'difficulty' must be 0 to 4, is {record['difficulty']}")
+        raise UserError(f"key 'difficulty' must be 0 to 4, is {record['difficulty']}")
     if not 0 < record["time_limit"] < math.inf:
-        raise UserError(f"{place}: key 'time_limit' must be positive, is {record['time_limit']}")
+        raise UserError(f"key 'time_limit' must be positive, is {record['time_limit']}")
     if (kind == "mbppplus") != bool(record["entry_point"]):
-        raise UserError(f"{place}: key 'entry_point' must be set for function problems only")
+        raise UserError("key 'entry_point' must be set for function problems only")
     if complaint := comparison_complaint(cast(PrompterType, kind), record["comparison"]):
-        raise UserError(f"{place}: key 'comparison' {complaint}")
+        raise UserError(f"key 'comparison' {complaint}")
     try:
         tests = decode_tests(cast(PrompterType, kind), record["tests"])
     except ValueError as error:
-        raise UserError(f"{place}: key 'tests' {error}") from error
+        raise UserError(f"key 'tests' {error}") from error
     if kind == "mbppplus":
-        _check_asserts(record, tests, place)
-    return Problem(
+        _check_asserts(record, tests)
+    problem = Problem(
         id=record["id"],
         statement=record["statement"],
         prompter_type=cast(PrompterType, kind),
@@ -131,10 +136,15 @@ def _checked(record: Mapping[str, Any], place: str) -> Problem:
         buggy=tuple(record["buggy"]),
         difficulty=record["difficulty"],
     )
+    try:
+        judgeable_tests(row_of(Attempt(id=problem.id, problem=problem, solution=""), ()))
+    except ValueError as error:
+        raise UserError(f"the tests of problem {error}") from error
+    return problem
 
 
-def _check_asserts(record: Mapping[str, Any], tests: Sequence[str], place: str) -> None:
-    """Raise UserError naming the test that is not Python or that the sandbox cannot judge."""
+def _check_asserts(record: Mapping[str, Any], tests: Sequence[str]) -> None:
+    """Raise UserError naming the test that is not Python."""
     of = f"problem {record['id']!r}"
     parts = [("key 'test_setup'", record["test_setup"])]
     parts += [(f"test {number}", test) for number, test in enumerate(tests, start=1)]
@@ -142,9 +152,4 @@ def _check_asserts(record: Mapping[str, Any], tests: Sequence[str], place: str) 
         try:
             ast.parse(code)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise UserError(f"{place}: {part} of {of} is no Python: {error}") from error
-    data = function_record(tests, record["test_setup"], record["entry_point"], record["statement"])
-    try:
-        read_function_tests(data)
-    except ValueError as error:
-        raise UserError(f"{place}: the tests of {of} cannot be judged: {error}") from error
+            raise UserError(f"{part} of {of} is no Python: {error}") from error

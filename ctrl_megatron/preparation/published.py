@@ -23,7 +23,7 @@ from ctrl_megatron.preparation.kodcode import kodcode_problem
 from ctrl_megatron.preparation.mbpp import SPLITS, mbpp_problem
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
-from ctrl_megatron.preparation.problem_files import read_problems
+from ctrl_megatron.preparation.problem_files import own_record, problem_from, read_problems
 from ctrl_megatron.preparation.records import read_records
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
@@ -85,11 +85,13 @@ def read_published(
     *,
     split: str | None = None,
     skip_malformed: bool = False,
+    check: bool = True,
 ) -> tuple[list[Problem], Dropped]:
     """All problems of the files in order, and what was dropped.
 
-    ``split`` is one of MBPP's. Raises ``ValueError`` naming file and row for a malformed row, which
-    ``skip_malformed`` drops instead. A row without tests is dropped.
+    ``split`` is one of MBPP's. Raises ``ValueError`` naming file and row for a malformed row, or
+    (``check``) one whose problem ``read_problems`` would refuse, which ``skip_malformed`` drops
+    instead. A row without tests is dropped.
     """
     if split is not None and (format != "mbpp" or split not in SPLITS):
         raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
@@ -101,6 +103,8 @@ def read_published(
     for number, (place, record) in enumerate(records, start=1):
         try:
             problem = read(record, number)
+            if check:
+                problem_from(own_record(problem))
             if problem.id in seen:
                 raise UserError(f"repeats {problem.id!r} of {seen[problem.id]}")
         except NoTests as error:

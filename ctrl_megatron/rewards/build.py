@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
-from ctrl_megatron.data.rows import Row
-from ctrl_megatron.errors import UserError, all_of, users_input
-from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
+from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
+from ctrl_megatron.errors import UserError, all_of, is_users, users_input
+from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.rewards.grading import RequestCheck, judgeable_tests
+from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan, plan_rewards
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
-from ctrl_megatron.rewards.registry import make_reward, reward_parameters
+from ctrl_megatron.rewards.registry import get_reward, make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardSum
 from ctrl_megatron.rewards.users_reward import UsersReward
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.access import read_token
+from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.task import require_judgeable
+from ctrl_megatron.sandbox.wire import SubmitRequest
 
 
 def build_reward_sum(
@@ -30,14 +35,15 @@ def build_reward_sum(
 ) -> RewardSum:
     """The functions of ``plan``, which share one judge and one cache of verdicts.
 
-    ``rows`` are those of training and validation together. Raises
+    ``rows`` are those of training and validation together, which ``row_check`` accepts. Raises
     ``UserError`` for different rows with one id, and for an option, key, package or cache file that
     cannot be used.
     """
     judge = code_judge(config, sandbox_endpoint, sandbox_token) if plan.runs_programs else None
     cache = VerdictCache(config.reward.cache_path)
     judged = plan.functions["critic"].of(rows) if "critic" in plan.functions else rows
-    of_critic = {"file": judged, "tokenizer": tokenizer, "sandbox": judge, "cache": cache}
+    of_critic: dict[str, Any] = {"file": judged, "tokenizer": tokenizer, "check": False}
+    of_critic |= {"sandbox": judge, "cache": cache}
     of_others = {"provider": judge, "cache": cache}
     functions = {}
     for name, planned in plan.called.items():
@@ -69,6 +75,54 @@ def check_rewards(config: Config) -> None:
     all_of(problems)
 
 
+def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
+    """A function that raises ``UserError``, naming file and row, for a row that a function of
+    ``plan`` cannot reward: a column that it reads has no value, or no program can be judged on the
+    row's tests. Needs no service, whose limits count only where the run starts it.
+    """
+    judge = code_judge(config, config.sandbox.endpoint or "http://127.0.0.1")
+    limits = SandboxLimits(problem_seconds=config.sandbox.problem_seconds)
+    own = partial(require_judgeable, limits=None if config.sandbox.endpoint else limits)
+    request = _once(judge.check if isinstance(judge, ScriptProvider) else own)
+    checks: list[tuple[str, PlannedReward, Callable[[Row], object]]] = []
+    for name, planned in plan.called.items():
+        check: Callable[[Row], object] = _nothing
+        if name == "critic":
+            seconds = planned.options["run_timeout"]
+            check = partial(judgeable_tests, check=request, run_timeout=seconds)
+        elif ":" in name or not is_users(get_reward(name)):
+            made = make_reward(name, **_without_judge(name), **planned.options)
+            if found := getattr(made, "check_row", None):
+                check = partial(found, check=request)
+        checks.append((name, planned, check))
+
+    def check_row(row: Row) -> None:
+        for name, planned, check in checks:
+            # RewardPlan.check_rows says what is wrong with a row of another task.
+            if planned.of([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):
+                require_columns([row], planned.reads, f"the reward {name}")
+                check(row)
+
+    return check_row
+
+
+def _once(check: RequestCheck) -> RequestCheck:
+    """``check`` of different requests only: attempts at one problem have the same tests."""
+    accepted = set[str]()
+
+    def once(request: SubmitRequest) -> None:
+        key = fingerprint(request.model_dump_json())
+        if key not in accepted:
+            check(request)
+            accepted.add(key)
+
+    return once
+
+
+def _nothing(row: Row) -> None:
+    """The check of a function that rewards every row."""
+
+
 def code_judge(
     config: Config, sandbox_endpoint: str, sandbox_token: str | None = None
 ) -> SandboxClient | ScriptProvider:
@@ -94,8 +148,11 @@ def _make_without_judge(plan: RewardPlan) -> None:
     """Make every function but ``critic``, so that mistakes in options are found."""
     for name, planned in plan.called.items():
         if name != "critic":
-            nothing = _accepted(name, {"provider": None, "cache": None})
-            make_reward(name, **nothing, **planned.options)
+            make_reward(name, **_without_judge(name), **planned.options)
+
+
+def _without_judge(name: str) -> dict[str, Any]:
+    return _accepted(name, {"provider": None, "cache": None})
 
 
 def _accepted(name: str, shared: dict[str, Any]) -> dict[str, Any]:

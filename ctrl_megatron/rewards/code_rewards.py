@@ -23,8 +23,11 @@ from ctrl_megatron.rewards.grading import (
     GradingJob,
     Judge,
     Patience,
+    RequestCheck,
+    judgeable_tests,
     outcome_of,
     program_of,
+    warn_of_refused,
 )
 from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Verdict
@@ -107,6 +110,10 @@ class CodeReward:
             self._batch = self._tests()
             self._judge.begin(self._job(item.text, row, self._batch), self._room)
 
+    def check_row(self, row: Row, check: RequestCheck) -> None:
+        """Raise ``UserError`` for a row that a judge with this ``check`` cannot judge."""
+        judgeable_tests(row, check, run_timeout=self._run_timeout)
+
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the judge failed."""
         return [outcome.reward for outcome in await self.judge(items)]
@@ -123,6 +130,7 @@ class CodeReward:
             for item, row in zip(items, rows, strict=True)
         ]
         answers = await self._judge.grade_all(jobs, self._max_requests)
+        warn_of_refused(rows, answers)
         return [
             outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
@@ -205,11 +213,22 @@ class IoiCodeReward(CodeReward):
         )
         self._language, self._normalise = language, normalise
 
+    def check_row(self, row: Row, check: RequestCheck) -> None:
+        options = {"run_timeout": self._run_timeout, "language": self._language_of(row)}
+        subtasks_of(row, judgeable_tests(row, check, **options))
+
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
-        language = row.extra.get("language") or self._language
+        language = self._language_of(row)
         of_row = tests.of(row, language=language)
         subtasks_of(row, of_row.total)  # refuses a row before a program runs
         return of_row.job(program_of(text, language))
+
+    def _language_of(self, row: Row) -> str:
+        """The language of the row's programs. UserError where the column holds no text."""
+        language = row.extra.get("language") or self._language
+        if not isinstance(language, str):
+            raise UserError(f"{row.id!r}: column 'language' must be text", file=row.place)
+        return language
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         subtasks = subtasks_of(row, verdict.total)

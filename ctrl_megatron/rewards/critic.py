@@ -37,6 +37,7 @@ from ctrl_megatron.rewards.grading import (
     encodable,
     outcome_of,
     program_of,
+    warn_of_refused,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Message, Verdict
@@ -53,7 +54,8 @@ class RewardModelForCritic:
     field with the rows' ids. At most ``max_requests`` requests of a batch run at the same time. A
     test may take ``run_timeout`` seconds where its row sets no limit. Use it on one event loop
     only. Rows with ``grader_files`` are judged with ``shared_process_graders`` only. Raises
-    ``ValueError`` that names a row whose tests cannot be judged.
+    ``ValueError`` that names a row whose tests cannot be judged, unless ``check`` is False because
+    the rows were checked before.
 
     A critique that contains more than the share ``copying_threshold`` of the revision's program
     (``copied_rate``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
@@ -85,11 +87,13 @@ class RewardModelForCritic:
         shared_process_graders: bool = False,
         copying: Copying = "measure",
         copying_threshold: float = COPYING_THRESHOLD,
+        check: bool = True,
     ) -> None:
         given = isinstance(file, Sequence) and any(isinstance(row, Row) for row in file)
         rows = file if given else read_rows(cast(Paths, file), prompt_key=None)
         self.table = rows_by_id(cast("Sequence[Row]", rows))
-        check_tests(self.table.values())
+        if check:
+            check_tests(self.table.values(), run_timeout=run_timeout)
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.run_all_cases = run_all_cases
@@ -203,8 +207,10 @@ class RewardModelForCritic:
             None if item.judgment is None else tests.of(row).job(program)
             for item, row, program in zip(items, rows, programs, strict=True)
         ]
-        answers = zip(items, programs, await self._grade_all(jobs), strict=True)
-        return [self._outcome(item, program, answer) for item, program, answer in answers]
+        answers = await self._grade_all(jobs)
+        warn_of_refused(rows, answers)
+        judged = zip(items, programs, answers, strict=True)
+        return [self._outcome(item, program, answer) for item, program, answer in judged]
 
     def begin(self, item: RewardItem) -> None:
         """Start what ``judge`` does about ``item``."""
@@ -235,7 +241,9 @@ class RewardModelForCritic:
         tests = self._tests(run_all_cases=True)
         pairs = zip(texts, rows, strict=True)
         jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
-        return [outcome_of(answer, self._score) for answer in await self._grade_all(jobs)]
+        answers = await self._grade_all(jobs)
+        warn_of_refused(rows, answers)
+        return [outcome_of(answer, self._score) for answer in answers]
 
     def _outcome(self, item: RewardItem, program: str, answer: Graded | None) -> RewardOutcome:
         found = outcome_of(answer, self._score, item.judgment)

@@ -19,8 +19,10 @@ from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.rewards.items import RewardOutcome
-from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests, reported_tests
+from ctrl_megatron.sandbox.client import RequestRefused, SandboxError, SandboxSilent
+from ctrl_megatron.sandbox.datasets.functions import reported_tests
+from ctrl_megatron.sandbox.limits import SandboxLimits
+from ctrl_megatron.sandbox.task import require_judgeable
 from ctrl_megatron.sandbox.wire import (
     GRADER_VERSION,
     EvalResult,
@@ -112,6 +114,18 @@ def row_tests(
     cases, and, without ``shared_process_graders``, for a row with ``grader_files``.
     """
     check_graders([row], allowed=shared_process_graders)
+    config, total = _config_of(
+        row, run_all_cases=run_all_cases, run_timeout=run_timeout, language=language
+    )
+    with long_integers():
+        digest = fingerprint(GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json"))
+    return RowTests(dataset=row["prompter_type"], config=config, total=total, digest=digest)
+
+
+def _config_of(
+    row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
+) -> tuple[TestConfig, int]:
+    """The tests of ``row`` as the judge reads them, and their number."""
     kind, data, total = _tests_of(row)
     config = TestConfig(
         dataset_type=kind,
@@ -120,9 +134,7 @@ def row_tests(
         provided_data=data,
         extra={"run_all_cases": run_all_cases},
     )
-    with long_integers():
-        digest = fingerprint(GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json"))
-    return RowTests(dataset=row["prompter_type"], config=config, total=total, digest=digest)
+    return config, total
 
 
 class BatchTests:
@@ -165,14 +177,30 @@ def grading_job(text: str, row: Row, **options: Any) -> GradingJob:
     return row_tests(row, **options).job(program)
 
 
-def check_tests(rows: Iterable[Row]) -> None:
-    """Raise ``UserError`` that names the row whose asserts no sandbox could judge."""
+RequestCheck = Callable[[SubmitRequest], object]
+"""Raises ``ValueError`` for a request that a judge would refuse, whatever its program."""
+check_request: RequestCheck = partial(require_judgeable, limits=SandboxLimits())
+"""The check of this package's sandbox with its default limits."""
+
+
+def check_tests(rows: Iterable[Row], **options: Any) -> None:
+    """``judgeable_tests`` of every row, for its ``UserError``."""
     for row in rows:
-        if row.prompter_type == "mbppplus":
-            try:
-                read_function_tests(_tests_of(row)[1])
-            except ValueError as error:
-                raise UserError(f"{row.id!r}: {error}", file=row.place) from error
+        judgeable_tests(row, **options)
+
+
+def judgeable_tests(row: Row, check: RequestCheck = check_request, **options: Any) -> int:
+    """The number of tests of ``row``. Raises ``UserError`` that names file and row where a judge
+    with this ``check`` can judge no program on them. ``options`` are those of ``row_tests``.
+    """
+    try:
+        config, total = _config_of(row, run_all_cases=True, **options)
+        check(SubmitRequest(dataset=row["prompter_type"], id=0, completion="", config=config))
+    except ValueError as error:
+        if isinstance(error, UserError) and row.place and row.place in str(error):
+            raise
+        raise UserError(f"{row.id!r}: {error}", file=row.place) from error
+    return total
 
 
 def has_graders(row: Row) -> bool:
@@ -267,6 +295,7 @@ def outcome_of(
         verdict=answer.verdict,
         cached=answer.cached,
         error=answer.error,
+        refused=answer.refused,
     )
 
 
@@ -309,6 +338,8 @@ class Graded:
     """Message of the judge's failure; empty where there is a verdict."""
     silent: bool = False
     """True where the judge gave no sign of life until the limit of a request."""
+    refused: bool = False
+    """True where the judge works, and judges no program on these tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,18 +411,21 @@ class CachedJudge:
         attempt of every job.
         """
         semaphore = asyncio.Semaphore(max_requests)
-        failures: list[SandboxError] = []
+        failures: list[SandboxError | RequestRefused] = []
 
         async def attempt(job: GradingJob) -> Graded:
             try:
                 verdict, cached = await self.grade(job, semaphore)
-            except SandboxError as error:
+            except (SandboxError, RequestRefused) as error:
                 text = " ".join(str(error).split()) or "no message"
                 silent = isinstance(error, SandboxSilent)
+                refused = isinstance(error, RequestRefused)
                 # All callers of a run get the same error.
                 shared = any(error is other for other in failures)
                 failures.append(error)
-                return Graded(verdict=None, cached=shared, error=text, silent=silent)
+                return Graded(
+                    verdict=None, cached=shared, error=text, silent=silent, refused=refused
+                )
             return Graded(verdict=verdict, cached=cached)
 
         async def first(job: GradingJob | None) -> Graded | None:
@@ -403,7 +437,11 @@ class CachedJudge:
         found = await gathered([partial(first, job) for job in jobs])
         patience, asked = self._patience, sum(job is not None for job in jobs)
         for retry in range(patience.retries + 1):
-            failed = {i: answer for i, answer in enumerate(found) if answer and answer.error}
+            failed = {
+                i: answer
+                for i, answer in enumerate(found)
+                if answer and answer.error and not answer.refused
+            }
             if not failed:
                 break
             count, (*_, last) = f"{len(failed)} of {asked} programs", failed.values()
@@ -419,6 +457,14 @@ class CachedJudge:
             for i, answer in zip(again, await gathered(calls), strict=True):
                 found[i] = answer
         return found
+
+
+def warn_of_refused(rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
+    """Say which rows have no reward because the judge refuses their tests."""
+    pairs = zip(rows, answers, strict=True)
+    for row, why in {row.id: (row, a.error) for row, a in pairs if a and a.refused}.values():
+        place = f"{row.place}: " if row.place else ""
+        _log.warning("%s%r cannot be judged and has no reward: %s", place, row.id, why)
 
 
 def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:

@@ -42,6 +42,8 @@ class RewardOutcome:
     of the same batch."""
     error: str = ""
     """Message of the judge's failure; empty unless it is the reason why ``reward`` is None."""
+    refused: bool = False
+    """True where the judge works, and judges no program on the tests of this row."""
 
     @property
     def judgable(self) -> bool:

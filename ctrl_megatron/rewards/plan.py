@@ -13,7 +13,7 @@ from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.rewards.grading import SHARED_PROCESS, Patience, check_graders, has_graders
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
-_OF_CRITIQUES = ("critic", "transition")
+OF_CRITIQUES = ("critic", "transition")
 """Functions that read the verdict on a revision."""
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class RewardPlan:
                     remedy="name tasks of the rows (their column 'task')",
                 )
             other = next((row for row in mine if row.task != CRITIQUE), None)
-            if name in _OF_CRITIQUES and other is not None:
+            if name in OF_CRITIQUES and other is not None:
                 raise UserError(
                     f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and "
                     f"{name} rewards critiques by their revisions",

@@ -45,6 +45,8 @@ class Judging:
 
     asked: int = 0
     failed: int = 0
+    refused: int = 0
+    """Further programs that it refused to judge because of their row's tests."""
     cached: int = 0
     """Further answers for which it was not asked: from the cache, or to an equal program."""
     error: str = ""
@@ -54,6 +56,7 @@ class Judging:
         return Judging(
             asked=self.asked + other.asked,
             failed=self.failed + other.failed,
+            refused=self.refused + other.refused,
             cached=self.cached + other.cached,
             error=other.error or self.error,
         )
@@ -61,12 +64,14 @@ class Judging:
     @classmethod
     def of(cls, outcomes: Iterable[RewardOutcome | None]) -> Judging:
         """The sum over ``outcomes``."""
-        judged = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
+        judgable = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
+        judged = [outcome for outcome in judgable if not outcome.refused]
         asked = [outcome for outcome in judged if not outcome.cached]
         errors = [outcome.error for outcome in asked if outcome.error]
         return cls(
             asked=len(asked),
             failed=len(errors),
+            refused=len(judgable) - len(judged),
             cached=len(judged) - len(asked),
             error=errors[-1] if errors else "",
         )

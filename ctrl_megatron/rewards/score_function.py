@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ctrl_megatron.background import gathered, one_done
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.rewards.items import RewardItem, rows_of
 
@@ -69,6 +70,7 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
         score = at_once
     functools.update_wrapper(score, function)
     score.reads = getattr(function, "reads", _COLUMNS)
+    score.check_row = lambda row, check: _ground_truth(path, row)
     first = inspect.Parameter("items", inspect.Parameter.POSITIONAL_ONLY)
     further = [
         p if p.kind is p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY)
@@ -79,19 +81,23 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return score
 
 
-def _arguments(path: str, item: RewardItem, row: Any) -> dict[str, Any]:
+def _arguments(path: str, item: RewardItem, row: Row) -> dict[str, Any]:
+    return {
+        "data_source": row["data_source"],
+        "solution_str": item.text,
+        "ground_truth": _ground_truth(path, row),
+        "extra_info": row.extra.get("extra_info") or {},
+    }
+
+
+def _ground_truth(path: str, row: Row) -> Any:
     model = row["reward_model"]
     if not isinstance(model, Mapping) or model.get("ground_truth") is None:
         raise UserError(
             f"{row.place or row.id}: column 'reward_model' has no ground_truth, which the reward "
             f"{path!r} reads"
         )
-    return {
-        "data_source": row["data_source"],
-        "solution_str": item.text,
-        "ground_truth": model["ground_truth"],
-        "extra_info": row.extra.get("extra_info") or {},
-    }
+    return model["ground_truth"]
 
 
 def _score(path: str, answer: Any, item: RewardItem) -> Any:

@@ -12,7 +12,9 @@ from functools import cache, partial
 from typing import Any
 
 from ctrl_megatron.background import AbandonableCall, BackgroundLoop
+from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, place_of, users_code
+from ctrl_megatron.rewards.grading import RequestCheck
 from ctrl_megatron.rewards.items import RewardItem, Rewards, checked_rewards
 
 FUNCTION_SECONDS = 1800.0
@@ -50,6 +52,13 @@ class UsersReward:
                 remedy="let it take the list of items, and its entries of reward.reward_options "
                 "by their names",
             ) from error
+
+    def check_row(self, row: Row, check: RequestCheck) -> None:
+        """Raise ``UserError`` for a row that the function says by ``check_row`` not to reward."""
+        own = getattr(self._function, "check_row", None)
+        if own is not None:
+            with users_code(f"reward {self.name!r} cannot check {row.place or row.id}"):
+                own(row, check)
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """See ``RewardFunction``. Raises ``UserError`` for an exception of the function, for one

@@ -4,8 +4,9 @@ Standard library only, because the jail reads it too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["strict", "standard", "none"]
 """Isolation levels. ``strict`` requires namespaces and a system call filter; ``standard`` requires
@@ -72,6 +73,28 @@ class SandboxLimits:
         for field in fields(self):
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"sandbox limit {field.name} must be positive")
+
+    def seconds_within(self, wanted: float | None) -> float:
+        """Seconds of processor time of one test. Raises ``ValueError`` beyond the limit."""
+        if wanted is None:
+            return self.test_seconds
+        if not math.isfinite(wanted) or not 0 < wanted <= self.max_test_seconds:
+            raise ValueError(
+                f"run_timeout must be in (0, {self.max_test_seconds:g}] seconds, got {wanted:g}"
+            )
+        return float(wanted)
+
+    def problem_seconds_within(self, wanted: Any, test_seconds: float) -> float:
+        """Seconds for a whole problem; by default at least ``test_seconds``, the time of one test.
+        Raises ``ValueError`` beyond the limit.
+        """
+        if wanted is None:
+            return max(self.problem_seconds, test_seconds)
+        number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
+        if not number or not 0 < wanted <= self.max_problem_seconds:
+            most = f"{self.max_problem_seconds:g}"
+            raise ValueError(f"extra.problem_seconds must be in (0, {most}], got {wanted!r}"[:200])
+        return float(wanted)
 
 
 CPU_TIME_OVER = "time limit exceeded (CPU time)"

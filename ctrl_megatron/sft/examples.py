@@ -13,7 +13,7 @@ from ctrl_megatron.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """One example. The loss is computed on the response and its end-of-text token."""
+    """One example. The loss is computed on the response and its end token."""
 
     id: str
     prompt: tuple[Message, ...]

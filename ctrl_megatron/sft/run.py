@@ -111,7 +111,7 @@ def train_sft(config: Config) -> bool:
             groups.layout,
             steps=f"{steps} steps of {config.sft.train_batch_size} examples",
             rows=len(examples),
-            dropped=(dropped, "longer than sft.max_length or sft.canvas"),
+            dropped={"longer than sft.max_length or sft.canvas": dropped},
             validation=len(held_out),
         ):
             recorder.say(line)
@@ -165,17 +165,19 @@ def tokenise(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
     """Return (prompt and response tokens of each example within ``sft.max_length``, the number of
-    longer examples). Raises UserError if every example is longer.
+    longer examples). A response ends with the token that the chat template writes behind it.
+    Raises UserError if every example is longer.
     """
     rows, dropped = [], 0
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
-        end, canvas = codec.eos_token_ids[0], config.sft.canvas
+        fill, canvas = codec.eos_token_ids[0], config.sft.canvas
+        end = fill if codec.turn_end is None else codec.turn_end
         response = (*codec.encode(example.response), end)
         if len(response) > (canvas or len(response)):
             dropped += 1
             continue
-        response += (end,) * ((canvas or 0) - len(response))
+        response += (fill,) * ((canvas or 0) - len(response))
         if len(prompt) + len(response) > config.sft.max_length:
             dropped += 1
         else:

@@ -62,27 +62,21 @@ def ppo_pipeline() -> TaskGraph:
 def dapo_pipeline() -> TaskGraph:
     """Section 4.2.3: only groups with different rewards.
 
-    The guide draws, rewards and then filters. Here ``dynamic_sampling`` comes first and does all
-    three, because it draws again until there are enough groups; ``function_reward`` then puts the
-    rewards that it finds on the tokens.
+    ``dynamic_sampling`` draws again until there are enough groups, so it does the work of the two
+    nodes before it too.
     """
     pipeline = Pipeline("dapo_training_pipeline", "DAPO workflow")
+    _add_rollout(pipeline)
     pipeline.add_node(
         "dynamic_sampling",
         func=WORKER + "dynamic_sampling",
-        deps=[],
+        deps=["function_reward"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.DYNAMIC_SAMPLING,
     ).add_node(
-        "function_reward",
-        func=WORKER + "compute_reward",
-        deps=["dynamic_sampling"],
-        node_type=NodeType.COMPUTE,
-        node_role=NodeRole.REWARD,
-    ).add_node(
         "calculate_advantages",
         func=WORKER + "compute_advantage",
-        deps=["function_reward"],
+        deps=["dynamic_sampling"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.ADVANTAGE,
     )

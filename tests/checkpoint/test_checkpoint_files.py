@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from byte_tokenizer import save_tokenizer
 from test_conversion import write_hf
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.checkpoint.files import whole_directory, write_whole
 from ctrl_megatron.checkpoint.hashes import hash_file
+from ctrl_megatron.checkpoint.hf import copy_side_files, name_turn_end
 from ctrl_megatron.checkpoint.manifest import MARKER, TRAINER, DamagedFiles, _seal, write_manifest
 from ctrl_megatron.checkpoint.sharded import TensorParts, save_tensors
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
+from ctrl_megatron.data.tokens import tokenizer_parts
 from ctrl_megatron.errors import UserError, user_fault
 
 
@@ -265,3 +268,28 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> N
     (tmp_path / "run" / "global_step_3").mkdir()
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=.* is not a checkpoint"):
         store.find(str(tmp_path / "run" / name))
+
+
+@pytest.mark.parametrize(
+    ("named", "written"),
+    [
+        ({"generation_config.json": {"eos_token_id": 256, "top_p": 1}}, [256, 257]),
+        ({"generation_config.json": {"eos_token_id": [257, 3]}}, [257, 3]),
+        ({}, [256, 257]),
+    ],
+)
+def test_an_export_names_the_token_that_ends_a_turn(
+    tmp_path: Path, named: dict[str, Any], written: list[int]
+) -> None:
+    """Other programs stop at what ``generation_config.json`` names, not at the template's end."""
+    source = save_tokenizer(tmp_path / "source", eos="<s>")
+    for name, content in {"config.json": {"eos_token_id": 256}, **named}.items():
+        (source / name).write_text(json.dumps(content))
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    copy_side_files(source, folder)
+    parts = tokenizer_parts(folder)
+    name_turn_end(folder)
+    assert tokenizer_parts(folder) == parts
+    found = json.loads((folder / "generation_config.json").read_text())
+    assert found == {**named.get("generation_config.json", {}), "eos_token_id": written}

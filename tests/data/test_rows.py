@@ -146,6 +146,42 @@ def test_further_columns_travel_with_the_row_and_survive_a_file(tmp_path: Path) 
     assert read_rows(tmp_path / "b.parquet") == rows
 
 
+def test_a_prompt_in_a_column_that_the_tests_need_stays_there(tmp_path: Path) -> None:
+    """LiveCodeBench's column ``content`` is the problem, which a solver's prompt may be."""
+    asked = {"prompter_type": "livecodebench", "content": "Add.", "labels": "{}", "test": "{}"}
+    parquet.write_table(pa.Table.from_pylist([{"id": "a", **asked}]), tmp_path / "rows.parquet")
+    (row,) = read_rows(tmp_path / "rows.parquet", prompt_key="content")
+    assert row.prompt[0]["content"] == "Add."
+    assert {name: row.extra[name] for name in ("content", "labels", "test")} == {
+        name: asked[name] for name in ("content", "labels", "test")
+    }
+
+
+def test_a_file_that_arrow_reads_only_in_small_batches_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose nested column has more than 2 GiB in a row group."""
+    records = [{"id": f"{n}", "prompt": "p", "cases": [{"input": "1"}]} for n in range(2500)]
+    file, sizes = tmp_path / "rows.parquet", []
+    parquet.write_table(pa.Table.from_pylist(records), file)
+    whole = read_rows(file)
+    read = parquet.ParquetFile.iter_batches
+
+    def refuse(*_: object, **__: object) -> None:
+        raise pa.ArrowNotImplementedError("chunked array outputs")
+
+    def limited(self: Any, batch_size: int) -> Any:
+        sizes.append(batch_size)
+        return refuse() if batch_size > 100 else read(self, batch_size)
+
+    monkeypatch.setattr(parquet, "read_table", refuse)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", limited)
+    assert read_rows(file) == whole and sizes == [1024, 32]
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", refuse)
+    with pytest.raises(ValueError, match=r"rows\.parquet: a single row"):
+        read_rows(file)
+
+
 def test_tests_in_their_spellings() -> None:
     cases, (only,) = json.loads(CASES), ("assert f()",)
     for spelling in (only, [only], json.dumps([only]), [json.dumps([only])]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.sft.examples import SftExample
+from ctrl_megatron.sft.run import tokenise
 from ctrl_megatron.types import Message
 
 
@@ -105,6 +108,31 @@ def test_end_and_padding_tokens(tmp_path: Path) -> None:
     second = TextCodec(folder)
     assert second.eos_token_ids == (end, 3)
     assert second.pad_token_id == second.tokenizer.convert_tokens_to_ids("<s>") != end
+
+
+@pytest.mark.parametrize(
+    ("behind", "end"),
+    [
+        ("<e>\n", "<e>"),  # ChatML's form, in a directory whose eos_token is another
+        (" <e><s>", "<e>"),
+        ("\n", None),
+    ],
+)
+def test_an_answer_ends_as_the_template_ends_it(
+    tmp_path: Path, behind: str, end: str | None
+) -> None:
+    """Also in directories whose ``eos_token`` is another: sampling stops at both."""
+    template = TEMPLATE.replace("<e>\n", behind)
+    codec = TextCodec(save_tokenizer(tmp_path / "a", template=template, eos="<s>"))
+    ids = {text: codec.tokenizer.convert_tokens_to_ids(text) for text in ("<s>", "<e>")}
+    assert codec.turn_end == (end and ids[end])
+    assert codec.eos_token_ids == ((ids["<s>"], ids["<e>"]) if end else (ids["<s>"],))
+    example = SftExample(id="a", prompt=({"role": "user", "content": "hi"},), response="yo")
+    taught = [*codec.encode("yo"), ids[end or "<s>"]]
+    for canvas, filled in ((None, []), (5, [ids["<s>"]] * 2)):
+        config: Any = SimpleNamespace(sft=SimpleNamespace(canvas=canvas, max_length=99))
+        ((_, response),), dropped = tokenise(codec, [example], config)
+        assert [*response] == [*taught, *filled] and not dropped
 
 
 def test_what_the_template_refuses(codec: TextCodec) -> None:

@@ -19,6 +19,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline import Node, NodeStatus, NodeType, TaskGraph
+from ctrl_megatron.pipeline.batch import pad_rows
 from ctrl_megatron.pipeline.executor import Executor
 from ctrl_megatron.pipeline.graph import NodeOutput
 
@@ -123,6 +124,62 @@ def drawn() -> TensorDict:
     made = batch()
     made["response_mask"] = torch.tensor([[1, 1], [1, 0], [1, 1]], dtype=torch.bool)
     return made
+
+
+def raises(worker: Any, batch: TensorDict) -> NodeOutput:
+    {}.pop("agent_group")
+    return NodeOutput()
+
+
+def of_package(worker: Any, batch: TensorDict) -> NodeOutput:
+    return NodeOutput(batch=pad_rows([], [], pad_token_id=0))
+
+
+def long_scores(worker: Any, batch: TensorDict) -> NodeOutput:
+    batch["token_level_rewards"] = torch.zeros(3, 9)
+    return NodeOutput(batch=batch)
+
+
+def whole_numbers(worker: Any, batch: TensorDict) -> NodeOutput:
+    scores = torch.zeros_like(batch["response_mask"], dtype=torch.int64)
+    return NodeOutput(fields={"token_level_scores": scores})
+
+
+def a_dict(worker: Any, batch: TensorDict) -> Any:
+    return {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (raises, r"\(raises \(.*test_executor.py line \d+\)\) failed: KeyError: 'agent_group' \("),
+        (long_scores, r"writes token_level_rewards of shape \(3, 9\); expected \(3, 2\)"),
+        (whole_numbers, r"writes token_level_scores as torch.int64"),
+        (a_dict, r"returned dict, no NodeOutput"),
+    ],
+)
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_mistake_in_a_node_is_the_users(
+    worker: Any, function: Any, complaint: str, aside: bool
+) -> None:
+    async def run_aside(worker: Any, batch: TensorDict) -> Any:
+        return function(worker, batch)
+
+    node = Node("mine", NodeType.COMPUTE, func=run_aside if aside else function)
+    if aside:
+        complaint = complaint.replace("raises \\(", ".*run_aside \\(")
+    with pytest.raises(UserError, match=rf"^the node 'mine' .*{complaint}"):
+        Executor(graph_of(node), worker).run_step(drawn())
+
+
+def test_what_fails_in_the_package_or_the_system_keeps_its_type(worker: Any) -> None:
+    def unreachable(worker: Any, batch: TensorDict) -> NodeOutput:
+        raise ConnectionRefusedError("no service")
+
+    for function, kind in ((of_package, ValueError), (unreachable, ConnectionRefusedError)):
+        with pytest.raises(kind) as raised:
+            Executor(graph_of(Node("n", NodeType.COMPUTE, func=function)), worker).run_step(drawn())
+        assert not isinstance(raised.value, UserError)
 
 
 def test_a_filter_empties_masks_from_its_node_on(worker: Any) -> None:

@@ -64,7 +64,7 @@ def graph_of(function: str, *overrides: str) -> TaskGraph:
         (
             "pipelines:dapo_pipeline",
             (FILTERED, "actor_rollout_ref.rollout.n=4"),
-            f"dynamic_sampling function_reward calculate_advantages {UPDATE}",
+            f"rollout_actor function_reward dynamic_sampling calculate_advantages {UPDATE}",
         ),
         (
             "worker:build",

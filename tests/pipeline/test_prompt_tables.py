@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import Row, row_of, write_rows
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline.inputs import prompt_tables
 from ctrl_megatron.types import Attempt, Problem
 
@@ -28,9 +29,11 @@ LONG: Any = SimpleNamespace(
 )
 
 
-def tables(train: Path, validation: object, *more: str, codec: Any = CODEC) -> Any:
+def tables(
+    train: Path, validation: object, *more: str, codec: Any = CODEC, check: Any = None
+) -> Any:
     overrides = [f"data.train_files={train}", f"data.val_files={validation}", *more]
-    return prompt_tables(load_config(None, overrides, "none"), codec)
+    return prompt_tables(load_config(None, overrides, "none"), codec, check=check)
 
 
 def test_one_file_may_serve_both(tmp_path: Path) -> None:
@@ -38,6 +41,24 @@ def test_one_file_may_serve_both(tmp_path: Path) -> None:
     write_rows(file, [row_of(ATTEMPT)])
     train, validation = tables(file, file)
     assert train.rows == validation.rows
+
+
+def test_bad_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
+    train, other = tmp_path / "train.parquet", tmp_path / "other.parquet"
+    write_rows(train, [row_of(replace(ATTEMPT, id=name)) for name in ("a", "bad", "b")])
+    write_rows(other, [row_of(replace(ATTEMPT, id="c"))])
+
+    def check(row: Row) -> None:
+        if row.id == "bad":
+            raise UserError("its tests test nothing", file=row.place)
+
+    with pytest.raises(UserError, match=r"data.train_files: .*train.parquet: row 2: its tests"):
+        tables(train, other, check=check)
+    files = f"[{train},{other}]"
+    trained, validated = tables(train, files, "data.bad_rows=drop", check=check)
+    assert [row.id for row in trained.rows] == ["a", "b"]
+    assert trained.bad == (f"{train}: row 2: its tests test nothing",) and trained.dropped == 0
+    assert validated.sets == {"train": {"a", "b"}, "other": {"c"}}
 
 
 def test_of_several_validation_files_each_is_a_set(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any, get_args
 
 import pytest
-from reward_samples import CORRECT, block, function_row
+from aiohttp import web
+from reward_samples import CORRECT, block, function_row, stdio_row
 from scripted_sandbox import Fault, Sandbox, always, serving, three_of_ten
 
 from ctrl_megatron.rewards import Judging, RewardItem, RewardModelForCritic, RewardSum, Scores
@@ -72,3 +73,39 @@ def test_what_stays_unknown_is_no_zero() -> None:
     assert scores.totals[20] == 0.0
     assert (judging.asked, judging.failed) == (20, 6)
     assert "0 verdict(s)" in judging.error
+
+
+class Refusing(Sandbox):
+    """Refuses every program on asserts."""
+
+    async def submit(self, request: web.Request) -> web.Response:
+        if "test_list" not in (await request.json())["config"]["provided_data"]:
+            return await super().submit(request)
+        self.requests += 1
+        return web.json_response({"detail": "the checker fails on the answer"}, status=400)
+
+
+def test_a_row_that_the_service_refuses_has_no_reward_and_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is the row's fault: the others keep theirs, and it does not count as the service's."""
+    items = [
+        RewardItem(text=block(f"x = {n}"), critique=CORRECT, row=row)
+        for n, row in enumerate((ROW, stdio_row(), ROW))
+    ]
+
+    async def run(address: str) -> tuple[Scores, Judging]:
+        async with SandboxClient(address, attempts=1) as client:
+            critic = RewardModelForCritic([ROW, stdio_row()], None, sandbox=client)
+            total = RewardSum({"critic": critic})
+            return await total.score(items), total.take_judging()
+
+    service = Refusing()
+    with serving(service) as address:
+        scores, judging = asyncio.run(run(address))
+    assert scores.totals == [None, 1.0, None]
+    assert (judging.asked, judging.failed, judging.refused) == (1, 0, 2)
+    assert service.requests == 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("rows.parquet: row 0: 'add/0' cannot be judged and has no reward: ")
+    assert line.endswith("(400): the checker fails on the answer")

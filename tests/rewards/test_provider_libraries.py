@@ -12,6 +12,7 @@ from aiohttp import web
 from provider_fakes import function_request, in_shell, serving
 
 from ctrl_megatron.rewards.providers import ProviderError, ProviderSetupError, make_provider
+from ctrl_megatron.rewards.providers.cloud import _E2B_CONNECTION
 
 REQUEST = function_request("def f(x): return x + 1", ["assert f(1) == 2", "assert f(1) == 3"])
 
@@ -71,6 +72,14 @@ def test_e2bs_library_takes_what_it_is_given() -> None:
     signature.bind(
         template=None, timeout=3, allow_internet_access=False, api_key="k", request_timeout=3.0
     )
+
+
+def test_unknown_options_of_e2b_are_refused_at_the_start() -> None:
+    library = pytest.importorskip("e2b.connection_config")
+    assert set(_E2B_CONNECTION) <= library.ApiParams.__annotations__.keys()
+    make_provider("e2b", api_key="k", **dict.fromkeys(_E2B_CONNECTION))
+    with pytest.raises(ProviderSetupError, match="e2b has no option 'e2b_router_url'; it has"):
+        make_provider("e2b", api_key="k", e2b_router_url="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, ProviderSetupError), (503, ProviderError)])

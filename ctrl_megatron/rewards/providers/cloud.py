@@ -36,6 +36,11 @@ _KILLED = 137  # exit status of coreutils' timeout after its SIGKILL
 _CHUNK = 1 << 16
 """Bytes of base64 in one command: the kernel accepts 128 KiB per argument."""
 _REMOVAL_SECONDS = 30.0
+_E2B_CONNECTION = (
+    *("domain", "api_url", "sandbox_url", "proxy", "headers", "api_headers", "retries"),
+    *("debug", "validate_api_key", "http_version"),
+)
+"""Options of E2B's library that say how it connects."""
 _SLACK_SECONDS = 15.0
 """Seconds after a script's time limit until its command counts as lost."""
 
@@ -100,7 +105,7 @@ class E2BBackend(_CloudBackend):
     ``template`` is the machine image (E2B's code interpreter by default). ``lifetime`` is a
     machine's time to live in seconds, for machines that are not removed. ``create`` replaces the
     library's ``AsyncSandbox.create``. The library receives further ``connection`` options
-    (``domain``, ``api_url``, ``proxy``...).
+    (``domain``, ``api_url``, ``proxy``...); raises ``ProviderSetupError`` for others.
     """
 
     name, package = "e2b", "e2b-code-interpreter"
@@ -116,6 +121,11 @@ class E2BBackend(_CloudBackend):
         **connection: Any,
     ) -> None:
         super().__init__()
+        if unknown := [name for name in connection if name not in _E2B_CONNECTION]:
+            known = "template", "lifetime", "request_seconds", *_E2B_CONNECTION
+            raise ProviderSetupError(
+                f"provider e2b has no option {unknown[0]!r}; it has {', '.join(known)}"
+            )
         self.identity = {"template": template}
         self._options = {
             **connection,

@@ -33,7 +33,7 @@ from ctrl_megatron.rewards.providers.contract import (
     ScriptResult,
     judged,
 )
-from ctrl_megatron.sandbox.client import SandboxError
+from ctrl_megatron.sandbox.client import RequestRefused, SandboxError
 from ctrl_megatron.sandbox.client.attempts import Silence, described, retried
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
@@ -72,6 +72,17 @@ class ScriptProvider:
         """The name and the identity of the back end: different where verdicts may differ."""
         return {"provider": self.backend.name, **self.backend.identity}
 
+    def check(self, request: SubmitRequest) -> Sequence[AssertsJob | StdioJob]:
+        """The scripts of ``request``. Raises ``RequestRefused`` and ``ProviderSetupError`` for one
+        that the provider cannot judge, whatever its program.
+        """
+        try:
+            return _jobs(request, self.backend)
+        except ProviderSetupError:
+            raise
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+
     async def submit(self, request: SubmitRequest) -> EvalResult:
         """One verdict per test of ``request``.
 
@@ -79,7 +90,7 @@ class ScriptProvider:
         where the provider fails, and ``ProviderSetupError`` or ``ValueError`` for a request that it
         cannot judge, such as a LiveCodeBench problem, which requires the local sandbox.
         """
-        jobs = _jobs(request, self.backend)
+        jobs = self.check(request)
         self.counters.requests += 1
         silence = Silence(self.silence)
         try:

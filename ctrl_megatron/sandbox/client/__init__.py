@@ -2,9 +2,10 @@
 
 from ctrl_megatron.sandbox.client.sandbox_client import (
     ClientCounters,
+    RequestRefused,
     SandboxClient,
     SandboxError,
     SandboxSilent,
 )
 
-__all__ = ["ClientCounters", "SandboxClient", "SandboxError", "SandboxSilent"]
+__all__ = ["ClientCounters", "RequestRefused", "SandboxClient", "SandboxError", "SandboxSilent"]

@@ -37,6 +37,8 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 _JSON = {"Content-Type": "application/json"}
 _UNAVAILABLE = (502, 503, 504)
+_REFUSED = (400, 413, 422)
+"""Answers that concern the request, not the service's address or token."""
 _SILENCE_SECONDS = 640.0
 _CHECK_SECONDS = 30.0
 _CHECK_PAUSE_SECONDS = 1.0
@@ -50,6 +52,12 @@ _WITHDRAWAL_SECONDS = 5.0
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed after every retry; nothing is known about the program."""
+
+
+class RequestRefused(UserError):
+    """The sandbox judges no program on this request: its tests cannot be judged, or are too large.
+    Another request may be answered.
+    """
 
 
 class SandboxSilent(SandboxError):
@@ -171,8 +179,8 @@ class SandboxClient:
         self._withdrawing: set[asyncio.Task[None]] = set()
 
     async def run_code(self, request: wire.RunCodeRequest) -> wire.RunCodeResponse:
-        """Run a program. Raises ``SandboxError`` (fault of the service) or ``ValueError`` (bad
-        request).
+        """Run a program. Raises ``SandboxError`` (fault of the service) or ``ValueError``:
+        ``RequestRefused`` for a bad request, ``UserError`` for a wrong address or token.
         """
         return await self._call("/run_code", request, wire.RunCodeResponse)
 
@@ -328,7 +336,8 @@ class SandboxClient:
         if status in _UNAVAILABLE:
             self._distrust(endpoint)
         if 400 <= status < 500 and not is_temporary(status):
-            raise UserError(f"sandbox {url} refused the request ({status}): {_detail(text)}")
+            kind = RequestRefused if status in _REFUSED else UserError
+            raise kind(f"sandbox {url} refused the request ({status}): {_detail(text)}")
         if status != 200:
             kind = _Busy if wire.BUSY_HEADER in headers else _Fault
             least = retry_after(headers.get("Retry-After", ""))

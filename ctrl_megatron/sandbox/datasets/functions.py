@@ -119,10 +119,9 @@ def calls_problem(
     """A problem that calls a function, or the method of its name of class ``Solution``; its tests
     are those of ``call_asserts``. Raises ``ValueError``.
     """
-    name = calls.name
     tests = call_asserts(calls, or_first=or_first, tolerance=tolerance)
     read = read_function_tests(
-        {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": name}
+        {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": calls.name}
     )
     shown = tuple(
         {
@@ -136,7 +135,6 @@ def calls_problem(
         # Only the program gets the prelude: in the judge it would hide a problem's function that
         # has the name of a library function.
         prelude=preambles.FUNCTIONS,
-        adapter=_ADAPTER.format(name=name),
         cases=shown,
     )
 
@@ -153,8 +151,9 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     """Read ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
     ``test_setup_code`` and ``entry_point`` (one name, several, or ``Solution().name`` for a
-    method), as MBPP has them. Of ``prompt``, the text of the task, the program gets the part that
-    is Python, without the names that it has to define itself.
+    method), as MBPP has them. With ``RESULT_CHECK`` in the setup (``call_asserts``) the program may
+    define the name as a function or as a method of ``Solution``. Of ``prompt``, the text of the
+    task, the program gets the part that is Python, without the names that it has to define itself.
 
     ``comparison`` may name LiveCodeBench's rule, which adds that benchmark's preamble; asserts
     compare for themselves, so no other rule applies. Raises ``ValueError`` for a record that cannot
@@ -178,8 +177,12 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
         )
     entries = (given,) if isinstance(given, str) else tuple(given)
     adapter = ""
-    if len(entries) == 1 and isinstance(entries[0], str) and (m := _METHOD.fullmatch(entries[0])):
-        entries, adapter = (m[1],), _ADAPTER.format(name=m[1])
+    if len(entries) == 1 and isinstance(entries[0], str):
+        method = _METHOD.fullmatch(entries[0])
+        entries = (method[1] if method else entries[0],)
+        # Judges of sets with arguments and results call the method where an answer has the class.
+        if method or RESULT_CHECK in setup:
+            adapter = _ADAPTER.format(name=entries[0])
     if not all(isinstance(name, str) and name.isidentifier() for name in entries):
         raise ValueError(
             f"provided_data.entry_point must be a function's name, got {given!r}"[:200]

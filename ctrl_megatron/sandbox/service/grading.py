@@ -12,10 +12,9 @@ from typing import Any
 from ctrl_megatron.problems.comparison import SANDBOX_FUSION
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, ScoredProblem, StdioProblem
-from ctrl_megatron.sandbox.languages import PYTHON
 from ctrl_megatron.sandbox.service.cases import CaseScorer, case_scorer, score_in_order
 from ctrl_megatron.sandbox.service.compiler import DEFAULT_CPP_STANDARD
-from ctrl_megatron.sandbox.service.jobs import STOP_REASONS, run_response, seconds_within
+from ctrl_megatron.sandbox.service.jobs import STOP_REASONS, run_response
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.submission import Submission, read_submission
 
@@ -32,15 +31,9 @@ async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.Eval
 async def _judge(submission: Submission) -> wire.EvalResult:
     problem, language, config = submission.problem, submission.language, submission.request.config
     if isinstance(problem, FunctionProblem):
-        if language is not PYTHON:
-            raise ValueError(
-                f"tests of Python functions need language python, got {language.name!r}"
-            )
         verdicts, total = await _test_functions(submission, problem), len(problem.tests)
         return _all_or_one(submission, verdicts, total, single=problem.single)
     sources = problem.sources if isinstance(problem, ScoredProblem) else {}
-    if sources and not language.compiled:
-        raise ValueError(f"provided_data.grader_files need language cpp, got {language.name!r}")
     limits, clock = submission.runner.limits, submission.clock
     compiling = limits.test_seconds if config.compile_timeout is None else config.compile_timeout
     program = await submission.runner.prepare(
@@ -89,7 +82,7 @@ async def _test_functions(
     A missing verdict, because the job was cut short, is a failure.
     """
     limits, run_all = submission.runner.limits, submission.run_all
-    seconds = seconds_within(limits, submission.seconds)
+    seconds = limits.seconds_within(submission.seconds)
     job = {
         "kind": "asserts",
         "code": submission.extracted.code + problem.adapter,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.jail import files
@@ -25,30 +23,6 @@ STOP_REASONS = {
 TIME_OVER = ("cpu", "timeout", "job_timeout")
 """Those of them that time decides."""
 _KILLED = -9
-
-
-def seconds_within(limits: SandboxLimits, wanted: float | None) -> float:
-    """Seconds of processor time of one test. Raises ``ValueError`` beyond the limit."""
-    if wanted is None:
-        return limits.test_seconds
-    if not math.isfinite(wanted) or not 0 < wanted <= limits.max_test_seconds:
-        raise ValueError(
-            f"run_timeout must be in (0, {limits.max_test_seconds:g}] seconds, got {wanted:g}"
-        )
-    return float(wanted)
-
-
-def problem_seconds_within(limits: SandboxLimits, wanted: Any, test_seconds: float) -> float:
-    """Seconds for a whole problem; by default at least ``test_seconds``, the time of one test.
-    Raises ``ValueError`` beyond the limit.
-    """
-    if wanted is None:
-        return max(limits.problem_seconds, test_seconds)
-    number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
-    if not number or not 0 < wanted <= limits.max_problem_seconds:
-        most = f"{limits.max_problem_seconds:g}"
-        raise ValueError(f"extra.problem_seconds must be in (0, {most}], got {wanted!r}"[:200])
-    return float(wanted)
 
 
 def to_base64(text: str) -> str:
@@ -71,7 +45,7 @@ def program_job(
     """
     if memory_mb > limits.max_memory_mb:
         raise ValueError(f"memory_limit_MB may be at most {limits.max_memory_mb}, got {memory_mb}")
-    own = seconds_within(limits, seconds)
+    own = limits.seconds_within(seconds)
     given = {path: text for path, text in contents.items() if text is not None}
     total = 0
     for path, text in given.items():

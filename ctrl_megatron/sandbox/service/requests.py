@@ -12,13 +12,14 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.problems.long_integers import loads
-from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES
+from ctrl_megatron.sandbox.limits import CHECKED_BYTES
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.reading import in_thread
 from ctrl_megatron.sandbox.service.telemetry import RequestTelemetry
 from ctrl_megatron.sandbox.service.under_way import WorkUnderWay
 from ctrl_megatron.sandbox.service.workers import WorkerPool
+from ctrl_megatron.sandbox.task import require_few_values
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -121,7 +122,7 @@ async def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     if len(body) > CHECKED_BYTES:
         # Checked and parsed in another thread, but the parser itself blocks all threads, so its
         # input must be small.
-        await in_thread(_check_values, body)
+        await in_thread(require_few_values, body)
         return await in_thread(_read_json, body, kind)
     return _read_json(body, kind)
 
@@ -134,20 +135,3 @@ def _read_json(body: bytes, kind: type[BodyT]) -> BodyT:
         if "number out of range" not in str(error):
             raise
     return kind.model_validate(loads(body))
-
-
-def _check_values(text: bytes) -> None:
-    """Raise ``ValueError`` for JSON with so many values that parsing takes seconds."""
-    values, at, quoted = 0, 0, False
-    while at < len(text):
-        end = at + CHECKED_BYTES
-        while text[end - 1 : end] == b"\\":
-            end += 1  # not between a backslash and what it escapes
-        plain = text[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
-        for part in plain.split(b'"'):
-            values += 0 if quoted else part.count(b",") + part.count(b":")
-            quoted = not quoted
-        quoted = not quoted
-        at = end
-        if values > JSON_VALUES:
-            raise ValueError(f"the request contains more than {JSON_VALUES} JSON values")

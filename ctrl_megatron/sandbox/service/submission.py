@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ctrl_megatron.problems.comparison import SANDBOX_FUSION
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.datasets import READERS
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, GradedProblem, StdioProblem
-from ctrl_megatron.sandbox.languages import (
-    PYTHON,
-    ExtractedProgram,
-    Language,
-    extract_code,
-    language_named,
-)
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, GradedProblem
+from ctrl_megatron.sandbox.languages import ExtractedProgram, Language, extract_code
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
-from ctrl_megatron.sandbox.service.jobs import problem_seconds_within, seconds_within
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.reading import in_thread
+from ctrl_megatron.sandbox.task import read_task
 
-_LANGUAGE_REQUIRED = ("CommonOJDataset",)
 _TEXTS_OF_CASE = 6
 """Texts in a verdict: output and errors, and in its ``test_info`` input, expected output, output
 and reason."""
@@ -94,62 +86,18 @@ class Submission:
 
 async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) -> Submission:
     """Read a request. Raises ``ValueError`` for one that cannot be judged."""
-    config = request.config
-    if config.custom_extract_logic:
-        raise ValueError(
-            "custom_extract_logic is refused: it would run your code inside the service"
-        )
-    kind = config.dataset_type or request.dataset
-    if kind not in READERS:
-        known = ", ".join(sorted(READERS))
-        raise ValueError(f"dataset_type {kind!r} is not supported; supported: {known}")
-    data = config.provided_data
-    if not isinstance(data, dict):
-        raise ValueError("provided_data must be an object; this service keeps no data sets")
-    by_default = config.language is None and kind not in _LANGUAGE_REQUIRED
-    language = PYTHON if by_default else language_named(config.language)
-    compatibility = config.extra.get("compatibility")
-    if compatibility not in (None, SANDBOX_FUSION.name):
-        raise ValueError(
-            f"extra.compatibility must be {SANDBOX_FUSION.name!r}, got {compatibility!r}"[:200]
-        )
-    if compatibility is not None:
-        data = {**data, "first_of_list": True}
     # Reading may unpack megabytes, so it must not block the event loop.
-    problem = await in_thread(READERS[kind], data)
-    if compatibility is not None and not isinstance(problem, FunctionProblem):
-        problem = replace(problem, rule=SANDBOX_FUSION)
-    asked = problem.seconds if config.run_timeout is None else config.run_timeout
-    seconds = problem_seconds_within(
-        runner.limits, config.extra.get("problem_seconds"), seconds_within(runner.limits, asked)
-    )
+    task = await in_thread(read_task, request, runner.limits)
     extracted = (
-        extract_code(request.completion, language)
+        extract_code(request.completion, task.language)
         if len(request.completion) < SHORT
-        else await in_thread(extract_code, request.completion, language)
+        else await in_thread(extract_code, request.completion, task.language)
     )
     return Submission(
         runner=runner,
         request=request,
-        problem=_first_cases(problem, config.extra.get("max_cases")),
-        language=language,
+        problem=task.problem,
+        language=task.language,
         extracted=extracted,
-        clock=ProblemClock(seconds, runner.limits.wall_factor),
+        clock=ProblemClock(task.seconds, runner.limits.wall_factor),
     )
-
-
-def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
-    if most is None:
-        return problem
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ValueError(f"extra.max_cases must be a positive integer, got {most!r}"[:200])
-    if isinstance(problem, StdioProblem):
-        return replace(problem, cases=problem.cases[:most])
-    if isinstance(problem, FunctionProblem):
-        return replace(
-            problem,
-            tests=problem.tests[:most],
-            marked=problem.marked[:most],
-            cases=problem.cases[:most],
-        )
-    raise ValueError("extra.max_cases does not fit a problem with subtasks")
