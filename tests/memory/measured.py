@@ -31,6 +31,8 @@ from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.types import Lora
 
+aten = torch.ops.aten
+
 SMALL = {
     "model_type": "qwen2",
     "attention_dropout": 0.0,
@@ -47,6 +49,8 @@ SMALL = {
     "use_sliding_window": False,
     "vocab_size": 2048,
 }
+PATIENCE = 1200
+"""Seconds after which a process that counts is taken for one that hangs."""
 ROWS, PROMPT, RESPONSE = 4, 8, 120
 
 
@@ -62,10 +66,11 @@ def count(function: str, *arguments: Any, folder: Path) -> Any:
     result, log = folder / "result.json", folder / "log.txt"
     process = fork_context().Process(target=_run, args=(function, arguments, str(result), str(log)))
     process.start()
-    process.join(240)
+    process.join(PATIENCE)
     if process.is_alive():
         process.kill()
         process.join()
+        pytest.fail(f"{function} did not end within {PATIENCE} s\n{log.read_text()[-5000:]}")
     assert process.exitcode == 0, log.read_text()[-5000:]
     return json.loads(result.read_text())
 
@@ -314,7 +319,8 @@ def _pass(
                 saved[storage(tensor)] = tensor.untyped_storage()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, LiveBytes(own):
             loss = _forward(model, shared)
         kept = sum(piece.nbytes() for piece in saved.values())
         saved.clear()
@@ -383,6 +389,18 @@ def resident(model: Any) -> set[int]:
     return {storage(tensor) for tensor in tensors}
 
 
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``func`` returns. Products of bfloat16 are computed in float32: their values do not
+    matter here, and processors without instructions for bfloat16 take 13 times as long for them.
+    """
+    if func not in _PRODUCTS or args[-1].dtype is not torch.bfloat16:
+        return func(*args, **kwargs)
+    return func(*(arg.float() for arg in args), **kwargs).bfloat16()
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages that operations make and that still exist, their peak, and the
     floating-point operations of matrix products, by torch's formulas."""
@@ -393,7 +411,7 @@ class LiveBytes(TorchDispatchMode):
         self._now = self.peak = self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _computed(func, args, kwargs or {})
         if count := flop_registry.get(func._overloadpacket):
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
