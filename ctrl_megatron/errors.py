@@ -315,15 +315,18 @@ def line_of(error: BaseException) -> str:
 
 def is_users_mistake(error: BaseException) -> bool:
     """Whether ``error`` comes from code outside this package, or from a library that it calls, and
-    another start would meet it again: no failure of the system (``OSError``), of memory, or of
-    torch's communication, which fails where another process has died.
+    another start would meet it again: no error of this package's kinds, no failure of the system
+    (``OSError``), of memory, or of torch's communication, which fails where another process has
+    died.
     """
+    if not is_users(type(error)) or isinstance(error, (OSError, MemoryError)):
+        return False
     own = os.path.dirname(__file__)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(own) or _TORCHS_GROUPS in frame.filename:
             return False
         if not frame.filename.startswith(("<", sys.prefix, sys.base_prefix)):
-            return not isinstance(error, (OSError, MemoryError))
+            return True
     return False
 
 

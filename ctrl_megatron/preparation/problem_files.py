@@ -139,7 +139,9 @@ def problem_from(given: Mapping[str, Any]) -> Problem:
     try:
         judgeable_tests(row_of(Attempt(id=problem.id, problem=problem, solution=""), ()))
     except ValueError as error:
-        raise UserError(f"the tests of problem {error}") from error
+        named = f"{problem.id!r}"
+        why = str(error).removeprefix(f"{named}: ")
+        raise UserError(f"the tests of problem {named} cannot be judged: {why}") from error
     return problem
 
 
