@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from patience import PATIENCE
 from preloaded import ForkedProgram
 from test_rooms import ORDER
 
@@ -139,7 +140,7 @@ def test_every_dotted_python_name_exists(page: str) -> None:
 def said(*args: str) -> str:
     """The output of ``python ARGS``, run as a fork of a process that has imported torch already."""
     with tempfile.NamedTemporaryFile("r") as log:
-        code = ForkedProgram([*args], Path(log.name), below=()).wait(timeout=120)
+        code = ForkedProgram([*args], Path(log.name), below=()).wait(timeout=PATIENCE)
         text = log.read()
     assert code == 0, text
     return text

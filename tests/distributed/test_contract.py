@@ -281,7 +281,6 @@ def test_every_family_keeps_it_on_any_number_of_ranks(
         results = run_world(
             "promised:keep",
             ranks,
-            timeout=600.0,
             layout={"data": ranks},
             cases=cases if first else {**cases, **apart},
             batch=batch,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from patience import PATIENCE
 from safetensors.torch import load_file, save_file
 from te_stand_ins import SPECS
 from tiny_models import VOCAB, layers_for, random_batch, save_tiny
@@ -240,7 +241,7 @@ def test_what_a_running_model_exports_generates_in_vllm(tmp_path: Path) -> None:
         kv_cache_gib=0.1,
         threads=1,
         log_path=str(tmp_path / "engine.log"),
-        startup_timeout=240.0,
+        startup_timeout=PATIENCE,
     )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(exported)
     names = set(loaded.state_dict()) - {"lm_head.weight"}

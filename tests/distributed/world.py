@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from forked_ranks import fork_context
 from free_port import free_port
+from patience import PATIENCE
 
 HERE = Path(__file__).parent
 
 
 def run_world(
-    function: str, world_size: int, timeout: float = 240.0, **arguments: Any
+    function: str, world_size: int, timeout: float = PATIENCE, **arguments: Any
 ) -> list[Any]:
     """``workers.<function>(rank, **arguments)`` in ``world_size`` processes; their results by rank.
 

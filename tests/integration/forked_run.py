@@ -15,6 +15,7 @@ from typing import Any
 from forked_ranks import fork_context
 from free_port import free_port
 from launched_run import Job
+from patience import PATIENCE
 from preloaded import reserve
 from tiny_run import REPOSITORY
 
@@ -41,7 +42,7 @@ def run_forked(
     *,
     steps: int,
     extra: tuple[str, ...] = (),
-    timeout: float = 280.0,
+    timeout: float = PATIENCE,
     purpose: str = "rl",
     reads: str = "",
     phases: Path | None = None,

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from forked_ranks import fork_context
+from patience import PATIENCE
 from preloaded import reserve
 from tiny_run import REPOSITORY
 
 
 def in_process(
-    function: str, timeout: float = 280.0, code: int = 0, **arguments: Any
+    function: str, timeout: float = PATIENCE, code: int = 0, **arguments: Any
 ) -> dict[str, Any]:
     """The result of ``policy_workers.<function>(**arguments)``; fails with the process's output.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 from free_port import free_port
+from patience import PATIENCE
 from preloaded import ForkedProgram
 from tiny_run import REPOSITORY
 
@@ -32,8 +33,6 @@ done
 """
 """The first host does not start its launcher again, since the others meet there; they wait for
 ``back`` no longer than it runs."""
-PATIENCE = 280.0
-"""Seconds; a machine may be several times slower than an idle one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from forked_ranks import fork_context
 from free_port import free_port
+from patience import PATIENCE
 from tiny_run import REPOSITORY
-
-PATIENCE = 200.0
 
 
 def replay(

@@ -15,10 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+from patience import PATIENCE
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "unshare")
-PATIENCE = 240.0
-"""Seconds; a machine may be several times slower than an idle one."""
 
 # Sites that bind tasks to processors by default are the ones that fail, so this one does.
 # Requeued jobs wait until their credentials have expired, two minutes by default.

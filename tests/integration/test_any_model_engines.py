@@ -69,7 +69,6 @@ def test_a_family_of_transformers_is_trained_with_the_engine(
             *(FSDP, f"actor_rollout_ref.rollout.name={engine}"),
             *("actor_rollout_ref.actor.optim.lr=1e-2", "trainer.save_freq=3"),
         ),
-        timeout=800.0,
     )
     assert run.codes == (0, 0), run.output[-6000:]
     steps = [record["metrics"] for record in run.metrics()]
@@ -93,7 +92,7 @@ def test_a_family_of_transformers_is_fine_tuned_converted_evaluated_and_generate
     made = made_models("granite", tmp_path, smollm2_path)
     own = replace(job, **made, folder=tmp_path / "runs")
     examples = f"sft.train_files={golden_runs.sft_examples(tmp_path / 'sft.parquet')}"
-    run = run_forked(own, "tuned", steps=2, extra=(examples, FSDP), purpose="sft", timeout=800.0)
+    run = run_forked(own, "tuned", steps=2, extra=(examples, FSDP), purpose="sft")
     assert run.codes == (0, 0), run.output[-6000:]
     assert len(run.metrics()) == 2
     tuned = run.folder / "hf"
@@ -132,5 +131,5 @@ def test_a_family_of_transformers_is_fine_tuned_converted_evaluated_and_generate
 def command(name: str, *arguments: object) -> None:
     """A command of the package ends well."""
     words = [str(word) for word in arguments]
-    found = in_process("run_command", timeout=800.0, name=name, arguments=words)
+    found = in_process("run_command", name=name, arguments=words)
     assert found["code"] == 0, found["output"][-6000:]

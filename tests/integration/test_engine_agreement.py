@@ -29,7 +29,6 @@ def test_engine_and_trainer_agree_and_updates_are_followed(engine: str, smollm2_
         pytest.skip(f"{engine} is not installed; `make env` brings it")
     found = in_process(
         "speak_and_listen",
-        timeout=800.0,
         engine=engine,
         model=str(smollm2_path),
         prompts=PROMPTS,

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from guardian import marked
+from patience import PATIENCE
 from tiny_run import REPOSITORY
 
 WITHIN = 10.0
@@ -39,7 +40,7 @@ def test_nothing_outlives_a_killed_test_run(tmp_path: Path, name: str, processes
         process_group=0,
     ) as tests:
         try:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + PATIENCE
             while not ready.exists():
                 assert tests.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)

@@ -15,6 +15,7 @@ import golden_runs
 import psutil
 import pytest
 from launched_run import Job
+from patience import PATIENCE
 from tiny_run import REPOSITORY
 
 from ctrl_megatron.metrics import read_json_lines
@@ -27,8 +28,6 @@ pytestmark = [
         reason="the extra ray is not installed",
     ),
 ]
-PATIENCE = 560.0
-"""Seconds: nothing is preloaded, and a machine may be several times slower than an idle one."""
 LOSSES = ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean")
 
 

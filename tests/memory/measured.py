@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import fork_context
+from patience import PATIENCE
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,8 +50,6 @@ SMALL = {
     "use_sliding_window": False,
     "vocab_size": 2048,
 }
-PATIENCE = 1200
-"""Seconds after which a process that counts is taken for one that hangs."""
 ROWS, PROMPT, RESPONSE = 4, 8, 120
 
 

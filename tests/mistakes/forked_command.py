@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forked_ranks import fork_context
+from patience import PATIENCE
 
 NOBODY = 65534
 
@@ -41,13 +42,13 @@ class Command:
         """All that it has printed."""
         return self.log.read_text(errors="replace")
 
-    def ends(self, within: float = 200.0) -> int:
+    def ends(self, within: float = PATIENCE) -> int:
         """Its exit code."""
         self.process.join(within)
         assert self.process.exitcode is not None, f"still runs\n{self.output()[-6000:]}"
         return self.process.exitcode
 
-    def wait_for(self, file: Path, within: float = 200.0) -> None:
+    def wait_for(self, file: Path, within: float = PATIENCE) -> None:
         """Until the file is there."""
         deadline = time.monotonic() + within
         while not file.exists():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 from reward_samples import CORRECT, ScriptedSandbox, block, function_record, function_row, write
 
 from ctrl_megatron.rewards import RewardModelForCritic
@@ -287,7 +288,10 @@ for turn in range(20):
 
 def test_processes_make_and_write_one_file_at_once(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", RACE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
 
@@ -312,8 +316,8 @@ def test_a_second_run_of_a_critic_sends_no_request(tmp_path: Path) -> None:
             target=_judge_once, args=(str(tmp_path / "cache.db"), str(file), results)
         )
         process.start()
-        seen.append(results.get(timeout=120))
-        process.join(120)
+        seen.append(results.get(timeout=PATIENCE))
+        process.join(PATIENCE)
     assert seen == [([pytest.approx(2 / 3)] * 3, 1), ([pytest.approx(2 / 3)] * 3, 0)]
 
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import psutil
 import pytest
 from aiohttp.test_utils import TestServer
+from patience import PATIENCE
 from rollout_models import save, tiny_llama
 
 from ctrl_megatron.parallel.hosts import host_identity
@@ -43,7 +44,7 @@ def spec_of(path: Path, log: Path) -> EngineSpec:
         max_model_len=2048,
         threads=1,
         log_path=str(log),
-        startup_timeout=120.0,
+        startup_timeout=PATIENCE,
     )
 
 

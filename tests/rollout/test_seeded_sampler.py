@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
@@ -149,7 +150,7 @@ def printed() -> list[dict[str, Any]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()[-2:]]

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
@@ -97,7 +98,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=engine_environment(EngineSpec(name="sglang", model_path="", threads=1)),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

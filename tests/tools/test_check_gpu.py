@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from preloaded import ForkedProgram
 
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -29,7 +30,7 @@ def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = No
 def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path: Path) -> None:
     """The real item, and the report around it."""
     command, log = ["tools/check_gpu.py", "--only", "logits", "--keep"], tmp_path / "log"
-    code = ForkedProgram([*command, str(tmp_path / "work")], log, below=()).wait(timeout=120)
+    code = ForkedProgram([*command, str(tmp_path / "work")], log, below=()).wait(timeout=PATIENCE)
     text = log.read_text()
     assert code == 0, text
     assert "Transformer Engine left out: it needs a GPU" in text
@@ -96,7 +97,7 @@ def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Pa
     )
     path, log = os.pathsep.join([str(Path(__file__).parent), *sys.path]), tmp_path / "log"
     run = ForkedProgram(command[1:], log, below=(1, 1), environ={"PYTHONPATH": path})
-    assert run.wait(timeout=200) == 0, log.read_text()
+    assert run.wait(timeout=PATIENCE) == 0, log.read_text()
     first, second = made.metrics("run").values()
     assert "KL per token" in checks(tmp_path, run=[first]).engine_agrees()
     with pytest.raises(Failed, match=r"KL per token by step .*; 0\.005 allowed"):
