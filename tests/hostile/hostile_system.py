@@ -360,9 +360,10 @@ print(r.getrlimit(r.RLIMIT_CORE), r.getrlimit(r.RLIMIT_NOFILE), r.getrlimit(r.RL
     ),
     "names of the harness": (
         r"""
-import gc, sys
+import gc, os, sys
 named = [m for m in sys.modules if 'ctrl' in m or 'jail' in m]
-print(named, [p for p in [*sys.path, *sys.orig_argv, *sys.argv] if 'ctrl' in p or 'jail' in p])
+paths = [p for p in [*sys.path, *sys.orig_argv, *sys.argv] if not p.startswith(os.getcwd())]
+print(named, [p for p in paths if 'ctrl' in p or 'jail' in p])
 """,
         "[] []\n",
     ),

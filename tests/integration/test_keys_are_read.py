@@ -35,7 +35,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 NOT_HERE = {
     ACTOR + "kl_cov_ratio": "the loss kl_cov, with which test_algorithms.py trains",
     ACTOR + "ppo_kl_coef": "the same",
-    "trainer.project_name": "wandb and mlflow, which get the whole configuration",
     "reward.provider_options": "services outside",
     "reward.function_timeout": "a run with a reward function of the user's",
     "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",

@@ -12,7 +12,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ctrl_megatron"
 SANDBOX = "ctrl_megatron.sandbox"
-SHARED = {f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "cores")}
+SHARED = {
+    f"{SANDBOX}.{name}" for name in ("wire", "limits", "access", "languages", "cores", "task")
+}
 """Modules that client and service share."""
 
 

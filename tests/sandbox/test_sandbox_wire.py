@@ -11,10 +11,12 @@ import pytest
 
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
+JSON = {"Content-Type": "application/json"}
+
 
 def call(service: EmbeddedSandbox, path: str, body: Any = None) -> tuple[int, Any, Any]:
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(service.endpoint + path, data=data)
+    request = urllib.request.Request(service.endpoint + path, data=data, headers=JSON)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.loads(answer.read()), answer.headers
