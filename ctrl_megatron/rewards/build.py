@@ -88,8 +88,9 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     for name, planned in plan.called.items():
         check: Callable[[Row], object] = _nothing
         if name == "critic":
-            seconds = planned.options["run_timeout"]
-            check = partial(judgeable_tests, check=request, run_timeout=seconds)
+            names = ("run_timeout", "shared_process_graders")
+            options = {name: planned.options[name] for name in names}
+            check = partial(judgeable_tests, check=request, **options)
         elif ":" in name or not is_users(get_reward(name)):
             made = make_reward(name, **_without_judge(name), **planned.options)
             if found := getattr(made, "check_row", None):

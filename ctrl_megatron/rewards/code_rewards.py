@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
@@ -112,7 +113,7 @@ class CodeReward:
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
         """Raise ``UserError`` for a row that a judge with this ``check`` cannot judge."""
-        judgeable_tests(row, check, run_timeout=self._run_timeout)
+        judgeable_tests(row, check, **self._options())
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the judge failed."""
@@ -143,11 +144,11 @@ class CodeReward:
 
     def _tests(self) -> BatchTests:
         """The tests of a batch: those that ``begin`` has read, if it was called before."""
-        return self._batch or BatchTests(
-            run_all_cases=True,
-            run_timeout=self._run_timeout,
-            shared_process_graders=self._graders,
-        )
+        return self._batch or BatchTests(run_all_cases=True, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Those of ``row_tests`` for every row."""
+        return {"run_timeout": self._run_timeout, "shared_process_graders": self._graders}
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         return tests.of(row).job(program_of(text))
@@ -214,7 +215,7 @@ class IoiCodeReward(CodeReward):
         self._language, self._normalise = language, normalise
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
-        options = {"run_timeout": self._run_timeout, "language": self._language_of(row)}
+        options = {**self._options(), "language": self._language_of(row)}
         subtasks_of(row, judgeable_tests(row, check, **options))
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:

@@ -93,7 +93,8 @@ class RewardModelForCritic:
         rows = file if given else read_rows(cast(Paths, file), prompt_key=None)
         self.table = rows_by_id(cast("Sequence[Row]", rows))
         if check:
-            check_tests(self.table.values(), run_timeout=run_timeout)
+            options = {"run_timeout": run_timeout, "shared_process_graders": shared_process_graders}
+            check_tests(self.table.values(), **options)
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.run_all_cases = run_all_cases

@@ -113,9 +113,12 @@ def row_tests(
     Raises ``UserError`` for a LiveCodeBench row without its columns, for a stdin/stdout row without
     cases, and, without ``shared_process_graders``, for a row with ``grader_files``.
     """
-    check_graders([row], allowed=shared_process_graders)
     config, total = _config_of(
-        row, run_all_cases=run_all_cases, run_timeout=run_timeout, language=language
+        row,
+        run_all_cases=run_all_cases,
+        run_timeout=run_timeout,
+        language=language,
+        shared_process_graders=shared_process_graders,
     )
     with long_integers():
         digest = fingerprint(GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json"))
@@ -123,9 +126,21 @@ def row_tests(
 
 
 def _config_of(
-    row: Row, *, run_all_cases: bool, run_timeout: float = RUN_TIMEOUT, language: str = "python"
+    row: Row,
+    *,
+    run_all_cases: bool,
+    run_timeout: float = RUN_TIMEOUT,
+    language: str = "python",
+    shared_process_graders: bool = False,
 ) -> tuple[TestConfig, int]:
     """The tests of ``row`` as the judge reads them, and their number."""
+    if has_graders(row) and not shared_process_graders:
+        raise UserError(
+            f"{row.id!r}: the programs in column 'grader_files' {SHARED_PROCESS}",
+            file=row.place,
+            key="reward.shared_process_graders=false",
+            remedy="leave the row out, or set the key to true",
+        )
     kind, data, total = _tests_of(row)
     config = TestConfig(
         dataset_type=kind,
@@ -206,20 +221,6 @@ def judgeable_tests(row: Row, check: RequestCheck = check_request, **options: An
 def has_graders(row: Row) -> bool:
     """Whether programs of the row's task are compiled with the program that they judge."""
     return row.extra.get("grader_files") not in (None, "")
-
-
-def check_graders(rows: Iterable[Row], *, allowed: bool) -> None:
-    """Raise ``UserError`` for a row whose ``grader_files`` share the process of the program that
-    they judge, unless they are ``allowed``.
-    """
-    for row in rows:
-        if has_graders(row) and not allowed:
-            raise UserError(
-                f"{row.id!r}: the programs in column 'grader_files' {SHARED_PROCESS}",
-                file=row.place,
-                key="reward.shared_process_graders=false",
-                remedy="leave the row out, or set the key to true",
-            )
 
 
 def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:

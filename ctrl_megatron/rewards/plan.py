@@ -10,7 +10,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.rewards.grading import SHARED_PROCESS, Patience, check_graders, has_graders
+from ctrl_megatron.rewards.grading import SHARED_PROCESS, Patience, has_graders
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
 OF_CRITIQUES = ("critic", "transition")
@@ -31,8 +31,6 @@ class PlannedReward:
     """Keyword arguments of its factory that the configuration sets."""
     runs_programs: bool
     """True where it needs a sandbox or another provider that runs programs."""
-    shared_process_graders: bool = False
-    """Whether it may judge rows with ``grader_files``."""
     tasks: tuple[str, ...] | None = None
     """Tasks of the rows that it rewards (``Row.task``); None for every row."""
 
@@ -69,8 +67,7 @@ class RewardPlan:
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Raise ``UserError`` for a row without a value in a column that a function reads, for a
         row of another task that a function for critiques would reward, for a task that nothing
-        rewards, for a task that no row has, and for a row with ``grader_files`` unless
-        ``reward.shared_process_graders`` allows it.
+        rewards, and for a task that no row has. Warns of rows with ``grader_files``.
         """
         present = dict.fromkeys(row.task for row in rows)
         for name, function in self.functions.items():
@@ -90,11 +87,10 @@ class RewardPlan:
                     remedy=f"set it to [{CRITIQUE}]",
                 )
             require_columns(mine, function.reads, f"the reward {name}")
-            if function.runs_programs:
-                check_graders(mine, allowed=function.shared_process_graders)
-                if shared := [row.id for row in mine if has_graders(row)]:
-                    text = "%s: the grader_files of %d rows (%s, ...) %s"
-                    _log.warning(text, name, len(shared), shared[0], SHARED_PROCESS)
+            shared = [row.id for row in mine if has_graders(row)]
+            if function.runs_programs and shared:
+                text = "%s: the grader_files of %d rows (%s, ...) %s"
+                _log.warning(text, name, len(shared), shared[0], SHARED_PROCESS)
         counted = [function for function in self.functions.values() if function.weight]
         for task in present if counted else ():
             if not any(f.tasks is None or task in f.tasks for f in counted):
@@ -151,7 +147,6 @@ def _planned(config: Config, name: str, weight: float) -> PlannedReward:
         reads=columns_read_by(name),
         options=_options(config, name, parameters),
         runs_programs=name == "critic" or "provider" in parameters,
-        shared_process_graders=config.reward.shared_process_graders,
         tasks=tasks,
     )
 

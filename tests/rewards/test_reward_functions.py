@@ -35,6 +35,7 @@ from ctrl_megatron.rewards import (
     register_reward,
     registry,
 )
+from ctrl_megatron.rewards.build import row_check
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
 from ctrl_megatron.rewards.grading import row_tests
@@ -250,19 +251,22 @@ def test_wrong_subtasks_name_the_sample(subtasks: Any, told: str) -> None:
 def test_graders_in_the_programs_process_need_permission(caplog: pytest.LogCaptureFixture) -> None:
     """``puts("OK"); exit(0);`` passes for a right program there."""
     rows = [ioi_row(grader_files='{"grader.cpp": "int main() {}"}')]
+    apart = ioi_row(checker='{"code": "print(1)"}', grader_files="")
     judge, key = ScriptedSandbox(lambda request: [True, True]), "reward.shared_process_graders"
     for name in ("ioi_code", "code"):
         with pytest.raises(UserError, match=rf"{key}=false: .*print what they would print"):
             rewards(make_reward(name, provider=judge), item(row=rows[0]))
         chosen = [f"reward.reward_funcs=[{name}]"]
+        config = load_config(None, chosen, "none")
         with pytest.raises(UserError, match=key):
-            plan_rewards(load_config(None, chosen, "none")).check_rows(rows)
-        plan_rewards(load_config(None, [*chosen, f"{key}=true"], "none")).check_rows(rows)
-        assert "the grader_files of 1 rows" in caplog.text
-    apart = ioi_row(checker='{"code": "print(1)"}', grader_files="")
+            row_check(config, plan_rewards(config))(rows[0])
+        row_check(config, plan_rewards(config))(apart)
+    config = load_config(None, ["reward.reward_funcs=[ioi_code]", f"{key}=true"], "none")
+    row_check(config, plan_rewards(config))(rows[0])
+    plan_rewards(config).check_rows(rows)
+    assert "the grader_files of 1 rows" in caplog.text
     assert not judge.requests and row_tests(apart, run_all_cases=True).total == 2
     assert row_tests(rows[0], run_all_cases=True, shared_process_graders=True).total == 2
-    plan_rewards(load_config(None, chosen, "none")).check_rows([apart])
 
 
 def test_the_critic_is_a_reward_function(tmp_path: Path) -> None:
