@@ -332,6 +332,9 @@ train() {
   # shellcheck disable=SC2016  # expanded on each machine
   local on_each_node='ulimit -S -n "$(ulimit -H -n)"
     if ((${SLURM_NODEID:-0} == 0)); then echo $$ >"$1"; fi; shift; exec "$@"'
+  # Ranks read only what is signed with it.
+  CTRL_RUN_KEY=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+  export CTRL_RUN_KEY
   # torchrun waits for ranks that save as long as SLURM lets it. A machine whose torchrun is still
   # there two minutes after the first has ended is hanging.
   on_every_node --kill-on-bad-exit=0 --wait=120 bash -c "$on_each_node" node "$pid_file" \

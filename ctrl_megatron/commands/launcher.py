@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ctrl_megatron.config.environment import count_restart, read_launch
+from ctrl_megatron.config.environment import count_restart, make_run_key, read_launch
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
 from ctrl_megatron.parallel.hosts import LOOPBACK
 
@@ -211,6 +211,7 @@ def _torchrun(words: Sequence[str]) -> End:
     if options.nnodes in ("1", "1:1"):
         # It meets no other machine, and its name may lead nowhere.
         options.standalone, options.local_addr = True, LOOPBACK
+        make_run_key()
     try:
         with _frozen_ranks_end():
             run(options)

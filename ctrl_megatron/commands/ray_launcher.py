@@ -26,6 +26,7 @@ from typing import Any
 from ctrl_megatron.commands.launcher import SHUTDOWN_SECONDS, End, Restarts, end_code, program
 from ctrl_megatron.config.environment import (
     machine_environment,
+    make_run_key,
     read_ray_address,
     sent_environment,
 )
@@ -208,6 +209,7 @@ def _start_once(name: str, hosts: int, ranks: int, gpus: int, arguments: Sequenc
         address, port = places[0]
         words = [sys.executable, *program(), *arguments]
         environ = sent_environment()
+        make_run_key(environ)
         if ranks > 1:
             environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
         first = RankGroup(

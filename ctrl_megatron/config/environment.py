@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,8 @@ _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
 _RESTARTS = "CTRL_RESTARTS"
 """Set by a launcher that starts ranks again: how often it has done so."""
+_RUN_KEY = "CTRL_RUN_KEY"
+"""Set by a launcher, the same on all hosts: what ranks send each other is signed with it."""
 _OF_SCRIPTS = "CTRL_VENV"
 """Read by the scripts of slurm/ alone."""
 _OF_MACHINE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", "TMPDIR")
@@ -105,10 +108,20 @@ def count_restart(total: int, environ: MutableMapping[str, str] = os.environ) ->
     environ[_RESTARTS] = str(total)
 
 
+def make_run_key(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give the processes that this one starts from now on a key of their run, unless it has one."""
+    environ.setdefault(_RUN_KEY, secrets.token_hex(32))
+
+
+def read_run_key(environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """The key of the run; None where a launcher of somebody else's started the ranks."""
+    return environ[_RUN_KEY].encode() if environ.get(_RUN_KEY) else None
+
+
 def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, by default WARNING; UserError for any other name with ``CTRL_``."""
     for name in environ:
-        if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS, _RESTARTS):
+        if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS, _RESTARTS, _RUN_KEY):
             near = nearest(name, _OURS, cutoff=0.0)
             raise UserError(f"unknown environment variable {name}; did you mean {near}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()

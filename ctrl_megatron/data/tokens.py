@@ -190,13 +190,19 @@ class TextCodec:
         """The control token that the chat template writes behind an answer, with which a model of
         this template has to end its own; None where it writes none.
         """
-        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        asks: Message = {"role": "user", "content": "?"}
+        answered: list[Message] = [asks, {"role": "assistant", "content": _ANSWER}]
         try:
-            _, _, after = self._rendered(answered, False).partition(_ANSWER)
+            # What begins a turn, also that of a template which always asks for the next answer,
+            # differs between the two.
+            ends, goes_on = (
+                self._control.encode_rendered(self._rendered(talk, False).partition(_ANSWER)[2])
+                for talk in (answered, [*answered, asks])
+            )
         except UserError:
             return None  # a template without answers
-        tokens = self._control.encode_rendered(after)
-        return next((token for token in tokens if self._control.is_control(token)), None)
+        shared = takewhile(lambda both: both[0] == both[1], zip(ends, goes_on, strict=False))
+        return next((token for token, _ in shared if self._control.is_control(token)), None)
 
     @property
     def pad_token_id(self) -> int:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.config.environment import Launch, keep_on_loopback
+from ctrl_megatron.config.environment import Launch, keep_on_loopback, read_run_key
 from ctrl_megatron.parallel.hosts import LOOPBACK
+from ctrl_megatron.parallel.signed_objects import sign_with
 from ctrl_megatron.parallel.store import AddressStore
 
 _POLL_SECONDS = 0.05
@@ -27,9 +28,12 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     """The rendezvous of the ranks, as arguments of ``init_process_group``. Collective.
 
     torchrun serves a store; with every other launcher rank 0 serves one. What the ranks of one host
-    open from now on listens on loopback. Raises torch's DistStoreError if a rank does not come
-    within ``timeout``, and soon if the launcher that serves the store has ended.
+    open from now on listens on loopback, and where the run has a key the objects that ranks send
+    are signed. Raises torch's DistStoreError if a rank does not come within ``timeout``, and soon
+    if the launcher that serves the store has ended.
     """
+    if key := read_run_key():
+        sign_with(key)
     address = launch.master_addr
     if launch.has_store:
         _require_store(address, launch.master_port)

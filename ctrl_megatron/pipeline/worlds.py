@@ -10,7 +10,6 @@ wherever the graph lets them.
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from ctrl_megatron.metrics.timeline import Phase
 from ctrl_megatron.models.parallel_model import SkippedUpdate
 from ctrl_megatron.parallel.groups import Joined
 from ctrl_megatron.parallel.layout import World, world_with
+from ctrl_megatron.parallel.signed_objects import checked, signed
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.pipeline.batch import joined_samples, sizes_of, texts
@@ -458,7 +458,7 @@ class Worlds:
     ) -> None:
         """Begin to send these rows of the fields to the leader of a data rank."""
         head = _Head.of(facts, fields, rows)
-        written = torch.frombuffer(bytearray(pickle.dumps(head)), dtype=torch.uint8)
+        written = torch.frombuffer(bytearray(signed(head)), dtype=torch.uint8)
         to = _leader(self._worlds[message.to], data)
         taken = torch.tensor(rows, dtype=torch.int64)
         pieces = (fields[name].index_select(0, taken[part]) for name, part in head.pieces())
@@ -482,7 +482,7 @@ class Worlds:
             for leader in leaders:
                 size = int(receive(torch.zeros(1, dtype=torch.int64), leader))
                 written = receive(torch.empty(size, dtype=torch.uint8), leader)
-                head: _Head = pickle.loads(written.numpy().tobytes())
+                head: _Head = checked(written.numpy().tobytes())
                 tensors = head.empty()
                 for name, part in head.pieces():
                     receive(tensors[name][part], leader)

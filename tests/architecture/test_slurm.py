@@ -223,7 +223,8 @@ def test_a_script_starts_torchrun_on_every_machine(job: dict[str, str], name: st
     # A rank sets it for itself, so that engines and sandboxes do not get it.
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environment
     assert environment["PATH"].startswith(f"{job['CTRL_VENV']}/bin:")
-    assert not [name for name in environment if name.startswith("CTRL_") or name == "CONFIG"]
+    ours = [name for name in environment if name.startswith("CTRL_") or name == "CONFIG"]
+    assert ours == ["CTRL_RUN_KEY"] and len(environment["CTRL_RUN_KEY"]) == 64
     assert lines(job, "scontrol.calls") == ["show hostnames HOSTS"]
     hard = subprocess.run(["bash", "-c", "ulimit -H -n"], capture_output=True, text=True)
     assert lines(job, "torchrun.files") == [hard.stdout.strip()]

@@ -33,7 +33,7 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem.FileSystemReader": "gets a table that is read already",
     "ctrl_megatron/checkpoint/sharded.py "
     "torch.distributed.checkpoint.state_dict_loader.load": "with that reader; tensors alone",
-    "ctrl_megatron/pipeline/worlds.py pickle.loads": "a message from another rank of the run",
+    "ctrl_megatron/parallel/signed_objects.py pickle.loads": "signed by another rank of the run",
     "ctrl_megatron/config/load.py yaml.load": "with a SafeLoader",
 }
 

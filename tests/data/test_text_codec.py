@@ -135,6 +135,13 @@ def test_an_answer_ends_as_the_template_ends_it(
         assert [*response] == [*taught, *filled] and not dropped
 
 
+def test_what_begins_the_next_answer_ends_none(tmp_path: Path) -> None:
+    """Of a template that asks for an answer behind every conversation."""
+    asks = "{% if true %}<e>"
+    template = TEMPLATE.replace("<e>\n", "").replace("{% if add_generation_prompt %}<s>", asks)
+    assert TextCodec(save_tokenizer(tmp_path, template=template)).turn_end is None
+
+
 def test_what_the_template_refuses(codec: TextCodec) -> None:
     with pytest.raises(ValueError, match=r"refuses the roles \(system\): no system role"):
         codec.encode_chat([{"role": "system", "content": "x"}])

@@ -573,19 +573,19 @@ CASES = [
     rl(
         "no metadata",
         "",
-        "whole checkpoint",
+        "was not copied whole",
         lambda f: (_checkpoint(f) / "policy/.metadata").unlink(),
     ),
     rl(
         "metadata of another kind",
         "",
-        "whole checkpoint",
+        "no table of a checkpoint's tensors",
         lambda f: (_checkpoint(f) / "policy/.metadata").write_bytes(pickle.dumps({})),
     ),
     rl(
         "metadata that is text",
         "",
-        "whole checkpoint",
+        "no table of a checkpoint's tensors",
         lambda f: (_checkpoint(f) / "policy/.metadata").write_text("none"),
     ),
     rl(
