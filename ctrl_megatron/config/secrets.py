@@ -1,9 +1,9 @@
 """What of a configuration may be written and shown: texts that can be secrets become ``***``.
 
-Three rules. A key that is declared so (``Key.secret``) hides every text in it. In the options of
-any key, an entry whose name says so (``api_key``, ``headers``) is hidden. In an address of any key,
-the name and password and the query are. A value that refers to the environment (``${oc.env:NAME}``)
-is written as that text.
+A key that is declared so (``Key.secret``) hides every text in it. In the options of any key, an
+entry whose name says so (``api_key``, ``headers``) is hidden. In a text of any key, the name, the
+password and the query of an address are, and what follows ``Bearer`` or ``--api-key``. A value that
+refers to the environment (``${oc.env:NAME}``) is written as that text.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ _CREDENTIALS = re.compile(
     r"|^([^\s/@:]+:[^\s/@]+)(?=@[\w.-]+(?::\d+)?(?:/\S*)?$)"
 )
 _QUERY = re.compile(r"(://[^\s?#]*\?)([^\s#]+)")
+_WRITTEN = re.compile(
+    r"(\b[Bb]earer |--(?:[\w-]+-)?(?:api-?key|password|secret)[= ]"
+    r"|--(?:(?:api|hf|auth|access)-)?token[= ])(\*{3}|(?=\S*\d)[^\s'\"]{8,})"
+)
+"""The value of a header, and an argument of a command, as texts have them."""
+_FORMS = (_QUERY, _WRITTEN)
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
 
 
@@ -142,7 +148,9 @@ def _hide_addresses(text: str, found: Callable[[str], None]) -> str:
         return HIDDEN
 
     text = _CREDENTIALS.sub(lambda match: hidden(match[0]), text)
-    return _QUERY.sub(lambda match: match[1] + hidden(match[2]), text)
+    for form in _FORMS:
+        text = form.sub(lambda match: match[1] + hidden(match[2]), text)
+    return text
 
 
 def _says_secret(name: str) -> bool:
@@ -163,5 +171,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _parts(text: str) -> list[str]:
     """The text, and what of the addresses in it could be hidden."""
+    texts = (match[2] for form in _FORMS for match in form.finditer(text))
     users = (match[0] for match in _CREDENTIALS.finditer(text))
-    return [text, *users, *(query for _, query in _QUERY.findall(text))]
+    return [text, *users, *texts]

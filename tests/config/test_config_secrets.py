@@ -10,7 +10,7 @@ from refusals import PATHS
 
 from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
-from ctrl_megatron.config.secrets import hide, hide_text, instead_of
+from ctrl_megatron.config.secrets import hidden_in, hide, hide_text, instead_of
 from ctrl_megatron.pipeline.recorder import config_changes, keep_config
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
@@ -159,6 +159,11 @@ def test_what_says_secret_and_what_does_not() -> None:
     plain = {"maxTokens": 5, "stop_tokens": ["x"], "keys": ["x"], "at": "a:b", "mail": "a@b"}
     assert hide(key, plain) == plain
     assert hide(key, {"http_proxy": "me:pw@proxy:3128"}) == {"http_proxy": "***@proxy:3128"}
+    written = ["Bearer sk-123456", "run --hf-token abcdefg1 -x", "--api-key=***", "a Bearer bond"]
+    assert hide(key, {"a": {"value": written}})["a"]["value"] == [
+        *("Bearer ***", "run --hf-token *** -x", "--api-key=***", "a Bearer bond"),
+    ]
+    assert [*hidden_in(key, hide(key, {"a": written[:1]}))] == ["dag.options.a"]
     assert hide_text("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
         "http://***@h,http://***@i/x?***#z ftp://***@j no@mail"
     )
