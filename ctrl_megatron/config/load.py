@@ -25,7 +25,14 @@ from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.schema import KEYS, Config
-from ctrl_megatron.config.secrets import HIDDEN, hidden_in, instead_of, secrets_in, shown
+from ctrl_megatron.config.secrets import (
+    HIDDEN,
+    hidden_in,
+    instead_of,
+    secrets_in,
+    secrets_in_tree,
+    shown,
+)
 from ctrl_megatron.errors import UserError, all_of, conceal, nearest, users_input
 
 _NUMBERS = (
@@ -39,6 +46,7 @@ _NUMBERS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:merge", r"<<", "<"),
 )
+_NAME_END = re.compile(r"[=:\s]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,7 +116,7 @@ def _at(tree: Any, name: str) -> Any:
 
 def _conceal(tree: Any) -> None:
     """Keep the secrets of ``tree`` out of messages."""
-    conceal(text for name, key in KEYS.items() for text in secrets_in(key, _at(tree, name)))
+    conceal(secrets_in_tree(tree))
 
 
 def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:
@@ -158,9 +166,9 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if key.startswith("+"):
-        raise UserError(f"override {text!r}: keys are set without a +; leave it out")
+        raise UserError(f"override {key!r}: keys are set without a +; leave it out")
     if not equals or not key or not all(key.split(".")):
-        raise UserError(f"override {text!r} is not of the form group.key=value")
+        raise UserError(f"override {_NAME_END.split(text)[0]!r} is not of the form group.key=value")
     try:
         return key, read_yaml(value, f"override {text!r}")[0]
     except UserError:
@@ -241,6 +249,9 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     """The problem on one line, with its line in the file."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    # A password without quotes can begin with one of these signs.
+    problem = re.sub(r"\b(alias|anchor) '.*'", r"\1", problem)
+    problem = re.sub(r"(?<=for the tag) '.*'", "; put text that begins with ! in quotes", problem)
     return f"{problem} (line {mark.line + 1})" if mark is not None else problem
 
 

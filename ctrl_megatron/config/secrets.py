@@ -1,9 +1,9 @@
 """What of a configuration may be written and shown: texts that can be secrets become ``***``.
 
-Three rules. A key that is declared so (``Key.secret``) hides every text in it. In the options of
-any key, an entry whose name says so (``api_key``, ``headers``) is hidden. In an address of any key,
-the name and password and the query are. A value that refers to the environment (``${oc.env:NAME}``)
-is written as that text.
+A key that is declared so (``Key.secret``) hides every text in it. In the options of any key, an
+entry whose name says so (``api_key``, ``headers``) is hidden. In a text of any key, the name, the
+password and the query of an address are, and what follows ``Bearer`` or ``--api-key``. A value that
+refers to the environment (``${oc.env:NAME}``) is written as that text.
 """
 
 from __future__ import annotations
@@ -17,16 +17,30 @@ from ctrl_megatron.config.schema import KEYS, Config
 
 HIDDEN = "***"
 _ENTRY = re.compile(
-    r"(?:.*_)?(?:key|token|secret|password|passwd|passphrase|pwd|credentials?|auth|authorization"
-    r"|bearer|cookies?|headers?|env|environ(?:ment)?|env_vars)"
+    r"(?:.*_)?(?:key|token|pwds?|auth|authorization|bearer|cookies?|headers?|env|environ(?:ment)?"
+    r"|env_vars|jwt|dsn|connection_string)"
+    # Written as one word, or of several.
+    r"|.*(?:secret|password|passwd|passphrase|passcode|credential)s?"
+    r"|.*(?:api|access|secret|private|auth|bearer|refresh|hf|signing)_?"
+    r"(?:key|token)(?:s|_ids?)?"
 )
 _NO_SECRET = re.compile(
     r"(?:prompt|sort|group|cache|primary)_key"
     r"|(?:stop|eos|bos|pad|mask|unk|sep|cls|end|begin|start|image|special|think)_token"
 )
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_CREDENTIALS = re.compile(r"(?<=://)((?:(?!,\s*\w+://)\S)*)(?=@)")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_CREDENTIALS = re.compile(
+    r"(?<=://)((?:(?!,\s*\w+://)\S)*)(?=@)"
+    # A proxy's address, or one whose scheme was forgotten, as a whole text.
+    r"|^([^\s/@:]+:[^\s/@]+)(?=@[\w.-]+(?::\d+)?(?:/\S*)?$)"
+)
 _QUERY = re.compile(r"(://[^\s?#]*\?)([^\s#]+)")
+_WRITTEN = re.compile(
+    r"(\b[Bb]earer |--(?:[\w-]+-)?(?:api-?key|password|secret)[= ]"
+    r"|--(?:(?:api|hf|auth|access)-)?token[= ])(\*{3}|(?=\S*\d)[^\s'\"]{8,})"
+)
+"""The value of a header, and an argument of a command, as texts have them."""
+_FORMS = (_QUERY, _WRITTEN)
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
 
 
@@ -44,6 +58,24 @@ def secrets_in(key: Key, value: Any) -> list[str]:
     """The texts that ``hide`` takes out of the value of a key."""
     found = list[str]()
     _mapped(value, key.secret is not None and key.secret.whole, found.append)
+    return found
+
+
+def secrets_in_tree(tree: Any) -> list[str]:
+    """The texts that can be secrets in a configuration's tree, also at keys that do not exist."""
+    found = list[str]()
+
+    def below(prefix: str, inner: Any) -> None:
+        if prefix in KEYS:
+            found.extend(secrets_in(KEYS[prefix], inner))
+        elif isinstance(inner, Mapping):
+            for name, value in inner.items():
+                below(f"{prefix}.{name}" if prefix else str(name), value)
+        else:
+            named = any(map(_says_secret, prefix.split(".")))
+            _mapped(inner, False, found.append, named)
+
+    below("", tree)
     return found
 
 
@@ -115,13 +147,14 @@ def _hide_addresses(text: str, found: Callable[[str], None]) -> str:
             found(part.partition(":")[2])
         return HIDDEN
 
-    text = _CREDENTIALS.sub(lambda match: hidden(match[1]), text)
-    return _QUERY.sub(lambda match: match[1] + hidden(match[2]), text)
+    text = _CREDENTIALS.sub(lambda match: hidden(match[0]), text)
+    for form in _FORMS:
+        text = form.sub(lambda match: match[1] + hidden(match[2]), text)
+    return text
 
 
 def _says_secret(name: str) -> bool:
     words = _CAMEL.sub("_", name).replace("-", "_").lower()
-    words = words.replace("apikey", "api_key")
     return bool(_ENTRY.fullmatch(words)) and not _NO_SECRET.fullmatch(words)
 
 
@@ -138,4 +171,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _parts(text: str) -> list[str]:
     """The text, and what of the addresses in it could be hidden."""
-    return [text, *_CREDENTIALS.findall(text), *(query for _, query in _QUERY.findall(text))]
+    texts = (match[2] for form in _FORMS for match in form.finditer(text))
+    users = (match[0] for match in _CREDENTIALS.finditer(text))
+    return [text, *users, *texts]

@@ -46,6 +46,9 @@ class SafetensorsDirectory:
                 raise UserError(
                     f"is no index of safetensors files: {error!r}", file=index
                 ) from error
+            for file in file_of.values():
+                if not isinstance(file, str) or Path(file).name != file or file == "..":
+                    raise UserError(f"names {file!r}, which is no file beside it", file=index)
             if single.is_file() and single.name not in file_of.values():
                 raise UserError(
                     f"{self.directory} holds two models: model.safetensors, and the files that "

@@ -17,6 +17,8 @@ from ctrl_megatron.errors import UserError
 
 _SHORTEST_TOKEN = 16
 _ADDRESS = re.compile(r"(https?://)(?:([^/?#]*)@)?([^/?#@]+(?:[/?#].*)?)")
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:]*))(?::[0-9]*)?")
+"""A ``Host`` header: an IPv6 address in brackets or a name, and a port."""
 
 
 class OpenAddress(ValueError):
@@ -94,8 +96,8 @@ def foreign_page(
     ``host`` is the request's header; ``loopback`` says whether the service listens on loopback, so
     that another name is one that leads there by deceit.
     """
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    if loopback and not is_loopback(name):
+    found = _HOST.fullmatch(host)
+    if loopback and not (found and is_loopback(found[1] or found[2])):
         return 403, f"the host {host!r} is not this machine's loopback"
     # A page of another site cannot send this type without a preflight request, which fails.
     if method == "POST" and content_type != "application/json":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from refusals import PATHS
 
 from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
-from ctrl_megatron.config.secrets import hide, hide_text, instead_of
+from ctrl_megatron.config.secrets import hidden_in, hide, hide_text, instead_of
 from ctrl_megatron.pipeline.recorder import config_changes, keep_config
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
@@ -63,12 +64,23 @@ def test_a_written_configuration_asks_for_its_secrets(tmp_path: Path) -> None:
         f"sandbox.endpoint=ftp://me:{SECRET}@host",
         f"{P}base_url={{a: 'http://me:{SECRET}@host'}}",
         f"{P}extra_body.user={SECRET}",
+        # Misspelt keys and forms, and addresses without a scheme.
+        f"reward.provider_option.api_key={SECRET}",
+        f"trainer.nope={{headers: [{SECRET}]}}",
+        f"+reward.provider_options.api_key={SECRET}",
+        f"reward.provider_options.api_key: {SECRET}",
+        f"reward.provider_options.api_key=!{SECRET} x",
+        f"reward.provider_options.api_key=*{SECRET}",
+        f"sandbox.endpoint=me:{SECRET}@host:80",
     ],
 )
-def test_no_message_names_a_secret(override: str) -> None:
+def test_no_message_names_a_secret(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What an earlier test has given is concealed too.
+    monkeypatch.setattr("ctrl_megatron.errors._secrets", [])
     with pytest.raises(ValueError) as caught:
         load_config(None, (*PATHS, override))
-    assert SECRET not in str(caught.value) and override.partition("=")[0] in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert re.split("[=:]", override.lstrip("+"))[0] in str(caught.value)
 
 
 def test_variables_are_written_by_their_names(
@@ -131,6 +143,27 @@ def test_what_says_secret_and_what_does_not() -> None:
     assert [name for name, value in shown.items() if value == "***"] == [
         *("token", "HF_TOKEN", "api-key", "secretKey", "env", "pwd", "password"),
     ]
+    names = (
+        *(
+            "api_keys",
+            "HFToken",
+            "hftoken",
+            "secretkey",
+            "accessKeyId",
+            "AWSSecretKey",
+            "passwords",
+        ),
+        *("authtoken", "client_secrets", "accessTokens", "dsn", "proxyPassword"),
+    )
+    assert hide(key, dict.fromkeys(names, "x")) == dict.fromkeys(names, "***")
+    plain = {"maxTokens": 5, "stop_tokens": ["x"], "keys": ["x"], "at": "a:b", "mail": "a@b"}
+    assert hide(key, plain) == plain
+    assert hide(key, {"http_proxy": "me:pw@proxy:3128"}) == {"http_proxy": "***@proxy:3128"}
+    written = ["Bearer sk-123456", "run --hf-token abcdefg1 -x", "--api-key=***", "a Bearer bond"]
+    assert hide(key, {"a": {"value": written}})["a"]["value"] == [
+        *("Bearer ***", "run --hf-token *** -x", "--api-key=***", "a Bearer bond"),
+    ]
+    assert [*hidden_in(key, hide(key, {"a": written[:1]}))] == ["dag.options.a"]
     assert hide_text("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
         "http://***@h,http://***@i/x?***#z ftp://***@j no@mail"
     )

@@ -60,6 +60,16 @@ def test_two_models_in_one_directory_are_refused(tmp_path: Path) -> None:
     assert SafetensorsDirectory(tmp_path).shapes().keys() == WEIGHTS.keys()
 
 
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/elsewhere.safetensors", "..", 1])
+def test_an_index_names_files_beside_it_only(tmp_path: Path, file: Any) -> None:
+    save_file(WEIGHTS, tmp_path / "elsewhere.safetensors")
+    index = tmp_path / "model/model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(WEIGHTS, file)}))
+    with pytest.raises(UserError, match="no file beside it"):
+        SafetensorsDirectory(index.parent).shapes()
+
+
 def test_a_tied_head_that_is_stored_too_must_equal_the_embedding(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
     config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)

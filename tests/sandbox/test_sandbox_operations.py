@@ -99,6 +99,8 @@ def test_authorization_headers(header: str, allowed: bool) -> None:
         # A name of somebody's that leads to loopback.
         ({**_JSON, "Host": "evil.example"}, 403),
         ({**_JSON, "Host": "127.0.0.1.evil.example"}, 403),
+        ({**_JSON, "Host": "[::1].evil.example"}, 403),
+        ({**_JSON, "Host": "localhost:80@evil.example"}, 403),
         # What a browser sends for a page without asking.
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
