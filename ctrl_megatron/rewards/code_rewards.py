@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.prompts.python_source import does_something, parsed
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
@@ -251,7 +251,7 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
     """The subtasks of ``row``, which has ``tests`` tests. Raises ``UserError`` naming the row."""
     place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
-        entries = json.loads(given) if isinstance(given, str) else given
+        entries = loads(given) if isinstance(given, str) else given
         subtasks = [
             IoiSubtask(points=float(e["points"]), tests=tuple(int(t) for t in e["tests"]))
             for e in entries or ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import time
@@ -22,6 +21,7 @@ from ctrl_megatron.problems.comparison import (
     difference,
 )
 from ctrl_megatron.problems.fields import rule_field
+from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_test
 from ctrl_megatron.rewards.providers.contract import (
@@ -272,7 +272,7 @@ def _cases(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(input, expected output) of every case."""
     tests = data.get("test")
     try:
-        items = json.loads(tests) if isinstance(tests, str) else tests or ()
+        items = loads(tests) if isinstance(tests, str) else tests or ()
         cases = [(item["input"].get("stdin", ""), item["output"]["stdout"]) for item in items]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
