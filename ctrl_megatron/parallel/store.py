@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import socket
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ctrl_megatron.parallel.hosts import LOOPBACK
 
+_log = logging.getLogger(__name__)
 _TORCHS: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -59,7 +61,15 @@ def _listening(host: str, port: int) -> socket.socket | None:
         try:
             return socket.create_server(place, family=family)
         except OSError as error:
-            # A port that is taken may be that of another store of this process, which torch shares.
-            if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            if error.errno == errno.EADDRINUSE:
+                # Perhaps by another store of this process, which torch shares.
+                return None
+            if error.errno != errno.EADDRNOTAVAIL:
                 raise
+    _log.warning(
+        "the store of %s listens at all addresses of this machine: the name leads to %s here, "
+        "where no other host would reach it",
+        host,
+        ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)),
+    )
     return None

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from listening import listening, reached_from_outside
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from ctrl_megatron.parallel.rendezvous_state import StateAsJson, StateError
-from ctrl_megatron.parallel.store import AddressStore
+from ctrl_megatron.parallel.store import AddressStore, _listening
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = (sys.executable, "-m", "ctrl_megatron.commands.launcher")
@@ -152,3 +153,14 @@ def test_a_store_listens_at_the_address_that_it_is_given(host: str) -> None:
     client: Any = AddressStore(host, store.port)
     client.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_store_that_listens_everywhere_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many machines know their own name as 127.0.1.1."""
+    own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
+    assert _listening("host1", 0) is None
+    assert "the store of host1 listens at all addresses" in caplog.text
+    assert "leads to 127.0.1.1 here" in caplog.text
