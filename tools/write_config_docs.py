@@ -58,7 +58,8 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
 - No file, page or log of a run has a secret of its configuration, and neither have Weights & Biases
   and MLflow: `***` stands for every text in `reward.provider_options` and
   `actor_rollout_ref.proxy.api.extra_body`, for entries of any options whose name says so
-  (`api_key`, `headers`), and for name, password and query of any address. A file with `***` is
+  (`api_key`, `headers`), for what follows `Bearer` or `--api-key` in a text, and for name, password
+  and query of any address. A file with `***` is
   refused until the value is given again; comments in it name the variable to set. A resume does not
   compare such values.
 - `tools/train_rl.py` requires `actor_rollout_ref.model.path` and `data.train_files`;

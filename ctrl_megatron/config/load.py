@@ -46,6 +46,8 @@ _NUMBERS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:merge", r"<<", "<"),
 )
+_SERVER = re.compile(r"https?://[\w.:\[\]-]+/?")
+"""An address without name, password, path and query."""
 _NAME_END = re.compile(r"[=:\s]")
 
 
@@ -115,8 +117,8 @@ def _at(tree: Any, name: str) -> Any:
 
 
 def _conceal(tree: Any) -> None:
-    """Keep the secrets of ``tree`` out of messages."""
-    conceal(secrets_in_tree(tree))
+    """Keep the secrets of ``tree`` out of messages, which have to name a server."""
+    conceal(text for text in secrets_in_tree(tree) if not _SERVER.fullmatch(text))
 
 
 def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:

@@ -41,16 +41,9 @@ def long_integers() -> Iterator[None]:
 
 def loads(text: str | bytes) -> Any:
     """``json.loads`` for text with long integers. Raises ``json.JSONDecodeError``, also above the
-    bounds and for values that are nested too deeply.
+    bounds.
     """
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-    try:
-        return _loads(text)
-    except RecursionError:
-        raise json.JSONDecodeError("values are nested too deeply", text, 0) from None
-
-
-def _loads(text: str) -> Any:
     if not digits_of_long_runs(text):
         return json.loads(text)
     left = LONG_DIGITS

@@ -30,7 +30,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
             # A JSON list is valid Python as well: as a test, it would pass for every program.
             try:
                 listed = loads(value)
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 listed = None
             value = listed if isinstance(listed, list) else [value]
         if not isinstance(value, (list, tuple)) or not value:
@@ -45,7 +45,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
     try:
         cases = loads(value)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"is not JSON: {error}") from error
     # Without a test, every program would pass.
     if not isinstance(cases, list) or not cases or not all(cases):

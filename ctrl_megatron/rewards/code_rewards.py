@@ -256,7 +256,7 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
             IoiSubtask(points=float(e["points"]), tests=tuple(int(t) for t in e["tests"]))
             for e in entries or ()
         ]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
             f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error

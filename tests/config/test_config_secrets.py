@@ -11,6 +11,7 @@ from refusals import PATHS
 from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
 from ctrl_megatron.config.secrets import hidden_in, hide, hide_text, instead_of
+from ctrl_megatron.errors import concealed
 from ctrl_megatron.pipeline.recorder import config_changes, keep_config
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
@@ -168,3 +169,11 @@ def test_what_says_secret_and_what_does_not() -> None:
         "http://***@h,http://***@i/x?***#z ftp://***@j no@mail"
     )
     assert instead_of(KEYS[f"{P}base_url"]).startswith("set OPENAI_API_KEY")
+
+
+def test_messages_name_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctrl_megatron.errors._secrets", [])
+    options = "reward.provider_options={endpoint: http://piston:2000, api_key: s3cret-of-piston}"
+    load_config(None, ["reward.provider=piston", options], "none")
+    said = "http://piston:2000 refuses s3cret-of-piston"
+    assert concealed(said) == "http://piston:2000 refuses ***"

@@ -85,7 +85,7 @@ def test_keys_below_a_group_of_theirs_are_answered(name: str) -> None:
 
 
 def test_hydras_plus_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'\+trainer.seed=2'.*without a \+"):
+    with pytest.raises(ValueError, match=r"'\+trainer.seed'.*without a \+"):
         load_config(None, ["+trainer.seed=2"], "none")
 
 

@@ -274,7 +274,7 @@ def _cases(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     try:
         items = loads(tests) if isinstance(tests, str) else tests or ()
         cases = [(item["input"].get("stdin", ""), item["output"]["stdout"]) for item in items]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"provided_data.test is not a list of stdin/stdout cases: {error!r}"
         ) from error
