@@ -4,6 +4,7 @@ main.py`` gets the same text and input, and must print the same and exit with th
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,6 +186,8 @@ def compare(run_code: Run, folder: Path, code: str) -> None:
         cwd=folder,
         env={},
         timeout=30,
+        # A shell starts its background jobs with this signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     response = run_code(code, stdin="3 4\n")
     assert response.run_result is not None
