@@ -101,4 +101,5 @@ def _run_script(program: str, setup: str, test: str) -> None:
     module.__file__ = os.path.abspath("solution.py")
     sys.modules["solution"] = module
     for name, text in (("solution.py", program), ("setup.py", setup), ("test_case.py", test)):
-        exec(compile(text, os.path.abspath(name), "exec"), vars(module))
+        code = compile(text, os.path.abspath(name), "exec", dont_inherit=True)
+        exec(code, vars(module))
