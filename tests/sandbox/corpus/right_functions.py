@@ -3276,4 +3276,356 @@ RIGHT_FUNCTIONS: tuple[Case, ...] = (
                 return f"SELECT {self.columns} FROM {self.table}{where}{self.tail}"
         """,
     ),
+    case(
+        "count of distinct subsequences",
+        "plain asserts",
+        "count_subsequences",
+        asserts("""
+        assert count_subsequences("rabbbit", "rabbit") == 3
+        assert count_subsequences("babgbag", "bag") == 5
+        assert count_subsequences("", "a") == 0
+        """),
+        """
+        def count_subsequences(s, t):
+            ways = [1] + [0] * len(t)
+            for c in s:
+                for j in range(len(t), 0, -1):
+                    if t[j - 1] == c:
+                        ways[j] += ways[j - 1]
+            return ways[-1]
+        """,
+        """
+        def count_subsequences(s, t):
+            return s.count(t)
+        """,
+    ),
+    case(
+        "nested brackets by a candidate's check",
+        "plain asserts",
+        "split_groups",
+        """
+        METADATA = {"author": "me", "dataset": "test"}
+
+
+        def check(candidate):
+            assert candidate("(()()) ((()))") == ["(()())", "((()))"]
+            assert candidate("() (())") == ["()", "(())"]
+            assert candidate("") == []
+
+
+        check(split_groups)
+        """,
+        """
+        from typing import List
+
+        def split_groups(text: str) -> List[str]:
+            groups, depth, current = [], 0, ""
+            for c in text.replace(" ", ""):
+                current += c
+                depth += 1 if c == "(" else -1
+                if depth == 0:
+                    groups.append(current)
+                    current = ""
+            return groups
+        """,
+        """
+        def split_groups(text):
+            return text.split(")") if text else []
+        """,
+    ),
+    case(
+        "two sum of the class Solution",
+        "plain asserts",
+        "Solution",
+        asserts("""
+        assert Solution().twoSum([2, 7, 11, 15], 9) == [0, 1]
+        assert Solution().twoSum(nums=[3, 2, 4], target=6) == [1, 2]
+        assert sorted(Solution().twoSum([3, 3], 6)) == [0, 1]
+        """),
+        """
+        class Solution:
+            def twoSum(self, nums, target):
+                seen = {}
+                for i, x in enumerate(nums):
+                    if target - x in seen:
+                        return [seen[target - x], i]
+                    seen[x] = i
+        """,
+        """
+        class Solution:
+            def twoSum(self, nums, target):
+                return [0, 1]
+        """,
+    ),
+    case(
+        "groups of anagrams in any order",
+        "plain asserts",
+        "anagrams",
+        """
+        def canonical(groups):
+            return sorted(sorted(g) for g in groups)
+
+        assert canonical(anagrams(["eat", "tea", "tan", "nat", "bat"])) == [
+            ["bat"], ["eat", "tea"], ["nat", "tan"]
+        ]
+        assert canonical(anagrams([""])) == [[""]]
+        """,
+        """
+        from collections import defaultdict
+
+        def anagrams(words):
+            groups = defaultdict(list)
+            for w in words:
+                groups["".join(sorted(w))].append(w)
+            return groups.values()
+        """,
+        """
+        def anagrams(words):
+            return [[w] for w in words]
+        """,
+    ),
+    case(
+        "any valid topological order",
+        "plain asserts",
+        "order_tasks",
+        """
+        needs = {"cake": ["eggs", "flour"], "eggs": ["hen"], "flour": [], "hen": []}
+        order = order_tasks(needs)
+        assert sorted(order) == sorted(needs)
+        for task, before in needs.items():
+            for b in before:
+                assert order.index(b) < order.index(task), (b, task)
+        try:
+            order_tasks({"a": ["b"], "b": ["a"]})
+            assert False
+        except ValueError:
+            pass
+        """,
+        """
+        from graphlib import CycleError, TopologicalSorter
+
+        def order_tasks(needs):
+            try:
+                return list(TopologicalSorter(needs).static_order())
+            except CycleError as error:
+                raise ValueError("cycle") from error
+        """,
+        """
+        def order_tasks(needs):
+            return sorted(needs)
+        """,
+    ),
+    case(
+        "random inputs against a slow solution",
+        "plain asserts",
+        "max_subarray",
+        """
+        import random
+
+        def brute(xs):
+            n = len(xs)
+            return max(sum(xs[i:j]) for i in range(n) for j in range(i + 1, n + 1))
+
+        random.seed(11)
+        for _ in range(30):
+            xs = [random.randint(-9, 9) for _ in range(random.randint(1, 12))]
+            assert max_subarray(xs) == brute(xs), xs
+        """,
+        """
+        def max_subarray(xs):
+            best = current = xs[0]
+            for x in xs[1:]:
+                current = max(x, current + x)
+                best = max(best, current)
+            return best
+        """,
+        """
+        def max_subarray(xs):
+            best = current = 0
+            for x in xs:
+                current = max(0, current + x)
+                best = max(best, current)
+            return best
+        """,
+    ),
+    case(
+        "spiral of a matrix with messages",
+        "plain asserts",
+        "spiral",
+        """
+        assert spiral([[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == [1, 2, 3, 6, 9, 8, 7, 4, 5], "square"
+        assert spiral([[1, 2], [3, 4], [5, 6]]) == [1, 2, 4, 6, 5, 3], "tall"
+        assert spiral([]) == [], f"empty: {spiral([])!r}"
+        print("all tests passed")
+        """,
+        """
+        def spiral(matrix):
+            out = []
+            while matrix:
+                out += matrix[0]
+                matrix = list(zip(*matrix[1:]))[::-1]
+            return out
+        """,
+        """
+        def spiral(matrix):
+            return [x for row in matrix for x in row]
+        """,
+    ),
+    case(
+        "generic container",
+        "typing",
+        "Box",
+        """
+        from typing import get_args
+
+        b = Box[int](3)
+        assert b.get() == 3
+        assert get_args(Box[str]) == (str,)
+        assert Box("a").map(len).get() == 1
+        """,
+        """
+        from typing import Callable, Generic, TypeVar
+
+        T = TypeVar("T")
+        U = TypeVar("U")
+
+        class Box(Generic[T]):
+            def __init__(self, value: T):
+                self._value = value
+
+            def get(self) -> T:
+                return self._value
+
+            def map(self, f: Callable[[T], U]) -> "Box[U]":
+                return Box(f(self._value))
+        """,
+        """
+        class Box:
+            def __init__(self, value):
+                self._value = value
+
+            def get(self):
+                return self._value
+
+            def map(self, f):
+                return self
+        """,
+    ),
+    case(
+        "protocol checked at run time",
+        "typing",
+        ("Drawable", "draw_all"),
+        """
+        class Star:
+            def draw(self):
+                return "*"
+
+        class Stone:
+            pass
+
+        assert isinstance(Star(), Drawable)
+        assert not isinstance(Stone(), Drawable)
+        assert draw_all([Star(), Stone(), Star()]) == "**"
+        """,
+        """
+        from typing import Protocol, runtime_checkable
+
+        @runtime_checkable
+        class Drawable(Protocol):
+            def draw(self) -> str: ...
+
+        def draw_all(things):
+            return "".join(t.draw() for t in things if isinstance(t, Drawable))
+        """,
+        """
+        class Drawable:
+            pass
+
+        def draw_all(things):
+            return "*" * len(things)
+        """,
+    ),
+    case(
+        "typed dict of a film",
+        "typing",
+        ("Film", "decade"),
+        asserts("""
+        assert decade(Film(title="Alien", year=1979)) == "1970s"
+        assert Film(title="x", year=1) == {"title": "x", "year": 1}
+        assert Film.__annotations__["year"] is int
+        assert decade({"title": "Up", "year": 2009}) == "2000s"
+        """),
+        """
+        from typing import TypedDict
+
+        class Film(TypedDict):
+            title: str
+            year: int
+
+        def decade(film: Film) -> str:
+            return f"{film['year'] // 10 * 10}s"
+        """,
+        """
+        class Film(dict):
+            pass
+
+        def decade(film):
+            return f"{film['year']}s"
+        """,
+    ),
+    case(
+        "optional and union annotations",
+        "typing",
+        "find",
+        """
+        from typing import Optional, Union, get_type_hints
+
+        hints = get_type_hints(find)
+        assert hints["return"] == Optional[int]
+        assert hints["key"] == Union[int, str]
+        assert find([3, "a"], "a") == 1
+        assert find([3], 9) is None
+        """,
+        """
+        from typing import Optional, Union
+
+        def find(xs: list, key: Union[int, str]) -> Optional[int]:
+            return xs.index(key) if key in xs else None
+        """,
+        """
+        def find(xs, key):
+            return xs.index(key) if key in xs else -1
+        """,
+    ),
+    case(
+        "overloads and new types",
+        "typing",
+        ("UserId", "parse"),
+        """
+        u = UserId(7)
+        assert u == 7 and isinstance(u, int)
+        assert UserId.__name__ == "UserId"
+        assert parse("7") == u
+        assert parse(["1", "2"]) == [UserId(1), UserId(2)]
+        """,
+        """
+        from typing import NewType, overload
+
+        UserId = NewType("UserId", int)
+
+        @overload
+        def parse(text: str) -> UserId: ...
+        @overload
+        def parse(text: list) -> list: ...
+        def parse(text):
+            return [UserId(int(t)) for t in text] if isinstance(text, list) else UserId(int(text))
+        """,
+        """
+        def UserId(n):
+            return n
+
+        def parse(text):
+            return int(text)
+        """,
+    ),
 )
