@@ -1,4 +1,7 @@
-"""Plain CPython and pytest say of each case of the corpus what the corpus says of it."""
+"""Plain CPython and pytest say of each case of the corpus what the corpus says of it.
+
+It takes about a minute: ``pytest -m long tests/sandbox/test_corpus_oracle.py``.
+"""
 
 from __future__ import annotations
 

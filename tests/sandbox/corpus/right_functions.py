@@ -3628,4 +3628,298 @@ RIGHT_FUNCTIONS: tuple[Case, ...] = (
             return int(text)
         """,
     ),
+    case(
+        "parsed request has fields",
+        "objects of a function",
+        "parse_request",
+        """
+        r = parse_request("GET /index HTTP/1.1")
+        assert r.method == "GET" and r.path == "/index"
+        assert r.count == 3
+        r.index = 5
+        assert r.index == 5
+        """,
+        """
+        class Request:
+            def __init__(self, method, path, version):
+                self.method, self.path, self.version = method, path, version
+                self.count = 3
+
+        def parse_request(line):
+            return Request(*line.split(" "))
+        """,
+        """
+        class Request:
+            def __init__(self, *parts):
+                self.method = self.path = parts[0]
+                self.count = len(parts)
+
+        def parse_request(line):
+            return Request(*line.split(" "))
+        """,
+    ),
+    case(
+        "simple namespace of a match",
+        "objects of a function",
+        "compare",
+        """
+        from types import SimpleNamespace
+
+        c = compare("kitten", "sitten")
+        assert c == SimpleNamespace(equal=5, start=1)
+        assert c.start == 1
+        assert compare("a", "a").equal == 1
+        """,
+        """
+        from types import SimpleNamespace
+
+        def compare(a, b):
+            same = [x == y for x, y in zip(a, b)]
+            return SimpleNamespace(equal=sum(same), start=same.index(True))
+        """,
+        """
+        from types import SimpleNamespace
+
+        def compare(a, b):
+            return SimpleNamespace(equal=len(a), start=0)
+        """,
+    ),
+    case(
+        "two objects of one call work together",
+        "objects of a function",
+        "make_pipe",
+        """
+        reader, writer = make_pipe()
+        writer.write("a")
+        writer.write("b")
+        assert reader.pop() == "a"
+        assert reader.count == 1
+        assert writer.index == 2
+        """,
+        """
+        class Reader:
+            def __init__(self, items):
+                self._items = items
+
+            def pop(self):
+                return self._items.pop(0)
+
+            @property
+            def count(self):
+                return len(self._items)
+
+        class Writer:
+            def __init__(self, items):
+                self._items, self.index = items, 0
+
+            def write(self, item):
+                self._items.append(item)
+                self.index += 1
+
+        def make_pipe():
+            items = []
+            return Reader(items), Writer(items)
+        """,
+        """
+        class End:
+            count, index = 1, 2
+
+            def __init__(self):
+                self._items = ["a"]
+
+            def write(self, item):
+                self._items.append(item)
+
+            def pop(self):
+                return self._items.pop()
+
+        def make_pipe():
+            end = End()
+            return end, end
+        """,
+    ),
+    case(
+        "list of records with a total",
+        "objects of a function",
+        "read_bill",
+        """
+        bill = read_bill("tea 2\\ncake 5")
+        assert [line.title for line in bill.lines] == ["Tea", "Cake"]
+        assert bill.lines[1].price == 5
+        assert bill.total == sum(line.price for line in bill.lines) == 7
+        assert {line.title: line for line in bill.lines}["Tea"] is bill.lines[0]
+        """,
+        """
+        from dataclasses import dataclass
+
+        @dataclass
+        class Line:
+            title: str
+            price: int
+
+        @dataclass
+        class Bill:
+            lines: list
+
+            @property
+            def total(self):
+                return sum(line.price for line in self.lines)
+
+        def read_bill(text):
+            rows = (row.split() for row in text.splitlines())
+            return Bill([Line(name.title(), int(price)) for name, price in rows])
+        """,
+    ),
+    case(
+        "object passed back to another function",
+        "objects of a function",
+        ("start", "turn", "winner"),
+        """
+        game = start(3)
+        assert winner(game) is None
+        for who, n in [("ann", 1), ("bob", 1), ("ann", 1)]:
+            turn(game, who, n)
+        assert winner(game) == "ann"
+        assert game.items == []
+        other = start(2)
+        assert len(other.items) == 2 and winner(other) is None
+        """,
+        """
+        class Game:
+            def __init__(self, n):
+                self.items, self.last = ["*"] * n, None
+
+        def start(n):
+            return Game(n)
+
+        def turn(game, who, n):
+            del game.items[:n]
+            game.last = who
+
+        def winner(game):
+            return None if game.items else game.last
+        """,
+        """
+        class Game:
+            def __init__(self, n):
+                self.items, self.last = [], None
+
+        def start(n):
+            return Game(n)
+
+        def turn(game, who, n):
+            game.last = who
+
+        def winner(game):
+            return game.last
+        """,
+    ),
+    case(
+        "zip of columns becomes a dict",
+        "iterators of builtins",
+        "columns",
+        """
+        assert dict(columns(["name", "age"], ["Ann", 3])) == {"name": "Ann", "age": 3}
+        assert list(columns("ab", "cd")) == [("a", "c"), ("b", "d")]
+        assert next(columns("x", "y")) == ("x", "y")
+        """,
+        """
+        def columns(keys, values):
+            return zip(keys, values)
+        """,
+        """
+        def columns(keys, values):
+            return zip(values, keys)
+        """,
+    ),
+    case(
+        "map object is summed",
+        "iterators of builtins",
+        "lengths",
+        """
+        assert sum(lengths(["a", "bc"])) == 3
+        assert list(lengths([])) == []
+        assert max(lengths(("abc", ""))) == 3
+        assert ",".join(map(str, lengths("xy"))) == "1,1"
+        """,
+        """
+        def lengths(words):
+            return map(len, words)
+        """,
+        """
+        def lengths(words):
+            return map(str, words)
+        """,
+    ),
+    case(
+        "filter of truthy values",
+        "iterators of builtins",
+        "compact",
+        asserts("""
+        assert list(compact([0, 1, "", "a", None])) == [1, "a"]
+        assert "".join(compact(["x", "", "y"])) == "xy"
+        assert set(compact((0, 2, 2))) == {2}
+        """),
+        """
+        def compact(xs):
+            return filter(None, xs)
+        """,
+        """
+        def compact(xs):
+            return filter(lambda x: x is not None, xs)
+        """,
+    ),
+    case(
+        "views of a dictionary follow it",
+        "iterators of builtins",
+        "names_of",
+        """
+        ages = {"ann": 3, "bob": 5}
+        names = names_of(ages)
+        assert sorted(names) == ["ann", "bob"]
+        ages["cy"] = 1
+        assert "cy" in names and len(names) == 3
+        assert names & {"bob", "zoe"} == {"bob"}
+        """,
+        """
+        def names_of(ages):
+            return ages.keys()
+        """,
+        """
+        def names_of(ages):
+            return set(ages)
+        """,
+    ),
+    case(
+        "enumerate, reversed and range",
+        "iterators of builtins",
+        ("numbered", "backwards", "evens"),
+        """
+        assert list(numbered("ab")) == [(1, "a"), (2, "b")]
+        assert [i for i, _ in numbered("xyz")] == [1, 2, 3]
+        assert "".join(backwards(list("abc"))) == "cba"
+        assert evens(10) == range(0, 10, 2)
+        assert 4 in evens(10) and evens(10)[-1] == 8 and len(evens(7)) == 4
+        """,
+        """
+        def numbered(xs):
+            return enumerate(xs, 1)
+
+        def backwards(xs):
+            return reversed(xs)
+
+        def evens(n):
+            return range(0, n, 2)
+        """,
+        """
+        def numbered(xs):
+            return enumerate(xs)
+
+        def backwards(xs):
+            return reversed(xs)
+
+        def evens(n):
+            return range(0, n, 2)
+        """,
+    ),
 )

@@ -2817,4 +2817,163 @@ RIGHT_UNIT_TESTS: tuple[Case, ...] = (
             return random.randint(1, 6) + random.randint(1, 6)
         """,
     ),
+    case(
+        "conditional skips beside real tests",
+        "skips and expected failures",
+        "join_path",
+        """
+        import sys
+        import pytest
+
+        @pytest.mark.skipif(sys.platform == "win32", reason="POSIX paths")
+        def test_join():
+            assert join_path("a", "b") == "a/b"
+
+        @pytest.mark.skip
+        def test_windows():
+            assert join_path("a", "b") == "a\\\\b"
+
+        def test_absolute():
+            assert join_path("a", "/b") == "/b"
+        """,
+        """
+        import posixpath
+
+        def join_path(*parts):
+            return posixpath.join(*parts)
+        """,
+        """
+        def join_path(*parts):
+            return "/".join(parts)
+        """,
+    ),
+    case(
+        "known fault is marked",
+        "skips and expected failures",
+        "tokenize",
+        """
+        import pytest
+
+        def test_words():
+            assert tokenize("a b") == ["a", "b"]
+
+        @pytest.mark.xfail(reason="quotes are not supported")
+        def test_quotes():
+            assert tokenize("'a b' c") == ["a b", "c"]
+
+        @pytest.mark.xfail(raises=AttributeError, strict=True)
+        def test_none():
+            tokenize(None)
+        """,
+        """
+        def tokenize(text):
+            return text.split()
+        """,
+        """
+        def tokenize(text):
+            return list(text or "")
+        """,
+    ),
+    case(
+        "whole class is skipped, another is not",
+        "skips and expected failures",
+        "encode",
+        """
+        import unittest
+
+        @unittest.skip("other alphabet")
+        class GreekTest(unittest.TestCase):
+            def test_alpha(self):
+                self.assertEqual(encode("\\u03b1"), "?")
+
+        @unittest.skipUnless(hasattr(str, "isascii"), "needs isascii")
+        class LatinTest(unittest.TestCase):
+            def test_runs(self):
+                self.assertEqual(encode("aaabcc"), "a3b1c2")
+
+            def test_empty(self):
+                self.assertEqual(encode(""), "")
+        """,
+        """
+        from itertools import groupby
+
+        def encode(text):
+            return "".join(f"{c}{len(list(g))}" for c, g in groupby(text))
+        """,
+        """
+        def encode(text):
+            return "".join(f"{c}{text.count(c)}" for c in text)
+        """,
+    ),
+    case(
+        "expected failure of one method",
+        "skips and expected failures",
+        "Rational",
+        """
+        import unittest
+
+        class RationalTest(unittest.TestCase):
+            def test_sum(self):
+                total = Rational(1, 2) + Rational(1, 3)
+                self.assertEqual((total.top, total.bottom), (5, 6))
+
+            @unittest.expectedFailure
+            def test_sum_with_an_integer(self):
+                Rational(1, 2) + 1
+
+            def test_reduced(self):
+                self.assertEqual(Rational(2, 4).bottom, 2)
+        """,
+        """
+        from math import gcd
+
+        class Rational:
+            def __init__(self, top, bottom):
+                d = gcd(top, bottom)
+                self.top, self.bottom = top // d, bottom // d
+
+            def __add__(self, other):
+                return Rational(
+                    self.top * other.bottom + other.top * self.bottom, self.bottom * other.bottom
+                )
+        """,
+        """
+        class Rational:
+            def __init__(self, top, bottom):
+                self.top, self.bottom = top, bottom
+
+            def __add__(self, other):
+                return Rational(self.top + other.top, self.bottom + other.bottom)
+        """,
+    ),
+    case(
+        "skip in a loop of optional modules",
+        "skips and expected failures",
+        "dump",
+        """
+        import pytest
+
+        @pytest.mark.parametrize("module", ["json", "no_such_module_at_all"])
+        def test_round_trip(module):
+            loader = pytest.importorskip(module)
+            assert loader.loads(dump({"b": 1, "a": [2]})) == {"a": [2], "b": 1}
+
+        def test_order():
+            if dump({}) != "{}":
+                pytest.fail("empty object")
+            assert dump({"b": 1, "a": 2}) == '{"a": 2, "b": 1}'
+        """,
+        """
+        import json
+
+        def dump(value):
+            return json.dumps(value, sort_keys=True)
+        """,
+        """
+        import json
+
+        def dump(value):
+            return json.dumps(value)
+        """,
+    ),
 )
