@@ -247,8 +247,10 @@ def ioi_score(subtasks: Sequence[IoiSubtask], test_scores: Sequence[float]) -> f
     return sum(s.points * min(test_scores[test] for test in s.tests) for s in subtasks)
 
 
-def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
-    """The subtasks of ``row``, which has ``tests`` tests. Raises ``UserError`` naming the row."""
+def subtasks_of(row: Row, tests: int | None) -> list[IoiSubtask]:
+    """The subtasks of ``row``, which has ``tests`` tests (``RowTests.total``). Raises
+    ``UserError`` naming the row.
+    """
     place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
         entries = loads(given) if isinstance(given, str) else given
@@ -260,6 +262,8 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
         raise UserError(
             f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error
+    if tests is None:
+        raise UserError(f"{place}: ioi_code needs cases of stdin and stdout, not unit tests")
     if not subtasks:
         raise UserError(f"{place}: ioi_code needs the column subtasks, and it is empty")
     for subtask in subtasks:
