@@ -55,15 +55,17 @@ class CheckedTests:
     fault: str = ""
     """Why no program can be judged on the row; empty where it can."""
 
-    def applied(self, row: Row) -> Row:
-        """``row`` without the tests that do not count. UserError where the row has a fault."""
+    def applied(self, row: Row, *, aloud: bool = True) -> Row:
+        """``row`` without the tests that do not count, which are logged unless it is not ``aloud``.
+        UserError where the row has a fault.
+        """
         if self.fault:
             raise UserError(
                 f"{row.id!r}: {self.fault}",
                 file=row.place,
                 remedy="correct the row, or set data.bad_rows=drop to leave such rows out",
             )
-        for _, test, why in self.uncounted:
+        for _, test, why in self.uncounted if aloud else ():
             text = "%s: %r: a test does not count, because it passes for programs that %s: %s"
             _log.warning(text, row.place, row.id, why, test)
         return replace(row, uncounted=tuple(one.position for one in self.uncounted))
