@@ -28,7 +28,6 @@ from ctrl_megatron.rewards.grading import (
     judgeable_tests,
     outcome_of,
     program_of,
-    warn_of_refused,
 )
 from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Verdict
@@ -131,7 +130,7 @@ class CodeReward:
             for item, row in zip(items, rows, strict=True)
         ]
         answers = await self._judge.grade_all(jobs, self._max_requests)
-        warn_of_refused(rows, answers)
+        self._judge.warn(rows, answers)
         return [
             outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)

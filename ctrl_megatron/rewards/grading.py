@@ -376,6 +376,8 @@ class CachedJudge:
         self._identity: object = None
         self._begun: dict[str, deque[asyncio.Task[tuple[Verdict, bool]]]] = {}
         """Key of a job -> its runs that ``begin`` started and ``grade`` has not taken yet."""
+        self._told = set[str]()
+        """Ids of rows that ``warn`` has named because no program of theirs could be judged."""
 
     async def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
@@ -406,6 +408,21 @@ class CachedJudge:
                 return await grade(self._judge, job)
 
         return await self._cache.get(await self.key(job), run)
+
+    def warn(self, rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
+        """Say which rows have no reward because the judge refuses their tests and, once, of which
+        none of these programs could be judged.
+        """
+        pairs = [(row, a) for row, a in zip(rows, answers, strict=True) if a is not None]
+        for row, why in {row.id: (row, a.error) for row, a in pairs if a.refused}.values():
+            _log.warning("%s cannot be judged and has no reward: %s", _named(row), why)
+        judged = {row.id for row, a in pairs if a.verdict and not a.verdict.unjudgeable}
+        for row, a in pairs:
+            if a.verdict and row.id not in judged | self._told:
+                self._told.add(row.id)
+                why = next((text for text in a.verdict.detail if text), "")
+                text = "%s: none of its programs could be judged, and all count as failures: %s"
+                _log.warning(text, _named(row), why)
 
     async def grade_all(
         self,
@@ -468,12 +485,8 @@ class CachedJudge:
         return found
 
 
-def warn_of_refused(rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
-    """Say which rows have no reward because the judge refuses their tests."""
-    pairs = zip(rows, answers, strict=True)
-    for row, why in {row.id: (row, a.error) for row, a in pairs if a and a.refused}.values():
-        place = f"{row.place}: " if row.place else ""
-        _log.warning("%s%r cannot be judged and has no reward: %s", place, row.id, why)
+def _named(row: Row) -> str:
+    return f"{row.place}: {row.id!r}" if row.place else repr(row.id)
 
 
 def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from reward_samples import function_row
 
+from ctrl_megatron.rewards import Judging, RewardItem, make_reward
 from ctrl_megatron.rewards.cache import decode_verdict, encode_verdict
 from ctrl_megatron.rewards.grading import descriptions_of_tests, grade, grading_job
+from ctrl_megatron.rewards.items import JudgingReward
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, RunCodeResponse, RunStatus
 from ctrl_megatron.types import Verdict
@@ -73,3 +75,40 @@ def test_what_could_not_be_judged_is_a_failure_and_remembered_as_such() -> None:
     verdict = judged(Answering(*cases))
     assert verdict.unjudgeable and not verdict.accepted and verdict.pass_rate == 2 / 3
     assert decode_verdict(encode_verdict(verdict)) == verdict
+
+
+def test_a_row_without_a_program_that_could_be_judged_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failure = case(False, reason="cannot be judged: == of an object", unjudgeable=True)
+    reward = make_reward("code", provider=Answering(failure, case(True), case(True)))
+    places = {"a": "rows.parquet: row 1", "b": "rows.parquet: row 2"}
+    items = [
+        RewardItem(text=f"def add(a, b): return {n}", row=replace(function_row(name), place=place))
+        for n, (name, place) in enumerate([*places.items(), *places.items()])
+    ]
+    assert isinstance(reward, JudgingReward)
+    for _ in range(2):
+        outcomes = asyncio.run(reward.judge(items))
+    assert [outcome.reward for outcome in outcomes] == [2 / 3] * 4
+    found = Judging.of(outcomes)
+    assert (found + found).unjudgeable == 8
+    for place in places.values():
+        assert caplog.text.count(f"{place}: ") == 1
+    assert "none of its programs could be judged" in caplog.text
+
+
+def test_a_row_with_one_program_that_could_be_judged_is_not_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Mixed(Answering):
+        async def submit(self, request: Any, /) -> EvalResult:
+            info = {"unjudgeable": "return 1" not in request.completion}
+            self.cases = [case(False, reason="no", **info)] * 3
+            return await super().submit(request)
+
+    reward = make_reward("code", provider=Mixed())
+    items = [RewardItem(text=f"def add(a, b): return {n}", row=function_row()) for n in range(3)]
+    assert isinstance(reward, JudgingReward)
+    assert Judging.of(asyncio.run(reward.judge(items))).unjudgeable == 2
+    assert "could be judged" not in caplog.text
