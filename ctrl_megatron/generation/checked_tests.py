@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ class TestChecks:
     _known: dict[str, CheckedTests] = field(default_factory=dict, init=False)
     _keys: dict[str, str] = field(default_factory=dict, init=False)
     _new: dict[str, CheckedTests] = field(default_factory=dict, init=False)
+    _unsure: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         tests = BatchTests(run_all_cases=True, **self.options)
@@ -119,6 +120,10 @@ class TestChecks:
         found = {row.id: self.of(row) for row in self.rows}
         return {name: one for name, one in found.items() if one.fault or one.uncounted}
 
+    def by_key(self) -> dict[str, CheckedTests]:
+        """The results of the rows as a file has them, without those that may not be kept."""
+        return {key: self._known[key] for key in self._keys.values() if key not in self._unsure}
+
     async def make(
         self, judge: Judge, *, at_once: int, advance: Callable[[int], None] = lambda _: None
     ) -> None:
@@ -137,7 +142,9 @@ class TestChecks:
                     row = check.row
                     raise type(error)(f"{row.place}: {row.id!r} is not checked: {error}") from error
             self._known[check.key], done = found, done + 1
-            if sure:
+            if not sure:
+                self._unsure.add(check.key)
+            else:
                 self._new[check.key], folders[check.key] = found, folder_of(check.row)
             advance(done)
             one_done()
@@ -153,6 +160,7 @@ class TestChecks:
     def _save(self, folders: Mapping[str, Path]) -> None:
         for folder in set(folders.values()):
             own = {key: found for key, found in self._new.items() if folders[key] == folder}
+            folder.mkdir(parents=True, exist_ok=True)
             place = folder if os.access(folder, os.W_OK) else self.spare
             # Another run may have written meanwhile.
             write_checks(place / FILE, read_checks(place / FILE) | own)
@@ -161,15 +169,6 @@ class TestChecks:
 def folder_of(row: Row) -> Path:
     """The folder of the row's file."""
     return Path(row.place.rpartition(": row ")[0]).parent
-
-
-def keep_checks(rows: Iterable[Row], source: Path, target: Path, **options: Any) -> None:
-    """Write the results of ``rows`` that the folder ``source`` has into the folder ``target``."""
-    tests, known = BatchTests(run_all_cases=True, **options), read_checks(source / FILE)
-    keys = {fingerprint(tests.of(row).digest, row.reference) for row in rows if row.prompter_type}
-    own = {key: known[key] for key in keys if key in known}
-    if own:
-        write_checks(target / FILE, read_checks(target / FILE) | own)
 
 
 def read_checks(file: Path) -> dict[str, CheckedTests]:
