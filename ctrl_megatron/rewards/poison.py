@@ -115,7 +115,8 @@ GROUPS = (
         "empty their arguments",
         tuple(
             _filled(_EMPTIES, value=value)
-            for value in ("None", "arguments[0] if arguments else None", "[]")
+            # One result is true: a test may want a false one.
+            for value in ("None", "7", "arguments[0] if arguments else None", "[]")
         ),
     ),
 )

@@ -104,6 +104,13 @@ def test_a_test_that_any_program_of_a_kind_passes_does_not_count(
         found.applied(alone)
 
 
+def test_tests_of_one_bit_count(endpoint: str, tmp_path: Path) -> None:
+    given = row(
+        tmp_path, "assert not sort([3, 1])", "assert sort([3, 1])", "assert sort([1]) is None"
+    )
+    assert check([given], Counting(endpoint), tmp_path).of(given) == CheckedTests()
+
+
 REFERENCES = {
     "right": (RIGHT, ""),
     "fenced": (f"Sure:\n```python\n{RIGHT}\n```", ""),
