@@ -44,6 +44,8 @@ class Problem:
     """Wall-clock limit of one test, in seconds."""
     reference: str = ""
     """A solution that passes every test; empty if none is known."""
+    uncounted: tuple[int, ...] = ()
+    """Positions of the verdicts that say nothing about a program and are left out."""
     buggy: tuple[str, ...] = ()
     """Wrong programs."""
     difficulty: int = 0
@@ -128,7 +130,8 @@ class Verdict:
     passed: tuple[bool, ...]
     """One entry per test that was run, in the order of the tests."""
     total: int
-    """Number of tests the problem has; ``len(passed)`` may be smaller after an early stop."""
+    """Number of tests the problem has; ``len(passed)`` may be smaller after an early stop. Unit
+    tests are counted by the judge: after an early stop it is the number of those that were run."""
     detail: tuple[str, ...] = ()
     """A short text per entry of ``passed``: why the test failed; empty if it passed."""
     timed_out: bool = False
@@ -136,6 +139,11 @@ class Verdict:
     scores: tuple[float, ...] = ()
     """The share of each test's points, in [0, 1], one per entry of ``passed``; empty where a test
     only passes or fails."""
+    tests: tuple[str, ...] = ()
+    """The name of each unit test, one per entry of ``passed``; empty where the tests of the problem
+    are one verdict each."""
+    unjudgeable: bool = False
+    """Whether a test could not be judged on this program, which counts as a failure."""
 
     @property
     def pass_rate(self) -> float:

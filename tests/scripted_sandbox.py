@@ -1,4 +1,6 @@
-"""A sandbox service that passes every program, until a script says otherwise."""
+"""A sandbox service that passes every program but those that know nothing of the problem, until a
+script says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from aiohttp import web
+
+from ctrl_megatron.rewards.poison import MARK
 
 Fault = Literal["500", "closed", "empty"]
 """An answer with status 500, a closed connection, and an answer without verdicts."""
@@ -26,6 +30,8 @@ class Sandbox:
 
     async def submit(self, request: web.Request) -> web.Response:
         body, number = await request.json(), self.requests
+        if MARK in body["completion"]:
+            return self._answer(body, passed=False)
         self.requests += 1
         failing = self._fails(number)
         if failing and self._fault == "closed":
@@ -33,11 +39,14 @@ class Sandbox:
             request.transport.close()
         if failing and self._fault == "500":
             return web.json_response({"detail": "the disk of workers is gone"}, status=500)
+        return self._answer(body, passed=True, empty=failing)
+
+    def _answer(self, body: dict[str, Any], *, passed: bool, empty: bool = False) -> web.Response:
         data = body["config"]["provided_data"]
         cases = data.get("test_list") or data["test"]
-        passed = {"passed": True, "exec_info": {"status": "Success", "message": ""}}
-        answer = {"id": body["id"], "accepted": True, "extracted_code": ""}
-        return web.json_response({**answer, "tests": [] if failing else [passed] * len(cases)})
+        verdict = {"passed": passed, "exec_info": {"status": "Success", "message": ""}}
+        answer = {"id": body["id"], "accepted": passed, "extracted_code": ""}
+        return web.json_response({**answer, "tests": [] if empty else [verdict] * len(cases)})
 
     async def hello(self, _: web.Request) -> web.Response:
         return web.json_response({"identity": "scripted"})

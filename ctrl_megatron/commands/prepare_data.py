@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
+from ctrl_megatron.commands.chat_flags import service_faults
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import (
     FORMATS,
@@ -53,7 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         help="test sets: problems with a nearly equal statement are left out",
     )
-    parser.add_argument("--skip-malformed", action="store_true", help="leave out unreadable rows")
+    parser.add_argument(
+        "--skip-malformed",
+        action="store_true",
+        help="leave out unreadable rows, and problems whose tests or reference say nothing",
+    )
+    parser.add_argument(
+        "--unchecked",
+        action="store_true",
+        help="leave the check of tests and references to the first run",
+    )
     parser.add_argument("--min-tests", type=count(), default=1)
     parser.add_argument(
         "--max-tests", type=count(), help="keep only the first tests of each problem"
@@ -81,12 +92,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(
             f"no problem is left of {', '.join(map(str, options.input))} ({reasons or 'no rows'})"
         )
+    if not options.unchecked:
+        kept = _checked(kept, options.out, dropped, skip=options.skip_malformed)
     lines = [json.dumps(own_record(problem), ensure_ascii=False) for problem in kept]
     text = "\n".join(lines) + "\n"
     require_replaceable(options.out, text, _own_file, overwrite=options.overwrite)
     write_whole(options.out, text)
     _show(options.out, len(kept), dropped)
     return 0
+
+
+def _checked(
+    problems: Sequence[Problem], out: Path, dropped: Dropped, *, skip: bool
+) -> list[Problem]:
+    """The problems on which programs can be judged. UserError for another one unless ``skip``."""
+    with service_faults(out.parent):
+        kept, left_out = checked_problems(problems, out, out.parent)
+    if left_out and (not skip or not kept):
+        raise UserError(
+            f"programs cannot be judged on {len(left_out)} of {len(problems)} problems, the first "
+            f"is {left_out[0]}",
+            remedy="--skip-malformed leaves such problems out",
+        )
+    for text in left_out:
+        dropped.add("tests or reference say nothing", text)
+    return kept
 
 
 def _test_sets(given: Sequence[str], formats: Sequence[str]) -> list[Problem]:

@@ -20,6 +20,7 @@ import asyncio
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,7 @@ from ctrl_megatron.config.flags import (
 from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import Dropped
@@ -100,6 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if journal is None:
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
+    with service_faults(options.out):
+        problems, left_out = checked_problems(problems, options.problems, options.out)
+    for text in left_out:
+        print(f"left out: {text}", file=sys.stderr)
+    check_parts(problems, shares)
+    usable = {problem.id: problem for problem in problems}
+    given = [replace(a, problem=usable[a.problem.id]) for a in given if a.problem.id in usable]
     with _bars() as progress, service_faults(options.out):
         stages = SynthesisStages(
             journal=journal,
@@ -111,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = asyncio.run(make_training_files(stages, problems, given, dropped, recipe))
         with new_files(options.out, FILES, _TOOL, overwrite=True) as folder:
             files.write(folder)
-    _show(options.out, files.counts)
+    counts = {"problems": {"kept": len(problems), "left out": len(left_out)}, **files.counts}
+    _show(options.out, counts)
     return 0
 
 

@@ -70,6 +70,10 @@ class Row:
     choice for any other task, whose response is rewarded as it is (``reward.reward_tasks``)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The file's other columns, for reward functions that read them; null cells are omitted."""
+    reference: str = ""
+    """A program that passes the row's tests, or empty; it judges the row and is in no prompt."""
+    uncounted: tuple[int, ...] = ()
+    """Positions of the verdicts that do not count; a check at the start finds them."""
     place: str = field(default="", compare=False, repr=False)
     """File and number of the row, from 1, for messages."""
     missing: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
@@ -97,13 +101,14 @@ class Row:
             comparison=self.comparison,
             time_limit=DEFAULT_TIME_LIMIT if self.time_limit is None else self.time_limit,
             difficulty=self.difficulty,
+            uncounted=self.uncounted,
         )
         return Attempt(
             id=self.id, problem=problem, solution=self.solution, pass_rate=self.pass_rate
         )
 
 
-_COLUMNS = {f.name for f in fields(Row)} - {"extra", "place", "missing"}
+_COLUMNS = {f.name for f in fields(Row)} - {"extra", "uncounted", "place", "missing"}
 
 
 def require_columns(rows: Iterable[Row], columns: Sequence[str], reader: str) -> None:
@@ -137,6 +142,8 @@ def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
         comparison=problem.comparison,
         difficulty=problem.difficulty,
         pass_rate=attempt.pass_rate,
+        reference=problem.reference,
+        uncounted=problem.uncounted,
     )
 
 
@@ -248,10 +255,13 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
         "difficulty": pa.int64(),
         "pass_rate": pa.float64(),
     }
-    names = [f.name for f in fields(Row) if f.name in _COLUMNS]
+    # A file without references looks as it always did.
+    unused = set[str]() if any(record["reference"] for record in records) else {"reference"}
+    names = [f.name for f in fields(Row) if f.name in _COLUMNS - unused]
     schema = pa.schema([(name, types.get(name, text)) for name in names])
     table = pa.Table.from_pylist(records, schema=schema)
-    for name in dict.fromkeys(name for record in records for name in record if name not in names):
+    further = (name for record in records for name in record if name not in _COLUMNS)
+    for name in dict.fromkeys(further):
         table = table.append_column(name, pa.array([record.get(name) for record in records]))
     write_parquet(path, table)
 
@@ -331,6 +341,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
         difficulty=cell.difficulty(),
         pass_rate=cell.number("pass_rate", 0, 1, "between 0 and 1"),
         task=cell.text("task", default=CRITIQUE),
+        reference=cell.text("reference", default="", may_be_empty=True),
         extra={
             name: value
             for name, value in record.items()

@@ -216,7 +216,7 @@ class CriticService:
         return [
             {"test": test, "passed": passed, "detail": detail}
             for test, passed, detail in zip(
-                descriptions_of_tests(problem), verdict.passed, verdict.detail, strict=True
+                descriptions_of_tests(problem, verdict), verdict.passed, verdict.detail, strict=True
             )
         ]
 

@@ -145,6 +145,19 @@ def format_seconds(seconds: float) -> str:
 
 
 @contextmanager
+def work_bar(
+    what: str, total: int, console: Console | None = None
+) -> Iterator[Callable[[int], None]]:
+    """A live bar with the remaining time, on a terminal; returns a function of the work done."""
+    console = console if console is not None else Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = (*columns, TimeRemainingColumn())
+    with Progress(*shown, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
 def byte_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """A live bar on a terminal for work that is counted in bytes; returns a function of the bytes
     done and the bytes in all."""

@@ -42,6 +42,10 @@ METRICS: dict[str, Metric] = {
         "share of samples without a reward, which the loss leaves out: not judged, masked by "
         "reward.copying, or no room for a revision"
     ),
+    "reward/unjudgeable_rate": Metric(
+        "share of the programs to judge on which a test could not be judged, which counts as a "
+        "failure; the log names rows without any other program"
+    ),
     "reward/cached_rate": Metric("share of verdicts that were cached"),
     "pass_rate/before": Metric("tests that the first solutions pass", headline=True),
     "pass_rate/after": Metric("tests that revisions of valid critiques pass", headline=True),

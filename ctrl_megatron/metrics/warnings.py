@@ -74,6 +74,14 @@ WARNINGS = (
         text="only {value:.0%} of the programs could be judged: look at the faults of the sandbox "
         "or the provider, in the log and in the field detail of the examples",
     ),
+    StepWarning(
+        name="unjudgeable",
+        metric="reward/unjudgeable_rate",
+        holds=lambda now, first: now > 0.1,
+        text="on {value:.0%} of the programs a test could not be judged, which earns nothing: the "
+        "log names rows of which no program could be; leave these out, or let their tests compare "
+        "data",
+    ),
 )
 
 

@@ -29,6 +29,7 @@ from ctrl_megatron.eval.written import is_written, read_critiques
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.build import rollout_worker
+from ctrl_megatron.pipeline.checked_rows import checked_inputs
 from ctrl_megatron.pipeline.conversation import converse, judge_pairs, pair_prompts
 from ctrl_megatron.pipeline.inputs import (
     RunInputs,
@@ -93,7 +94,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         return True
     finished = False
     with session(config) as run:
-        first = run.groups.is_first
+        first, inputs = run.groups.is_first, checked_inputs(run, inputs)
         if first:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             _say_what_changed(anew, aside)

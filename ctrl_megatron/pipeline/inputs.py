@@ -498,7 +498,7 @@ def read_inputs(
     reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
     if trains:
         train, validation = prompt_tables(config, codec, validates=validates, check=check)
-        _require_a_step(len(train.rows), train.dropped, len(train.bad), config)
+        require_a_step(len(train.rows), train.dropped, len(train.bad), config)
     else:
         files = config.data.val_files
         train = validation = _table(config, codec, "data.val_files", files, check=check)
@@ -633,7 +633,7 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
                 else:
                     count, bad = len(found), len(left_out or ())
     rows_by_id(rows)
-    _require_a_step(count, 0, bad, config)
+    require_a_step(count, 0, bad, config)
     rewards.check_rows(rows)
 
 
@@ -649,7 +649,10 @@ def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
         )
 
 
-def _require_a_step(count: int, dropped: int, bad: int, config: Config) -> None:
+def require_a_step(count: int, dropped: int, bad: int, config: Config) -> None:
+    """UserError if ``count`` training rows are too few for a step; ``dropped`` and ``bad`` are left
+    out.
+    """
     drawn = (
         ("train_batch_size", config.data.train_batch_size),
         ("gen_batch_size", config.gen_batch_size),

@@ -36,6 +36,7 @@ from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.pipeline.ahead import SavedDraws
 from ctrl_megatron.pipeline.build import apart_worker, build_worker, row_sampler, total_steps
+from ctrl_megatron.pipeline.checked_rows import checked_inputs
 from ctrl_megatron.pipeline.ctrl import ctrl_pipeline
 from ctrl_megatron.pipeline.dump import StepDump
 from ctrl_megatron.pipeline.dynamic_sampling import check_sampling
@@ -134,6 +135,11 @@ def train(config: Config) -> bool:
     if is_finished(config, steps, models=saved_folders(config), stage=stage):
         return True
     with session(config, apart=True) as run:
+        inputs = checked_inputs(run, inputs)
+        steps, before = planned_steps(config, inputs.train), steps
+        if steps < before and is_finished(config, steps, models=saved_folders(config), stage=stage):
+            run.watch.quiet()
+            return True
         between = between_worlds(run, inputs)
         told, isolation = "", dict[str, float]()
         if between.is_home:

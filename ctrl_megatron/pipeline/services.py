@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,6 +62,12 @@ from ctrl_megatron.sandbox.cores import usable_cores
 
 _LOOK_SECONDS = 0.1
 _GAUGE_SECONDS = 2.0
+
+
+def sandbox_options(config: Config) -> dict[str, Any]:
+    """What the configuration says of a sandbox that the run starts (``EmbeddedSandbox.start``)."""
+    limits = SandboxLimits(problem_seconds=config.sandbox.problem_seconds)
+    return {"isolation": config.sandbox.isolation, "limits": limits}
 
 
 class Services:
@@ -147,8 +154,7 @@ class Services:
         workers = sandbox_workers(usable_cores(), ranks)
         return EmbeddedSandbox.start(
             workers=config.workers or workers,
-            isolation=config.isolation,  # type: ignore[arg-type]
-            limits=SandboxLimits(problem_seconds=config.problem_seconds),
+            **sandbox_options(self._config),
             host=groups.hosts.addresses[groups.here],
             port=port,
             token=self.sandbox_token,

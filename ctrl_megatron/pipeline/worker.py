@@ -212,8 +212,8 @@ class RolloutWorker:
 
     def take_judging(self) -> dict[str, float]:
         """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
-        the cache answered or the tests of whose rows were refused, that were judged; nothing where
-        there was none. The count begins anew.
+        the cache answered or the tests of whose rows were refused, that were judged, and
+        ``reward/unjudgeable_rate``; nothing where there was none. The count begins anew.
         Collective; raises as that.
         """
         found = self.check_judging()
@@ -221,7 +221,10 @@ class RolloutWorker:
             self.rewards.take_judging()
         every = found.asked + found.cached + found.refused
         unknown = found.failed + found.refused
-        return {"reward/judged_rate": 1 - unknown / every} if every else {}
+        if not every:
+            return {}
+        rates = {"judged_rate": 1 - unknown / every, "unjudgeable_rate": found.unjudgeable / every}
+        return {f"reward/{name}": rate for name, rate in rates.items()}
 
     def close(self) -> None:
         """Close connections and end the background loop."""

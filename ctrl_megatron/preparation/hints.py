@@ -39,7 +39,7 @@ def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
     told = verdict.detail[first] if first < len(verdict.detail) else ""
     failed = verdict.passed.count(False)
     share = f"It fails {failed} of {len(verdict.passed)} tests."
-    case = _case(attempt, first)
+    case = _case(attempt, verdict, first)
     if told.startswith(TIMED_OUT) or "time limit" in told.lower():
         kind: HintKind = "time limit"
         said = "It does not finish in time on this test:"
@@ -54,10 +54,10 @@ def execution_hint(attempt: Attempt, verdict: Verdict) -> ExecutionHint:
     return ExecutionHint(kind, f"The answer is incorrect. {share} {said}\n{case}")
 
 
-def _case(attempt: Attempt, number: int) -> str:
+def _case(attempt: Attempt, verdict: Verdict, number: int) -> str:
     tests = attempt.problem.selected_uts
     if not isinstance(tests, str):
-        return _cut(descriptions_of_tests(attempt.problem)[number])
+        return _cut(descriptions_of_tests(attempt.problem, verdict)[number])
     case = loads(tests)[number]
     stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
     return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"

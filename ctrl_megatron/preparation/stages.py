@@ -109,9 +109,10 @@ class SynthesisStages:
             return [asdict(verdict) for _, verdict in await judge_attempts(judge, part[1])]
 
         records = await self._stage("verdicts", attempts, self.open_judge, judge)
+        lists = ("passed", "detail", "scores", "tests")
         verdicts = [
-            # Journals of earlier versions have no scores.
-            Verdict(**{**r, **{n: tuple(r.get(n, ())) for n in ("passed", "detail", "scores")}})
+            # Journals of earlier versions lack some.
+            Verdict(**{**r, **{name: tuple(r.get(name, ())) for name in lists}})
             for r in records
         ]
         return [

@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,7 +24,7 @@ from ctrl_megatron.types import Verdict
 
 APPLICATION_ID = 0x43545243
 """SQLite's application id of a cache of verdicts, in the file's header."""
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Version in the file's header. Raise it when the table or the text of a verdict changes."""
 T = TypeVar("T")
 _TABLE = """CREATE TABLE results (
@@ -41,18 +41,16 @@ _DROPPED_SHARE = 8
 
 def encode_verdict(verdict: Verdict) -> str:
     """A verdict as JSON text."""
-    return json.dumps(
-        [verdict.total, verdict.passed, verdict.detail, verdict.timed_out, verdict.scores]
-    )
+    return json.dumps(astuple(verdict))
 
 
 def decode_verdict(text: str) -> Verdict:
     """The verdict that ``encode_verdict`` wrote. Raises ``UserError`` for any other text."""
     try:
-        total, passed, detail, timed_out, scores = json.loads(text)
+        passed, total, detail, timed_out, scores, tests, unjudgeable = json.loads(text)
         sound = type(total) is int and 0 < len(passed) <= total
-        sound = sound and all(type(flag) is bool for flag in (*passed, timed_out))
-        sound = sound and all(type(entry) is str for entry in detail)
+        sound = sound and all(type(flag) is bool for flag in (*passed, timed_out, unjudgeable))
+        sound = sound and all(type(entry) is str for entry in (*detail, *tests))
         sound = sound and all(type(score) in (int, float) for score in scores)
     except (TypeError, ValueError) as error:
         raise UserError(f"not a verdict: {text[:100]!r}") from error
@@ -64,6 +62,8 @@ def decode_verdict(text: str) -> Verdict:
         detail=tuple(detail),
         timed_out=timed_out,
         scores=tuple(scores),
+        tests=tuple(tests),
+        unjudgeable=unjudgeable,
     )
 
 

@@ -28,7 +28,6 @@ from ctrl_megatron.rewards.grading import (
     judgeable_tests,
     outcome_of,
     program_of,
-    warn_of_refused,
 )
 from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Verdict
@@ -131,7 +130,7 @@ class CodeReward:
             for item, row in zip(items, rows, strict=True)
         ]
         answers = await self._judge.grade_all(jobs, self._max_requests)
-        warn_of_refused(rows, answers)
+        self._judge.warn(rows, answers)
         return [
             outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
@@ -247,8 +246,10 @@ def ioi_score(subtasks: Sequence[IoiSubtask], test_scores: Sequence[float]) -> f
     return sum(s.points * min(test_scores[test] for test in s.tests) for s in subtasks)
 
 
-def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
-    """The subtasks of ``row``, which has ``tests`` tests. Raises ``UserError`` naming the row."""
+def subtasks_of(row: Row, tests: int | None) -> list[IoiSubtask]:
+    """The subtasks of ``row``, which has ``tests`` tests (``RowTests.total``). Raises
+    ``UserError`` naming the row.
+    """
     place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
         entries = loads(given) if isinstance(given, str) else given
@@ -260,6 +261,8 @@ def subtasks_of(row: Row, tests: int) -> list[IoiSubtask]:
         raise UserError(
             f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error
+    if tests is None:
+        raise UserError(f"{place}: ioi_code needs cases of stdin and stdout, not unit tests")
     if not subtasks:
         raise UserError(f"{place}: ioi_code needs the column subtasks, and it is empty")
     for subtask in subtasks:

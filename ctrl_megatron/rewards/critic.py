@@ -37,7 +37,6 @@ from ctrl_megatron.rewards.grading import (
     encodable,
     outcome_of,
     program_of,
-    warn_of_refused,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
 from ctrl_megatron.types import Message, Verdict
@@ -209,7 +208,7 @@ class RewardModelForCritic:
             for item, row, program in zip(items, rows, programs, strict=True)
         ]
         answers = await self._grade_all(jobs)
-        warn_of_refused(rows, answers)
+        self._required_judge.warn(rows, answers)
         judged = zip(items, programs, answers, strict=True)
         return [self._outcome(item, program, answer) for item, program, answer in judged]
 
@@ -243,7 +242,7 @@ class RewardModelForCritic:
         pairs = zip(texts, rows, strict=True)
         jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
         answers = await self._grade_all(jobs)
-        warn_of_refused(rows, answers)
+        self._required_judge.warn(rows, answers)
         return [outcome_of(answer, self._score) for answer in answers]
 
     def _outcome(self, item: RewardItem, program: str, answer: Graded | None) -> RewardOutcome:

@@ -20,7 +20,6 @@ from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError, SandboxSilent
-from ctrl_megatron.sandbox.datasets.functions import reported_tests
 from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.task import require_judgeable
 from ctrl_megatron.sandbox.wire import (
@@ -68,7 +67,8 @@ class GradingJob:
     """A request to judge one program, and the number of tests that the answer must cover."""
 
     request: SubmitRequest
-    total: int
+    total: int | None
+    """None where only the judge can count the unit tests."""
     key: str
     """Equal only for equal programs, tests, set-up, entry point, statement of a function problem,
     time limit, mode and grader version."""
@@ -80,8 +80,8 @@ class RowTests:
 
     dataset: str
     config: TestConfig
-    total: int
-    """Number of tests."""
+    total: int | None
+    """Number of tests that count; None where only the judge can count them."""
     digest: str
     """Fingerprint of the tests, the mode, the time limit and the grader version."""
 
@@ -132,7 +132,7 @@ def _config_of(
     run_timeout: float = RUN_TIMEOUT,
     language: str = "python",
     shared_process_graders: bool = False,
-) -> tuple[TestConfig, int]:
+) -> tuple[TestConfig, int | None]:
     """The tests of ``row`` as the judge reads them, and their number."""
     if has_graders(row) and not shared_process_graders:
         raise UserError(
@@ -167,7 +167,8 @@ class BatchTests:
         """``row_tests`` of ``row`` with the further ``options`` of this row."""
         key = (
             *(row.id, row.prompter_type, row.selected_uts, row.test_setup, row.entry_point),
-            *(row.problem, row.comparison, row.time_limit, id(row.extra), *options.items()),
+            *(row.problem, row.comparison, row.time_limit, row.uncounted, id(row.extra)),
+            *options.items(),
         )
         if key not in self._known:
             self._known[key] = row_tests(row, **self._options, **options)
@@ -204,9 +205,10 @@ def check_tests(rows: Iterable[Row], **options: Any) -> None:
         judgeable_tests(row, **options)
 
 
-def judgeable_tests(row: Row, check: RequestCheck = check_request, **options: Any) -> int:
-    """The number of tests of ``row``. Raises ``UserError`` that names file and row where a judge
-    with this ``check`` can judge no program on them. ``options`` are those of ``row_tests``.
+def judgeable_tests(row: Row, check: RequestCheck = check_request, **options: Any) -> int | None:
+    """The number of tests of ``row`` (``RowTests.total``). Raises ``UserError`` that names file and
+    row where a judge with this ``check`` can judge no program on them. ``options`` are those of
+    ``row_tests``.
     """
     try:
         config, total = _config_of(row, run_all_cases=True, **options)
@@ -223,12 +225,16 @@ def has_graders(row: Row) -> bool:
     return row.extra.get("grader_files") not in (None, "")
 
 
-def _tests_of(row: Row) -> tuple[str, dict[str, Any], int]:
-    """``dataset_type``, ``provided_data`` and number of tests of a row."""
+def _tests_of(row: Row) -> tuple[str, dict[str, Any], int | None]:
+    """``dataset_type``, ``provided_data`` and number of tests (``RowTests.total``) of a row."""
     comparison = {"comparison": row.comparison} if row.comparison else {}
     if row.prompter_type == "mbppplus":
         data = function_record(list(row.selected_uts), row.test_setup, row.entry_point, row.problem)
-        return "MBPPDataset", {**data, **comparison}, len(reported_tests(data))
+        left_out = {"uncounted": list(row.uncounted)} if row.uncounted else {}
+        total = None
+        if not any("def test" in text for text in row.selected_uts):
+            total = len(row.selected_uts) - len(row.uncounted)
+        return "MBPPDataset", {**data, **comparison, **left_out}, total
     if row.prompter_type == "code_contests":
         cases = cases_of(row)
         programs = _programs_of(row)
@@ -269,12 +275,10 @@ def _one_subtask(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"tests": tests, "subtasks": [{"points": 1, "tests": list(tests)}]}
 
 
-def descriptions_of_tests(problem: Problem) -> list[str]:
-    """The text that describes each test of a function problem, one per verdict."""
-    tests = cast("tuple[str, ...]", problem.selected_uts)
-    return reported_tests(
-        function_record(tests, problem.test_setup, problem.entry_point, problem.statement)
-    )
+def descriptions_of_tests(problem: Problem, verdict: Verdict) -> list[str]:
+    """The text that describes each test of a function problem, one per entry of the verdict."""
+    counted = (t for n, t in enumerate(problem.selected_uts) if n not in problem.uncounted)
+    return list(verdict.tests or counted)[: len(verdict.passed)]
 
 
 def cases_of(row: Row) -> list[dict[str, Any]]:
@@ -304,25 +308,29 @@ async def grade(judge: Judge, job: GradingJob) -> Verdict:
     """The verdict of ``judge`` on ``job``.
 
     Raises ``SandboxError`` where the service fails or answers for another number of tests. Fewer
-    tests are an answer only where judging ends at the first failure.
+    tests are an answer only where judging ends at the first failure, and any number above 0 where
+    only the judge can count the tests.
     """
     result = await judge.submit(job.request)
     cases = result.tests
+    total = max(1, len(cases)) if job.total is None else job.total
     to_first_failure = not job.request.config.extra.get("run_all_cases", False)
-    finished = len(cases) == job.total or (
-        to_first_failure and cases and len(cases) < job.total and not cases[-1].passed
+    finished = len(cases) == total or (
+        to_first_failure and cases and len(cases) < total and not cases[-1].passed
     )
     if not finished or result.accepted != all(case.passed for case in cases):
         raise SandboxError(
             f"the sandbox answered with {len(cases)} verdict(s), accepted={result.accepted}, "
-            f"for {job.total} test(s) of a {job.request.dataset} sample"
+            f"for {total} test(s) of a {job.request.dataset} sample"
         )
     return Verdict(
         passed=tuple(case.passed for case in cases),
-        total=job.total,
+        total=total,
         detail=tuple(map(_why, cases)),
         timed_out=any(case.timed_out for case in cases),
         scores=tuple(map(_points, cases)) if job.request.config.dataset_type == OLYMPIAD else (),
+        tests=tuple(map(name_of, cases)) if job.total is None else (),
+        unjudgeable=any(map(is_unjudgeable, cases)),
     )
 
 
@@ -368,6 +376,8 @@ class CachedJudge:
         self._identity: object = None
         self._begun: dict[str, deque[asyncio.Task[tuple[Verdict, bool]]]] = {}
         """Key of a job -> its runs that ``begin`` started and ``grade`` has not taken yet."""
+        self._told = set[str]()
+        """Ids of rows that ``warn`` has named because no program of theirs could be judged."""
 
     async def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
@@ -398,6 +408,21 @@ class CachedJudge:
                 return await grade(self._judge, job)
 
         return await self._cache.get(await self.key(job), run)
+
+    def warn(self, rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
+        """Say which rows have no reward because the judge refuses their tests and, once, of which
+        none of these programs could be judged.
+        """
+        pairs = [(row, a) for row, a in zip(rows, answers, strict=True) if a is not None]
+        for row, why in {row.id: (row, a.error) for row, a in pairs if a.refused}.values():
+            _log.warning("%s cannot be judged and has no reward: %s", _named(row), why)
+        judged = {row.id for row, a in pairs if a.verdict and not a.verdict.unjudgeable}
+        for row, a in pairs:
+            if a.verdict and row.id not in judged | self._told:
+                self._told.add(row.id)
+                why = next((text for text in a.verdict.detail if text), "")
+                text = "%s: none of its programs could be judged, and all count as failures: %s"
+                _log.warning(text, _named(row), why)
 
     async def grade_all(
         self,
@@ -460,18 +485,25 @@ class CachedJudge:
         return found
 
 
-def warn_of_refused(rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
-    """Say which rows have no reward because the judge refuses their tests."""
-    pairs = zip(rows, answers, strict=True)
-    for row, why in {row.id: (row, a.error) for row, a in pairs if a and a.refused}.values():
-        place = f"{row.place}: " if row.place else ""
-        _log.warning("%s%r cannot be judged and has no reward: %s", place, row.id, why)
+def _named(row: Row) -> str:
+    return f"{row.place}: {row.id!r}" if row.place else repr(row.id)
 
 
 def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:
     """Take the error of a run that nothing awaits any more, which asyncio would print."""
     if not run.cancelled():
         run.exception()
+
+
+def name_of(case: EvalTestCase) -> str:
+    """The text of the test, or the name of the unit test."""
+    return str((case.test_info or {}).get("test", ""))
+
+
+def is_unjudgeable(case: EvalTestCase) -> bool:
+    """Whether the judge could not decide, for example because the program's own operator would
+    have."""
+    return (case.test_info or {}).get("unjudgeable") is True
 
 
 def _points(case: EvalTestCase) -> float:

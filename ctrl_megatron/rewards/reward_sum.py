@@ -49,6 +49,8 @@ class Judging:
     """Further programs that it refused to judge because of their row's tests."""
     cached: int = 0
     """Further answers for which it was not asked: from the cache, or to an equal program."""
+    unjudgeable: int = 0
+    """Answers, also from the cache, of which a test could not be judged."""
     error: str = ""
     """Message of the last failure."""
 
@@ -58,6 +60,7 @@ class Judging:
             failed=self.failed + other.failed,
             refused=self.refused + other.refused,
             cached=self.cached + other.cached,
+            unjudgeable=self.unjudgeable + other.unjudgeable,
             error=other.error or self.error,
         )
 
@@ -73,6 +76,7 @@ class Judging:
             failed=len(errors),
             refused=len(judgable) - len(judged),
             cached=len(judged) - len(asked),
+            unjudgeable=sum(o.verdict is not None and o.verdict.unjudgeable for o in judged),
             error=errors[-1] if errors else "",
         )
 

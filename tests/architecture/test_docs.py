@@ -46,7 +46,7 @@ INSIDE_A_DUMP = {
     *("dump.json", "config.yaml", "metrics.json", "texts_0000.jsonl", "replay/replay.json"),
 }
 INSIDE_A_PROFILE = {"step_2.json", "step_N.json", "step_2.rank_0.torch.json"}
-ELSEWHERE = {"mine.py", ".jsonl"}
+ELSEWHERE = {"mine.py", ".jsonl", "checked_tests.jsonl"}
 PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
 
 each_page = pytest.mark.parametrize("page", TEXTS)

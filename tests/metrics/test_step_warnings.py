@@ -27,6 +27,7 @@ WORRYING = {
     "cut_responses": ("critique/cut_rate", 0.3),
     "engine_differs": ("rollout/probs_diff_mean", 0.03),
     "not_judged": ("reward/judged_rate", 0.5),
+    "unjudgeable": ("reward/unjudgeable_rate", 0.2),
 }
 
 

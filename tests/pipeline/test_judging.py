@@ -170,9 +170,10 @@ def test_what_needs_no_judge_does_not_hide_a_dead_service(other: str) -> None:
 
 def test_the_rate_is_reported_once_and_only_where_there_was_something_to_judge() -> None:
     (worker,) = workers(Judging(asked=10, failed=1, error="a"))
-    assert RolloutWorker.take_judging(worker) == {"reward/judged_rate": pytest.approx(0.9)}
+    judged, unjudgeable = "reward/judged_rate", "reward/unjudgeable_rate"
+    assert RolloutWorker.take_judging(worker) == {judged: pytest.approx(0.9), unjudgeable: 0}
     assert worker.rewards.judging == Judging()
-    (worker,) = workers(Judging(asked=10, failed=1, cached=10, error="a"))
-    assert RolloutWorker.take_judging(worker) == {"reward/judged_rate": pytest.approx(0.95)}
+    (worker,) = workers(Judging(asked=10, failed=1, cached=10, unjudgeable=5, error="a"))
+    assert RolloutWorker.take_judging(worker) == {judged: pytest.approx(0.95), unjudgeable: 0.25}
     (idle,) = workers(Judging())
     assert RolloutWorker.take_judging(idle) == {}

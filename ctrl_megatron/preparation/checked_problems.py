@@ -1,0 +1,63 @@
+"""Problems whose tests and references were checked, for the commands that prepare data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.generation.checked_tests import FILE, TestChecks, read_checks, write_checks
+from ctrl_megatron.metrics.display import work_bar
+from ctrl_megatron.preparation.stages import OpenJudge, open_sandbox
+from ctrl_megatron.sandbox.cores import usable_cores
+from ctrl_megatron.types import Attempt, Problem
+
+_AT_ONCE = 4
+"""Problems per processor that are checked at the same time."""
+
+
+def checked_problems(
+    problems: Sequence[Problem],
+    source: Path,
+    folder: Path,
+    open_judge: OpenJudge = open_sandbox,
+) -> tuple[list[Problem], list[str]]:
+    """The problems on which programs can be judged, which know the tests that do not count, and for
+    each other one its id and the reason.
+
+    A check that was made for the folder of ``source``, the problems' file or folder, is not made
+    again. The results are kept in ``folder``, where a run finds them beside the rows. A sandbox is
+    opened only if a check is missing. Raises ``SandboxError`` where it fails.
+    """
+    rows = [
+        replace(
+            row_of(Attempt(id=problem.id, problem=problem, solution=""), ()),
+            place=f"{folder / source.name}: row {number}",
+        )
+        for number, problem in enumerate(problems, start=1)
+    ]
+    beside = source if source.is_dir() else source.parent
+    checks = TestChecks(rows, beside)
+    if checks.missing:
+        asyncio.run(_make(checks, open_judge))
+    if beside.resolve() != folder.resolve():
+        # The rows of a run have the keys of their problems.
+        write_checks(folder / FILE, read_checks(folder / FILE) | checks.by_key())
+    kept, left_out = list[Problem](), list[str]()
+    for problem, row in zip(problems, rows, strict=True):
+        try:
+            found = checks.of(row).applied(row)
+        except UserError:
+            left_out.append(f"{problem.id}: {checks.of(row).fault}")
+        else:
+            kept.append(replace(problem, uncounted=found.uncounted))
+    return kept, left_out
+
+
+async def _make(checks: TestChecks, open_judge: OpenJudge) -> None:
+    with work_bar("the check of tests and references", len(checks.missing)) as advance:
+        async with open_judge() as judge:
+            await checks.make(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)
