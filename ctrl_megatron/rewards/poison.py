@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ctrl_megatron.rewards.grading import is_unjudgeable, name_of
+from ctrl_megatron.rewards.grading import name_of
+from ctrl_megatron.sandbox.limits import CANNOT_JUDGE, NOT_RUN, UNCHECKED
 from ctrl_megatron.sandbox.wire import EvalTestCase
 
 MARK = "# knows nothing of the problem"
@@ -134,6 +135,15 @@ class Findings:
     """False where a program ran out of time, which a busy machine can cause."""
 
 
+_NOTHING = "do anything: it checks nothing, or cannot be run"
+
+
+def _is_hollow(case: EvalTestCase) -> bool:
+    """Whether a test ended without a check, or could not be run."""
+    reason = str((case.test_info or {}).get("reason", ""))
+    return reason == UNCHECKED or reason.startswith(f"{CANNOT_JUDGE}: {NOT_RUN}")
+
+
 async def find_uncounted(
     names: Sequence[str], run: Callable[[str], Awaitable[Sequence[EvalTestCase]]]
 ) -> Findings:
@@ -143,12 +153,13 @@ async def find_uncounted(
     """
     known, uncounted, sure = tuple[str, ...](), dict[int, str](), True
     for group in GROUPS:
-        left: set[int] | None = None
+        left, hollow = None, set[int]()
         for program in group.programs(names):
             cases = await run(program)
             found = tuple(map(name_of, cases))
             # Unit tests that a program keeps from being collected are no passed ones.
-            passed = {n for n, case in enumerate(cases) if case.passed and not is_unjudgeable(case)}
+            passed = {n for n, case in enumerate(cases) if case.passed or _is_hollow(case)}
+            hollow = {n for n in passed if not cases[n].passed}
             if len(found) > len(known):
                 known = found
             if len(found) < len(known):
@@ -157,5 +168,6 @@ async def find_uncounted(
             left = passed if left is None else left & passed
             if not left:
                 break
-        uncounted |= {n: group.what for n in sorted(left or ()) if n not in uncounted}
+        for n in sorted(left or ()):
+            uncounted.setdefault(n, _NOTHING if n in hollow else group.what)
     return Findings(names=known, uncounted=uncounted, sure=sure)

@@ -128,7 +128,6 @@ def _first_cases(problem: GradedProblem, most: Any) -> GradedProblem:
         return replace(
             problem,
             tests=problem.tests[:most],
-            marked=problem.marked[:most],
             cases=problem.cases[:most],
         )
     raise ValueError("extra.max_cases does not fit a problem with subtasks")

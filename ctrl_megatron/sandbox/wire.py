@@ -29,7 +29,7 @@ LEVEL_HEADER = "X-Sandbox-Level"
 """Header of an answer to ``/v1/ping``: the isolation level that the service reached."""
 
 
-GRADER_VERSION = "7"
+GRADER_VERSION = "8"
 """Version of the judging rules; increase it when equal requests may get other verdicts
 than before."""
 

@@ -41,7 +41,7 @@ from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 Answer = TypeVar("Answer")
 DEFAULT_SECONDS = 10.0
 _FUNCTION_KINDS = ("MBPPDataset", "HumanEvalDataset")
-_IMPORTS_PYTEST = re.compile(r"^\s*(?:import|from) pytest\b", re.MULTILINE)
+_UNIT_TESTS = re.compile(r"^\s*(?:(?:import|from) pytest\b|(?:async )?def test)", re.MULTILINE)
 
 
 @dataclass
@@ -248,10 +248,9 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
             for stdin, expected in _cases(data)
         ]
     problem = read_function_tests(data)
-    if any(_IMPORTS_PYTEST.search(test) for test in problem.tests):
+    if any(_UNIT_TESTS.search(test) for test in problem.tests):
         raise ProviderSetupError(
-            f"provider {backend.name} cannot judge tests that import pytest; use the provider "
-            "local for it"
+            f"provider {backend.name} cannot judge unit tests; use the provider local for them"
         )
     tests = tuple(map(split_test, problem.tests))
     size = backend.tests_per_run or len(tests)

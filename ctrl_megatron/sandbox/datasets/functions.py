@@ -1,6 +1,6 @@
 """Reads function problems: MBPP and HumanEval as they are published, and tests that are given as
-arguments and results. ``stubs`` decides what a test may call in the program; this file also decides
-what the program sees of the setup and of the prompt.
+arguments and results. ``names`` decides which names the program defines; this file decides what the
+program sees of the setup and of the prompt. The tests themselves are not read but run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +17,17 @@ from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STR
 from ctrl_megatron.problems.fields import rule_field, text_field
 from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
 from ctrl_megatron.problems.long_integers import loads, long_integers, require_few_digits
-from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
-from ctrl_megatron.sandbox.datasets.imports import refuse_imports, take_program_imports
-from ctrl_megatron.sandbox.datasets.marking import mark_tests
-from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
-from ctrl_megatron.sandbox.datasets.stubs import (
+from ctrl_megatron.sandbox.datasets.names import (
     SOLUTION_CLASS,
     defined_by,
     find_stubs,
     free_names,
     helper_imports,
+    program_imports,
+    refuse_imports,
 )
-from ctrl_megatron.sandbox.datasets.syntax import is_vacuous
-from ctrl_megatron.sandbox.datasets.unit_tests import may_hold_unit_tests, unit_tests
+from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
+from ctrl_megatron.sandbox.jail.judge import UNIT_TESTS
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS
 
 _REMEMBERED_PROBLEMS = 512
@@ -198,9 +196,17 @@ def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
             f"compare for themselves; {LIVE_CODE_BENCH.name!r} does, for its preamble"
         )
     preamble = preambles.LIVE_CODE_BENCH if rule is LIVE_CODE_BENCH else ""
-    if not adapter and not preamble:
+    uncounted = data.get("uncounted") or ()
+    if not all(type(place) is int and place >= 0 for place in uncounted):
+        raise ValueError("provided_data.uncounted must be a list of places, from 0")
+    if not adapter and not preamble and not uncounted:
         return problem
-    return replace(problem, adapter=adapter, prelude=f"{preamble}{problem.prelude}")
+    return replace(
+        problem,
+        adapter=adapter,
+        prelude=f"{preamble}{problem.prelude}",
+        uncounted=tuple(sorted(set(uncounted))),
+    )
 
 
 def _read(
@@ -208,19 +214,19 @@ def _read(
 ) -> FunctionProblem:
     setup_tree = _parse(setup, _SETUP)
     trees = [_parse(t, f"provided_data.test_list[{i}]") for i, t in enumerate(tests)]
-    imported = [
-        take_program_imports(tree, entries) if "import" in text else set[str]()
+    places = [f"provided_data.test_list[{i}]" for i in range(len(tests))]
+    importing = [
+        tree
         for text, tree in zip([setup, *tests], [setup_tree, *trees], strict=True)
+        if "import" in text
     ]
-    entries = tuple(dict.fromkeys([*entries, *sorted(set[str]().union(*imported))]))
-    if imported[0]:
-        setup = ast.unparse(setup_tree)
-    tests, trees, places, reported = _one_by_one(tests, trees, imported[1:])
+    modules, imported = program_imports(importing, entries)
+    entries = tuple(dict.fromkeys([*entries, *sorted(imported)]))
     for text, tree, place in zip(
         [setup, *tests], [setup_tree, *trees], [_SETUP, *places], strict=True
     ):
-        if any(word in text for word in ("import", "pytest", "patch")):
-            refuse_imports(tree, place)
+        if "import" in text or "pytest" in text:
+            refuse_imports(tree, modules, place)
     for tree, place in zip(trees, places, strict=True):
         if own := sorted({name for node in tree.body for name in defined_by(node)} & {*entries}):
             raise ValueError(f"{place} defines {own[0]} itself, which is the program's to define")
@@ -233,63 +239,22 @@ def _read(
         setup_tree = _parse(setup, _SETUP)
     stubs = find_stubs(entries, setup_tree, trees)
     helpers = helper_imports(free_names([setup_tree, *trees]) - stubs)
-    imports = [node for node in setup_tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    imports = [
+        node
+        for node in setup_tree.body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        and not (isinstance(node, ast.ImportFrom) and (node.level or node.module in modules))
+        and not any(alias.name in modules for alias in node.names)
+    ]
     defined = {node.name for node in setup_tree.body if isinstance(node, ast.ClassDef)} - stubs
-    exceptions = stubs & caught([setup_tree, *trees])
-    classes = used_as_classes([setup_tree, *trees], stubs) | {
-        node.name for node in _prompt_body(prompt) if isinstance(node, ast.ClassDef)
-    }
-    marked = mark_tests(setup, setup_tree, trees, stubs)
-    for index in marked.unchecked:
-        raise ValueError(
-            f"{places[index]} checks nothing that comes from the program: every program would "
-            "pass, or none"
-        )
     return FunctionProblem(
         tests=tests,
-        marked=marked.tests,
-        setup=_keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{marked.setup}"),
+        setup=_keeping(tuple(sorted(stubs)) if entries else (), f"{helpers}{setup}"),
         prelude="\n".join(filter(None, (*map(ast.unparse, imports), _prompt_code(prompt, stubs)))),
-        stubs=tuple(sorted(stubs - exceptions)),
-        classes=tuple(sorted(classes & stubs - exceptions)),
-        exceptions=tuple(sorted(exceptions)),
-        shared_classes=tuple(sorted(defined)),
-        cases=tuple({"test": text} for text in reported) if reported != tests else (),
+        stubs=tuple(sorted(stubs)),
+        modules=tuple(sorted(modules)),
+        classes=tuple(sorted(defined)),
     )
-
-
-def _one_by_one(
-    tests: tuple[str, ...], trees: list[ast.Module], imported: Sequence[set[str]]
-) -> tuple[tuple[str, ...], list[ast.Module], list[str], tuple[str, ...]]:
-    """Replace a text of unit tests by one text for each unit test. Returns, for each test, its
-    text, its tree, the field that it comes from, and the text to report. Raises ``ValueError``.
-    """
-    texts, found, places, reported = list[str](), list[ast.Module](), list[str](), list[str]()
-    for index, (test, tree) in enumerate(zip(tests, trees, strict=True)):
-        place = f"provided_data.test_list[{index}]"
-        try:
-            parts = unit_tests(tree) if may_hold_unit_tests(test) else []
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if parts:
-            texts += [ast.unparse(part.tree) for part in parts]
-            reported += [part.reported for part in parts]
-        else:
-            texts.append(ast.unparse(tree) if imported[index] else test)
-            reported.append(texts[-1])
-        found += [part.tree for part in parts] or [tree]
-        places += [place] * (len(parts) or 1)
-    return tuple(texts), found, places, tuple(reported)
-
-
-def reported_tests(data: Mapping[str, Any]) -> list[str]:
-    """The text to report for each verdict of a record whose ``test_list`` is a list."""
-    tests: list[str] = data["test_list"]
-    # Only unit tests change the number of tests.
-    if not any(map(may_hold_unit_tests, tests)):
-        return tests
-    problem = read_function_tests(data)
-    return [str(case["test"]) for case in problem.cases] or tests
 
 
 # All samples of a group send the same problem.
@@ -333,20 +298,25 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
     """The code around ``check``, and the tests. Raises ``ValueError``."""
     try:
         tree = ast.parse(text)
-        if unit_tests(tree):
-            return "", [text]
         check = next(
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
+            (
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == "check" and node.args.args
+            ),
+            None,
         )
-        # Docstrings, ``assert True`` and the like do not count.
+        if check is None:
+            if UNIT_TESTS in text:
+                return "", [text]
+            raise ValueError("provided_data.test defines no function check(candidate)")
+        # Docstrings and the like are no tests.
         asserts = [
             node
             for node in check.body
             if not isinstance(node, ast.Pass)
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-            and not (isinstance(node, ast.Assert) and is_vacuous(node.test))
+            and not (isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant))
         ]
         if not asserts or not all(isinstance(node, ast.Assert) for node in asserts):
             called = any(map(_calls_check, tree.body))
@@ -356,9 +326,7 @@ def _split_check(text: str, entry: str) -> tuple[str, list[str]]:
         parameter = check.args.args[0].arg
         bound = "" if parameter == entry else f"{parameter} = {entry}\n"
         return f"{bound}{around}", [ast.unparse(node) for node in asserts]
-    except StopIteration:
-        raise ValueError("provided_data.test defines no function check(candidate)") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"provided_data.test is not valid Python: {error}") from error
 
 

@@ -17,22 +17,19 @@ class FunctionProblem:
     """Python functions, judged by asserts that run in another process."""
 
     tests: tuple[str, ...]
-    marked: tuple[str | None, ...]
-    """The text to run for each test, with marks that record which of its checks are evaluated; None
-    for a test that needs no marks because it always calls the program."""
     setup: str
     """Python code that runs in the judge before the tests."""
     prelude: str
     """Python code that runs before the program in its module: the imports of the setup, and the
     imports and definitions of the prompt."""
     stubs: tuple[str, ...]
-    """Names that the program has to define; a test may call no others in it."""
+    """Names that the program has to define."""
+    modules: tuple[str, ...] = ()
+    """Modules that the tests import as the program's file."""
     classes: tuple[str, ...] = ()
-    """The stubs that can only mean a class."""
-    exceptions: tuple[str, ...] = ()
-    """Names of exceptions that the program has to define and the tests catch."""
-    shared_classes: tuple[str, ...] = ()
-    """Classes of the setup whose instances are passed between tests and program."""
+    """Classes that the setup defines."""
+    uncounted: tuple[int, ...] = ()
+    """Places of the tests that are left out, because every program passes them."""
     adapter: str = ""
     """Python code that is appended to the program."""
     cases: tuple[Mapping[str, Any], ...] = ()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from ctrl_megatron.sandbox.jail import linux
-from ctrl_megatron.sandbox.jail.exceptions import CandidateLost
+from ctrl_megatron.sandbox.jail.failures import CandidateLost
 from ctrl_megatron.sandbox.limits import CPU_TIME_OVER, WALL_TIME_OVER
 
 _LEAST_SECONDS = 0.01

@@ -114,10 +114,13 @@ class _ForkServerProcess:
                 return
             if kind == _END:
                 statuses = self._end_all()
+                self._confinement.end_sharing()
                 self._line.send(json.dumps([statuses, sum(self._used)]).encode())
                 self._used.clear()
             elif kind == _JUDGE:
                 self._end_one("judge")
+                self._end_one("candidate")
+                self._confinement.share_directory()
                 self._start("judge", _run_judge, fds, os.fork)
             elif kind == _CANDIDATE:
                 self._end_one("candidate")
@@ -188,8 +191,9 @@ def _run_judge(confinement: Confinement, spec: int, verdicts: int, requests: int
     linux.close_all_but(2, spec, verdicts, requests)
     linux.drop_capabilities()
     job = frames.receive_spec(spec)
-    confinement.apply(None, memory_mb=job["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
-    run_tests(socket.socket(fileno=requests), verdicts, job)
+    directory = namespaces.TMP if confinement.isolated else job["directory"]
+    confinement.apply(directory, memory_mb=job["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
+    run_tests(socket.socket(fileno=requests), verdicts, job, directory)
 
 
 def _run_candidate(
@@ -198,10 +202,10 @@ def _run_candidate(
     linux.set_standard_streams(None, stdout, stderr)
     linux.close_all_but(2, spec, calls)
     job = frames.receive_spec(spec)
-    directory = confinement.enter(job)
+    directory = confinement.enter(job, shared=True)
     seconds, memory = job["problem_seconds"], job["memory_mb"]
     confinement.apply(directory, memory_mb=memory, cpu_seconds=seconds)
-    serve_calls(calls, job["prelude"], job["code"], job["stubs"], job["shared_classes"])
+    serve_calls(calls, job["prelude"], job["code"], job["stubs"], job["classes"])
 
 
 def _kill(pid: int) -> None:

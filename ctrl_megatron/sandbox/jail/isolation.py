@@ -62,16 +62,32 @@ class Confinement:
         """Whether jobs run in namespaces."""
         return self.report.tier == "namespaces"
 
-    def enter(self, spec: Mapping[str, Any]) -> str:
-        """Move the calling process to its private directory, write the job's files there and drop
-        all capabilities. Returns the directory's path.
+    def share_directory(self) -> None:
+        """Give the processes that the caller starts from now on a new directory in common, where
+        there are mount namespaces; an earlier one is left to its processes.
+        """
+        if self.isolated:
+            namespaces.unmount_tmp()
+            namespaces.mount_tmp(self.limits.disk_mb << 20)
+
+    def end_sharing(self) -> None:
+        """Take the directory in common away."""
+        if self.isolated:
+            namespaces.unmount_tmp()
+
+    def enter(self, spec: Mapping[str, Any], *, shared: bool = False) -> str:
+        """Move the calling process to its private directory, or to the one that it shares with
+        others, write the job's files there and drop all capabilities. Returns the directory's path.
 
         The directory is a tmpfs that ends with the process, or ``spec["directory"]`` where there
         are no mount namespaces; files that an earlier program of the job left there are removed
         first.
         """
         directory = namespaces.TMP if self.isolated else spec["directory"]
-        if self.isolated:
+        if shared:
+            if self.isolated and not self.report.seccomp:
+                linux.unshare(linux.CLONE_NEWIPC)
+        elif self.isolated:
             # The worker's IPC namespace is enough if the filter denies its calls.
             namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
         else:

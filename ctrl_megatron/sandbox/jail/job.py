@@ -11,12 +11,13 @@ from ctrl_megatron.sandbox.jail import frames
 
 _CHUNK = 1 << 16
 
-_VERDICT_PARTS = 4
+_VERDICT_PARTS = 5
+_COUNT_PARTS = 2
 Job = dict[str, Any]
 """A job for a worker. ``kind`` is ``program`` (with ``stdin``, ``files``, ``fetch`` and optionally
-``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``marked``, ``stubs``,
-``classes``, ``exceptions``, ``shared_classes``, ``run_all``, ``problem_seconds``); both have
-``code``, ``prelude``, ``memory_mb``, ``seconds`` (of processor time) and ``wall_seconds``."""
+``native`` and ``output_bytes``) or ``asserts`` (with ``setup``, ``tests``, ``uncounted``,
+``stubs``, ``modules``, ``classes``, ``run_all``, ``problem_seconds``); both have ``code``,
+``prelude``, ``memory_mb``, ``seconds`` (of processor time) and ``wall_seconds``."""
 
 
 class JobReport(TypedDict):
@@ -25,7 +26,9 @@ class JobReport(TypedDict):
     kind: str
     """``end``. A worker that failed answers ``fault`` with a ``reason``."""
     verdicts: list[list[Any]]
-    """For ``asserts``: index, status, reason and seconds of each test that was run."""
+    """For ``asserts``: index, status, reason, seconds and text of each test that was run."""
+    tests: int
+    """Number of tests, as far as the judge has found them; -1 if each text is one."""
     stopped: str | None
     """Why the job was cut short: ``cpu`` (processor time), ``timeout`` (by the clock), ``output``,
     ``disk``, ``fetch``, ``cancelled``. The service adds ``job_timeout`` if it cancelled the job at
@@ -73,6 +76,8 @@ class VerdictPipe:
     def __init__(self) -> None:
         self.nonce = os.urandom(16).hex()
         self.verdicts: list[list[Any]] = []
+        self.tests = -1
+        """Number of tests that the judge has found, -1 if each text is one."""
         self.complete = False
         """The judge has sent its last frame."""
         self.until = math.inf
@@ -102,6 +107,9 @@ class VerdictPipe:
                 raise frames.FrameError("a verdict without this job's nonce")
             if not verdict:
                 self.complete = True
+            if len(verdict) == _COUNT_PARTS:
+                self.tests = verdict[1]
+                continue
             if len(verdict) in (1, 1 + _VERDICT_PARTS):
                 self.until = verdict.pop()
             if verdict:

@@ -90,6 +90,11 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _check(result, f"mount({target}, {kind or 'bind'}, {flags:#x})")
 
 
+def unmount(target: str) -> None:
+    """Detach what is mounted at ``target``. Raises ``KernelRefusal``."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount({target})")
+
+
 def pivot_root(new_root: str) -> None:
     """Make ``new_root`` (a mount point) the root and detach the old root. Raises
     ``KernelRefusal``.

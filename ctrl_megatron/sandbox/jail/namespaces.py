@@ -121,6 +121,18 @@ def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
     ``ipc`` adds a System V IPC namespace, which is not needed where a filter denies its calls.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWIPC if ipc else linux.CLONE_NEWNS)
+    mount_tmp(disk_bytes)
+    os.chdir(TMP)
+
+
+def unmount_tmp() -> None:
+    """Detach the ``/tmp`` that this process and its children see, if one is mounted."""
+    if os.path.ismount(TMP):
+        linux.unmount(TMP)
+
+
+def mount_tmp(disk_bytes: int) -> None:
+    """Mount a new, empty ``/tmp`` of that size."""
     linux.mount(
         "tmpfs",
         TMP,
@@ -128,7 +140,6 @@ def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
         linux.MS_NOSUID | linux.MS_NODEV,
         f"size={disk_bytes},nr_inodes=4096,mode=1777",
     )
-    os.chdir(TMP)
 
 
 def _new_user_namespace(process: int) -> None:

@@ -1,24 +1,33 @@
-"""The part of pytest that tests use, for the judge, which has no pytest. ``datasets.unit_tests``
-finds the tests and their parameters before.
+"""The part of pytest that tests use, for the judge, which has no pytest. ``collection`` finds and
+runs the tests that are written with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import logging
+import os
+import pathlib
 import re
 import sys
+import tempfile
 import types
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-Value = TypeVar("Value")
+from ctrl_megatron.sandbox.jail.checks import checked
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
 """The defaults of pytest."""
 _NUMBERS = (int, float, complex, Decimal, Fraction)
+FIXTURE, MARKS = "_ctrl_fixture", "_ctrl_marks"
 
 
 def install() -> None:
@@ -63,6 +72,7 @@ class _Raises:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> bool:
+        checked()
         if kind is None or error is None:
             fail(f"nothing was raised, expected {self._expected}")
         if not issubclass(kind, self._expected):
@@ -86,6 +96,34 @@ def raises(
     with block as info:
         call[0](*call[1:], **named)
     return info
+
+
+def warns(
+    expected_warning: Any = Warning, *call: Any, match: str | None = None, **named: Any
+) -> Any:
+    """Require that a ``with`` block, or a call of the given function, warns."""
+    block = _warns(expected_warning, match)
+    if not call:
+        return block
+    with block:
+        return call[0](*call[1:], **named)
+
+
+@contextlib.contextmanager
+def _warns(expected_warning: Any, match: str | None) -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield seen
+    checked()
+    kinds = [w for w in seen if issubclass(w.category, expected_warning)]
+    found = [w for w in kinds if match is None or re.search(match, str(w.message))]
+    if not found:
+        fail(f"no warning of {expected_warning}")
+
+
+def deprecated_call() -> Any:
+    """Require that a ``with`` block warns of something deprecated."""
+    return warns((DeprecationWarning, PendingDeprecationWarning))
 
 
 class approx:
@@ -155,30 +193,343 @@ def importorskip(modname: str, *_options: Any, **_named: Any) -> Any:
         raise Skipped(str(error)) from error
 
 
-def param(*values: Any, **_options: Any) -> Any:
-    """One set of parameters, for parameter lists that are computed when the test runs."""
-    return values[0] if len(values) == 1 else values
+def main(*_arguments: Any, **_named: Any) -> int:
+    """Do nothing: the judge runs the tests."""
+    return 0
 
 
-def fixture(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """Accept the decorator. Tests that use a fixture are refused before they run."""
-    return function or (lambda decorated: decorated)
+# --- marks, parameters and fixtures ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """One set of values of ``parametrize``."""
+
+    values: tuple[Any, ...]
+    marks: tuple[Any, ...] = ()
+    id: str | None = None
+
+
+def param(*values: Any, marks: Any = (), id: str | None = None) -> Parameters:
+    """One set of parameters."""
+    return Parameters(values, tuple(marks) if isinstance(marks, (list, tuple)) else (marks,), id)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A mark of a test, such as ``pytest.mark.skipif(...)``."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if (
+            len(arguments) == 1
+            and not named
+            and isinstance(arguments[0], (types.FunctionType, type))
+        ):
+            marked = arguments[0]
+            setattr(marked, MARKS, [*getattr(marked, MARKS, ()), self])
+            return marked
+        return Mark(self.name, arguments, named)
 
 
 class _Marks:
-    """Accepts every mark and ignores it."""
-
-    def __getattr__(self, _name: str) -> _Marks:
-        return self
-
-    def __call__(self, *arguments: Any, **_named: Any) -> Any:
-        marked = arguments[0] if arguments else None
-        return marked if isinstance(marked, (types.FunctionType, type)) else self
+    def __getattr__(self, name: str) -> Mark:
+        return Mark(name)
 
 
 mark = _Marks()
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """A function that makes a value for tests."""
+
+    function: Callable[..., Any]
+    scope: str = "function"
+    params: tuple[Any, ...] | None = None
+    autouse: bool = False
+    name: str = ""
+
+
+def fixture(function: Any = None, **options: Any) -> Any:
+    """Declare a fixture."""
+
+    def declare(given: Callable[..., Any]) -> Callable[..., Any]:
+        params = options.get("params")
+        declared = Fixture(
+            given,
+            str(options.get("scope", "function")),
+            None if params is None else tuple(params),
+            bool(options.get("autouse", False)),
+            options.get("name") or given.__name__,
+        )
+        setattr(given, FIXTURE, declared)
+        return given
+
+    return declare if function is None else declare(function)
+
+
+@dataclass
+class Request:
+    """The fixture ``request``: ``param`` is the current value of a fixture with parameters."""
+
+    param: Any = None
+    function: Any = None
+    cls: Any = None
+    instance: Any = None
+    node: Any = None
+    finalizers: list[Callable[[], Any]] | None = None
+    get: Callable[[str], Any] | None = None
+
+    def addfinalizer(self, finalizer: Callable[[], Any]) -> None:
+        """Call ``finalizer`` after the test."""
+        assert self.finalizers is not None
+        self.finalizers.append(finalizer)
+
+    def getfixturevalue(self, name: str) -> Any:
+        """The value of another fixture."""
+        assert self.get is not None
+        return self.get(name)
+
+
+class MonkeyPatch:
+    """Changes that are undone after the test."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+
+    def setattr(self, target: Any, name: Any, value: Any = ..., raising: bool = True) -> None:
+        """Set an attribute, of an object or by its dotted name."""
+        if value is ...:
+            path, value = target, name
+            module, _, name = path.rpartition(".")
+            target = _imported(module)
+        old = getattr(target, name, ...) if not raising else getattr(target, name)
+        undo = (
+            (lambda: delattr(target, name)) if old is ... else (lambda: setattr(target, name, old))
+        )
+        setattr(target, name, value)
+        self._undo.append(undo)
+
+    def delattr(self, target: Any, name: str, raising: bool = True) -> None:
+        """Delete an attribute."""
+        if raising or hasattr(target, name):
+            old = getattr(target, name)
+            delattr(target, name)
+            self._undo.append(lambda: setattr(target, name, old))
+
+    def setitem(self, mapping: Any, key: Any, value: Any) -> None:
+        """Set an item."""
+        old = mapping.get(key, ...)
+        undo = (lambda: mapping.pop(key)) if old is ... else (lambda: mapping.__setitem__(key, old))
+        mapping[key] = value
+        self._undo.append(undo)
+
+    def delitem(self, mapping: Any, key: Any, raising: bool = True) -> None:
+        """Delete an item."""
+        if raising or key in mapping:
+            old = mapping[key]
+            del mapping[key]
+            self._undo.append(lambda: mapping.__setitem__(key, old))
+
+    def setenv(self, name: str, value: Any, prepend: str | None = None) -> None:
+        """Set a variable of the environment."""
+        old = os.environ.get(name)
+        self.setitem(os.environ, name, f"{value}{prepend}{old}" if prepend and old else str(value))
+
+    def delenv(self, name: str, raising: bool = True) -> None:
+        """Delete a variable of the environment."""
+        self.delitem(os.environ, name, raising)
+
+    def chdir(self, path: Any) -> None:
+        """Change the working directory."""
+        before = os.getcwd()
+        os.chdir(path)
+        self._undo.append(lambda: os.chdir(before))
+
+    def syspath_prepend(self, path: Any) -> None:
+        """Put a path before those of the imports."""
+        sys.path.insert(0, str(path))
+        self._undo.append(lambda: sys.path.remove(str(path)))
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[MonkeyPatch]:
+        """Changes for a ``with`` block."""
+        inner = MonkeyPatch()
+        try:
+            yield inner
+        finally:
+            inner.undo()
+
+    def undo(self) -> None:
+        """Undo all changes."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _imported(path: str) -> Any:
+    found: Any = None
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(path)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was printed."""
+
+    out: str
+    err: str
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.out, self.err))
+
+
+class Capture:
+    """The fixture ``capsys``."""
+
+    def __init__(self) -> None:
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+
+    def readouterr(self) -> Captured:
+        """What was printed since the last call."""
+        texts = []
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.StringIO)
+            texts.append(stream.getvalue())
+            stream.seek(0)
+            stream.truncate()
+        return Captured(*texts)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Print as usual in a ``with`` block."""
+        yield
+
+    def close(self) -> None:
+        """End capturing."""
+        sys.stdout, sys.stderr = self._before
+
+
+class CaptureLog(logging.Handler):
+    """The fixture ``caplog``."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.records: list[logging.LogRecord] = []
+        self._levels: list[tuple[logging.Logger, int]] = []
+        logging.root.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self.records.append(record)
+
+    @property
+    def messages(self) -> list[str]:
+        """The texts that were logged."""
+        return [record.getMessage() for record in self.records]
+
+    @property
+    def text(self) -> str:
+        """All that was logged, line by line."""
+        return "".join(f"{r.levelname} {r.name}: {r.getMessage()}\n" for r in self.records)
+
+    @property
+    def record_tuples(self) -> list[tuple[str, int, str]]:
+        """Name, level and text of each record."""
+        return [(r.name, r.levelno, r.getMessage()) for r in self.records]
+
+    def clear(self) -> None:
+        """Forget what was logged."""
+        self.records.clear()
+
+    def set_level(self, level: Any, logger: str | None = None) -> None:
+        """Log from a level on until the test ends."""
+        found = logging.getLogger(logger)
+        self._levels.append((found, found.level))
+        found.setLevel(level)
+
+    @contextlib.contextmanager
+    def at_level(self, level: Any, logger: str | None = None) -> Iterator[None]:
+        """Log from a level on in a ``with`` block."""
+        found = logging.getLogger(logger)
+        before = found.level
+        found.setLevel(level)
+        try:
+            yield
+        finally:
+            found.setLevel(before)
+
+    def close(self) -> None:
+        """End capturing."""
+        logging.root.removeHandler(self)
+        for logger, level in reversed(self._levels):
+            logger.setLevel(level)
+        super().close()
+
+
+def _monkeypatch() -> Iterator[Any]:
+    patch = MonkeyPatch()
+    yield patch
+    patch.undo()
+
+
+def _capsys() -> Iterator[Any]:
+    capture = Capture()
+    try:
+        yield capture
+    finally:
+        capture.close()
+
+
+def _caplog() -> Iterator[Any]:
+    capture = CaptureLog()
+    try:
+        yield capture
+    finally:
+        capture.close()
+
+
+def _tmp_path() -> pathlib.Path:
+    return pathlib.Path(tempfile.mkdtemp(dir=os.getcwd()))
+
+
+def _recwarn() -> Iterator[Any]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield seen
+
+
+@dataclass(frozen=True)
+class _TemporaryFolders:
+    def mktemp(self, basename: str, numbered: bool = True) -> pathlib.Path:
+        """A new folder."""
+        return pathlib.Path(tempfile.mkdtemp(prefix=basename, dir=os.getcwd()))
+
+
+BUILTIN_FIXTURES: dict[str, Fixture] = {
+    "monkeypatch": Fixture(_monkeypatch),
+    "capsys": Fixture(_capsys),
+    "capfd": Fixture(_capsys),
+    "caplog": Fixture(_caplog),
+    "tmp_path": Fixture(_tmp_path),
+    "tmpdir": Fixture(_tmp_path),
+    "tmp_path_factory": Fixture(_TemporaryFolders, scope="session"),
+    "recwarn": Fixture(_recwarn),
+}
 NAMES = (
-    *("ExceptionInfo", "approx", "fail", "fixture", "importorskip", "mark", "param", "raises"),
-    "skip",
+    *("ExceptionInfo", "MonkeyPatch", "approx", "deprecated_call", "fail", "fixture"),
+    *("importorskip", "main", "mark", "param", "raises", "skip", "warns"),
 )
 """The names of pytest that tests may use."""

@@ -24,7 +24,7 @@ from ctrl_megatron.sandbox.jail import files, frames
 from ctrl_megatron.sandbox.jail.fork_server import ForkServer
 from ctrl_megatron.sandbox.jail.isolation import Confinement
 from ctrl_megatron.sandbox.jail.job import CapturedOutput, Job, VerdictPipe
-from ctrl_megatron.sandbox.jail.remote_calls import NEW_CANDIDATE
+from ctrl_megatron.sandbox.jail.trust import NEW_CANDIDATE
 from ctrl_megatron.sandbox.limits import WALL_TIME_OVER
 
 _JOB_BYTES = 1 << 30
@@ -178,7 +178,7 @@ class _JobRun:
         self._requests = requests
         self._on_read(requests.fileno(), lambda: self._candidate_wanted(requests))
         names = (
-            *("setup", "tests", "marked", "stubs", "classes", "exceptions"),
+            *("setup", "tests", "uncounted", "stubs", "modules", "code"),
             *("seconds", "wall_seconds", "run_all", "memory_mb"),
         )
         rest = {
@@ -186,7 +186,7 @@ class _JobRun:
             "timeouts": statuses.count("timeout"),
             "max_timeouts": self._confinement.limits.max_timeouts,
         }
-        self._send_spec(given, names, **rest, nonce=self._verdicts.nonce)
+        self._send_spec(given, names, **rest, nonce=self._verdicts.nonce, directory=self._directory)
 
     def _replace_judge(self) -> None:
         """Time out the current test of a late judge, and start another judge for the tests after
@@ -195,8 +195,10 @@ class _JobRun:
         assert self._requests is not None
         self._selector.unregister(self._requests)
         verdicts, seconds = self._verdicts.verdicts, float(self._job["wall_seconds"])
-        verdicts.append([len(verdicts), "timeout", WALL_TIME_OVER, seconds])
-        if len(verdicts) == len(self._job["tests"]) or not self._job["run_all"]:
+        verdicts.append([len(verdicts), "timeout", WALL_TIME_OVER, seconds, ""])
+        texts = len(self._job["tests"]) - len(self._job["uncounted"])
+        counted = texts if self._verdicts.tests < 0 else self._verdicts.tests
+        if len(verdicts) >= counted or not self._job["run_all"]:
             self._running, self._verdicts.complete, self._ended_judge = False, True, True
             return
         self._begin_judge()
@@ -225,7 +227,7 @@ class _JobRun:
             )
         self._pids_owed += 1
         self._close(spec)
-        names = ("code", "prelude", "stubs", "shared_classes", "memory_mb", "problem_seconds")
+        names = ("code", "prelude", "stubs", "classes", "memory_mb", "problem_seconds")
         self._send_spec(given, names, **self._place())
         return line
 
@@ -367,6 +369,7 @@ class _JobRun:
         return {
             "kind": "end",
             "verdicts": self._verdicts.verdicts,
+            "tests": self._verdicts.tests,
             "stopped": self._stopped,
             "exit": self._exit,
             "wall": wall,

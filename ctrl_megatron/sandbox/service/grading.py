@@ -7,6 +7,7 @@ olympiads get a score per subtask.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ctrl_megatron.problems.comparison import SANDBOX_FUSION
@@ -31,7 +32,7 @@ async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.Eval
 async def _judge(submission: Submission) -> wire.EvalResult:
     problem, language, config = submission.problem, submission.language, submission.request.config
     if isinstance(problem, FunctionProblem):
-        verdicts, total = await _test_functions(submission, problem), len(problem.tests)
+        verdicts, total = await _test_functions(submission, problem)
         return _all_or_one(submission, verdicts, total, single=problem.single)
     sources = problem.sources if isinstance(problem, ScoredProblem) else {}
     limits, clock = submission.runner.limits, submission.clock
@@ -76,24 +77,25 @@ def _all_or_one(
 
 async def _test_functions(
     submission: Submission, problem: FunctionProblem
-) -> list[wire.EvalTestCase]:
-    """Run every test in a judge, with the program in another process.
+) -> tuple[list[wire.EvalTestCase], int]:
+    """Run every test in a judge, with the program in another process. Returns the verdicts, and the
+    number of tests, which is known once texts with unit tests have been executed.
 
     A missing verdict, because the job was cut short, is a failure.
     """
     limits, run_all = submission.runner.limits, submission.run_all
     seconds = limits.seconds_within(submission.seconds)
+    code = submission.extracted.code + problem.adapter
     job = {
         "kind": "asserts",
-        "code": submission.extracted.code + problem.adapter,
+        "code": code,
         "prelude": problem.prelude,
         "setup": problem.setup,
         "tests": problem.tests,
-        "marked": problem.marked,
+        "uncounted": problem.uncounted,
         "stubs": problem.stubs,
-        "classes": problem.classes,
-        "exceptions": problem.exceptions,
-        "shared_classes": problem.shared_classes,
+        "modules": problem.modules,
+        "classes": [name for name in problem.classes if re.search(rf"\b{name}\b", code)],
         "seconds": seconds,
         "wall_seconds": seconds * limits.wall_factor,
         "memory_mb": limits.memory_mb,
@@ -104,17 +106,19 @@ async def _test_functions(
     report = await submission.runner.pool.run(job, clock.left, clock)
     shown = submission.shown
     verdicts = [_assert_verdict(problem, shown, *row) for row in report["verdicts"]]
+    texts = len(problem.tests) - len(problem.uncounted)
+    total = max(texts if report["tests"] < 0 else report["tests"], len(verdicts))
     ended = bool(verdicts) and not verdicts[-1].passed and not run_all
     stopped = report["stopped"] or ""
     late = "timeout" in stopped
     status, behind = ("timeout", "not_run") if late else ("failed", "failed")
     reason = STOP_REASONS.get(stopped, "not run")
-    while len(verdicts) < len(problem.tests) and not ended:
-        verdicts.append(_assert_verdict(problem, shown, len(verdicts), status, reason, None))
+    while len(verdicts) < total and not ended:
+        verdicts.append(_assert_verdict(problem, shown, len(verdicts), status, reason, None, ""))
         if status != behind:
             status, reason = behind, f"not run: {reason}"[:200]
         ended = not run_all
-    return verdicts
+    return verdicts, total
 
 
 def _assert_verdict(
@@ -124,14 +128,19 @@ def _assert_verdict(
     status: str,
     reason: str,
     seconds: float | None,
+    test: str,
 ) -> wire.EvalTestCase:
     passed = status == "passed"
     run = run_response(
         code=int(not passed), timed_out=status == "timeout", seconds=seconds, stderr=reason
     )
-    info: dict[str, Any] = {"test": problem.tests[index][:shown], "reason": reason}
+    if not test and not problem.uncounted and index < len(problem.tests):
+        test = problem.tests[index]
+    info: dict[str, Any] = {"test": test[:shown], "reason": reason}
     if status == "not_run":
         info["timed_out"] = True
+    if status == "unjudgeable":
+        info["unjudgeable"] = True
     if problem.cases:
         info |= {name: text[:shown] for name, text in problem.cases[index].items()}
     return wire.EvalTestCase(passed=passed, exec_info=run, test_info=info)

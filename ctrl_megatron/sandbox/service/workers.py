@@ -242,6 +242,7 @@ def _no_report(stopped: str) -> JobReport:
     return {
         "kind": "end",
         "verdicts": [],
+        "tests": -1,
         "stopped": stopped,
         "exit": None,
         "wall": 0.0,

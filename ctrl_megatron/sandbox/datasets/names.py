@@ -1,21 +1,29 @@
-"""Decides which names in a record's tests the program defines, from the record alone.
+"""Reads from the text of tests which names the program defines, and which modules are the
+program's. What the tests do with them is not read: the judge measures it.
 
-Such a name is called a stub: the judge replaces it by a call of the program. A name is a stub only
-where it can mean nothing else, because a function that is taken for the program's gets arguments
-that may contain the expected result, and its answer may decide the verdict.
+A name is the program's only where it can mean nothing else, because a function that is taken for
+the program's gets arguments that may contain the expected result, and its answer may decide the
+verdict.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Container, Iterable, Iterator, Sequence
 
-from ctrl_megatron.sandbox.datasets.class_use import is_call_of
-from ctrl_megatron.sandbox.datasets.syntax import walk_code
+from ctrl_megatron.sandbox.jail.pytest_stand_in import NAMES
 
 SOLUTION_CLASS = "Solution"
-_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__"})
+PROGRAM_MODULES = frozenset(
+    [
+        *("answer", "implementation", "main", "my_module", "my_solution", "program", "solution"),
+        *("solutions", "submission", "your_module", "your_solution"),
+    ]
+)
+"""Module names that tests use for the program's file."""
+_BUILTINS = frozenset({*dir(builtins), "__name__", "__file__", "__package__", "__doc__"})
 _LIBRARY = """
 bisect collections copy datetime decimal fractions functools heapq itertools json math operator
 random re statistics string sys
@@ -29,6 +37,83 @@ _HELPERS = {
     "permutations": "itertools",
 }
 """Names that published tests use without an import, and their modules. The judge defines them."""
+
+
+def program_imports(
+    trees: Iterable[ast.Module], entries: Container[str]
+) -> tuple[set[str], set[str]]:
+    """The modules that the tests take for the program's file, and the names that they use of it. A
+    module is the program's if it is one of ``PROGRAM_MODULES``, or if one of ``entries`` is
+    imported from it and it is outside the standard library.
+    """
+    modules, names, known = set[str](), set[str](), set[str]()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                taken = [alias for alias in node.names if alias.name in PROGRAM_MODULES]
+                modules.update(alias.name for alias in taken)
+                known.update(alias.asname or alias.name for alias in taken)
+            elif isinstance(node, ast.ImportFrom):
+                root = (node.module or "").split(".")[0]
+                foreign = root not in sys.stdlib_module_names
+                ours = root in PROGRAM_MODULES or node.level > 0
+                taken = [a for a in node.names if ours or (foreign and a.name in entries)]
+                if taken:
+                    modules.add(f"{'tests.' if node.level else ''}{node.module or ''}")
+                for alias in taken:
+                    if node.module is None:
+                        modules.add(f"tests.{alias.name}")
+                        known.add(alias.asname or alias.name)
+                    elif alias.name != "*":
+                        names.add(alias.name)
+    for tree in trees:
+        names |= {
+            node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in known
+        }
+    return modules - {"", "tests."}, names
+
+
+def refuse_imports(tree: ast.Module, modules: Container[str], place: str) -> None:
+    """Raise ``ValueError`` for an import that the judge does not have: it has the standard library,
+    the program's ``modules`` and the part of pytest that ``jail.pytest_stand_in`` defines. Imports
+    inside ``try`` are left alone: the text handles their failure.
+    """
+    tried = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        for statement in node.body
+        for part in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in tried:
+            found = [alias.name for alias in node.names]
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom):
+                found = [] if node.level or node.module is None else [node.module]
+                names = [a.name for a in node.names] if found == ["pytest"] else []
+            for module in found:
+                root = module.split(".")[0]
+                known = root == "pytest" or root in sys.stdlib_module_names
+                if not known and module not in modules:
+                    raise ValueError(
+                        f"{place} imports {root}, which the judge does not have: tests may "
+                        "import Python's own modules and pytest"
+                    )
+            _refuse_names(names, place)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            _refuse_names([node.attr] if node.value.id == "pytest" else [], place)
+
+
+def _refuse_names(names: Iterable[str], place: str) -> None:
+    for name in names:
+        if name not in NAMES and name != "*":
+            known = ", ".join(NAMES)
+            raise ValueError(f"{place} uses pytest.{name}; the judge has {known} of pytest")
 
 
 def find_stubs(
@@ -72,7 +157,7 @@ def free_names(trees: Iterable[ast.Module]) -> set[str]:
     loaded: set[str] = set()
     bound = set(_BUILTINS)
     for tree in trees:
-        for node in walk_code(tree):
+        for node in _walk_code(tree):
             if isinstance(node, ast.Name):
                 (loaded if isinstance(node.ctx, ast.Load) else bound).add(node.id)
             else:
@@ -84,7 +169,9 @@ def defined_by(node: ast.stmt) -> Iterable[str]:
     """Names that a statement at the top of a test defines."""
     if isinstance(node, ast.Assign):
         return [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return () if isinstance(node, ast.ExceptHandler) else _bindings(node)
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.ExceptHandler)):
+        return ()
+    return _bindings(node)
 
 
 def _named(
@@ -96,7 +183,9 @@ def _named(
         node.attr
         for tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and is_call_of(node.value, {SOLUTION_CLASS})
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", None) == SOLUTION_CLASS
     }
     if SOLUTION_CLASS in unknown and methods and methods <= stubs:
         stubs.add(SOLUTION_CLASS)
@@ -146,6 +235,15 @@ def _shadowed_builtin(tests: Sequence[ast.Module], setup: ast.Module) -> set[str
     return names
 
 
+def _walk_code(node: ast.AST) -> Iterator[ast.AST]:
+    """Like ``ast.walk``, but without constants, of which a test may contain a hundred thousand."""
+    parts = [node]
+    while parts:
+        part = parts.pop()
+        yield part
+        parts.extend(p for p in ast.iter_child_nodes(part) if type(p) is not ast.Constant)
+
+
 def _bindings(node: ast.AST) -> Iterable[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return (node.name,)
@@ -155,4 +253,8 @@ def _bindings(node: ast.AST) -> Iterable[str]:
         return ((node.asname or node.name).split(".")[0],)
     if isinstance(node, ast.ExceptHandler) and node.name:
         return (node.name,)
+    if isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+        return (node.name,)
+    if isinstance(node, ast.MatchMapping) and node.rest:
+        return (node.rest,)
     return ()

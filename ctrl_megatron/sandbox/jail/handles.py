@@ -1,0 +1,434 @@
+"""Handles: how a process sees the objects that stay in the other one.
+
+Every class of the other side becomes a class here, with the same name, bases and public methods, so
+that ``isinstance``, ``except`` and ``super`` work; its instances are handles. Special methods exist
+where the other side's class has them. Whatever is done to a handle is asked of its owner over the
+class's ``_ctrl_link`` (``connection.Connection``).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Generator
+from typing import Any
+
+from ctrl_megatron.sandbox.jail.data import IMMUTABLE
+
+PRIVATE = "_ctrl_"
+"""Beginning of the names that belong to a handle itself."""
+_UNARY = """
+len str repr hash int float complex index bool iter next reversed abs neg pos invert trunc floor
+ceil round fspath bytes aiter anext aenter dir enter length_hint
+"""
+COMPARISONS = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+"""Comparisons, each with the one that Python tries with swapped operands."""
+ARITHMETIC = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "divmod",
+]
+_IN_PLACE = tuple(f"i{name}" for name in ARITHMETIC if name != "divmod")
+_WITH_ARGUMENTS = ("contains", "getitem", "setitem", "delitem", "format", "class_getitem")
+_OPTIONAL = ("round",)
+_LISTED = ("__doc__", "__init__", "__post_init__")
+"""Special names that a class of handles has as ordinary members."""
+_OF_DATA = (*COMPARISONS, "hash", "bool", "len", "contains", "index", "int", "float")
+
+
+def link_of(handle: Any) -> Any:
+    """The connection that a handle, or a class of handles, belongs to."""
+    return type.__getattribute__(handle if isinstance(handle, type) else type(handle), "_ctrl_link")
+
+
+class Member:
+    """An attribute of a class of the other side."""
+
+    def __init__(self, name: str, owner: Any, method: bool) -> None:
+        self.name, self.owner, self.method = name, owner, method
+
+    def __get__(self, handle: Any, kind: Any) -> Any:
+        if handle is None:
+            return link_of(kind).ask("get", kind, self.name)
+        link = link_of(handle)
+        for one in type(handle).__mro__:
+            if self.name in one.__dict__:
+                if one.__dict__[self.name] is not self:
+                    return link.ask("super", self.owner, self.name, handle)
+                break
+        if self.method:
+            return BoundMethod(handle, self.name)
+        return link.ask("get", handle, self.name)
+
+    def __set__(self, handle: Any, value: Any) -> None:
+        link_of(handle).ask("set", handle, self.name, value)
+
+    def __delete__(self, handle: Any) -> None:
+        link_of(handle).ask("del", handle, self.name)
+
+
+class BoundMethod:
+    """A method of a handle: looking it up and calling it is one question."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.__self__, self.__name__ = handle, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        handle = self.__self__
+        return link_of(handle).ask("method", handle, self.__name__, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self.__self__
+        return getattr(link_of(handle).ask("get", handle, self.__name__), name)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self.__getattr__("__doc__")
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return types.MethodType
+
+    def __eq__(self, other: Any) -> bool:
+        same = type(other) is BoundMethod and other.__self__ is self.__self__
+        return same and other.__name__ == self.__name__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), self.__name__))
+
+
+class RemoteClass(type):
+    """The class of all classes of handles. A class of this side that derives from one gets a mirror
+    on the other side, where its instances live; their methods run here.
+    """
+
+    def __new__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **named: Any) -> Any:
+        kept = {
+            key: value for key, value in names.items() if key.startswith("__") or _is_local(value)
+        }
+        made = super().__new__(cls, name, bases, kept)
+        link = next(base._ctrl_link for base in made.__mro__[1:] if isinstance(base, RemoteClass))
+        type.__setattr__(made, "_ctrl_link", link)
+        for key in names.keys() - kept.keys():
+            type.__setattr__(made, key, Member(key, made, method=False))
+        parts = {k: v for k, v in names.items() if k not in _NOT_MIRRORED}
+        link.derive(made, name, [base for base in bases if base is not object], parts, named)
+        return made
+
+    def __init__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **_: Any) -> None:
+        super().__init__(name, bases, names)
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        return link_of(cls).ask("call", cls, arguments, named)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith(PRIVATE):
+            raise AttributeError(name)
+        return link_of(cls).ask("get", cls, name)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if type(value) is Member:
+            link_of(cls).ask("restore", cls, name)
+        else:
+            link_of(cls).set_of_class(cls, name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        link_of(cls).ask("del", cls, name)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        link_of(cls).used_as_class(cls)
+        if vars(cls).get("_ctrl_abstract"):
+            return link_of(cls).is_instance(instance, cls)
+        return super().__instancecheck__(instance)
+
+    @property
+    def __annotations__(cls) -> Any:
+        if "_ctrl_derived" in vars(cls):
+            return vars(cls).get("__annotations__", {})
+        return link_of(cls).ask("get", cls, "__annotations__")
+
+    def __iter__(cls) -> Any:
+        return link_of(cls).ask("op", "iter", (cls,))
+
+    def __len__(cls) -> int:
+        return link_of(cls).ask("op", "len", (cls,))
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __getitem__(cls, key: Any) -> Any:
+        return link_of(cls).ask("op", "getitem", (cls, key))
+
+    def __contains__(cls, item: Any) -> bool:
+        return link_of(cls).operate("contains", cls, item)
+
+
+_NOT_MIRRORED = frozenset(
+    ["__module__", "__qualname__", "__classcell__", "__dict__", "__weakref__", "__firstlineno__"]
+)
+
+
+_OF_EXCEPTIONS = frozenset(
+    ["__traceback__", "__context__", "__cause__", "__suppress_context__", "__notes__"]
+)
+"""Attributes that the interpreter sets on exceptions of this side."""
+
+
+def _is_local(value: Any) -> bool:
+    """Whether a value of a class's namespace works on this side: a function or descriptor."""
+    if issubclass(type(value), RemoteObject):
+        return False
+    return callable(value) or hasattr(type(value), "__get__")
+
+
+class RemoteObject:
+    """An object of the other side."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(PRIVATE):
+            raise AttributeError(name)
+        return link_of(self).ask("get", self, name)
+
+    def __bool__(self) -> bool:
+        return link_of(self).truth(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_EXCEPTIONS and isinstance(self, BaseException):
+            object.__setattr__(self, name, value)
+        else:
+            link_of(self).ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        link_of(self).ask("del", self, name)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return link_of(self).ask("get", self, "__dict__")
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        link_of(self).refuse("an object of the other process cannot be pickled")
+
+    def __copy__(self) -> Any:
+        return link_of(self).ask("op", "copy", (self,))
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return link_of(self).ask("op", "deepcopy", (self,))
+
+    def __dir__(self) -> Any:
+        return link_of(self).ask("op", "dir", (self,))
+
+
+class RemoteFunction(RemoteObject):
+    """A function of the other side. ``inspect`` and ``isinstance`` take it for a function."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return link_of(self).ask("call", self, arguments, named)
+
+    def __get__(self, handle: Any, _kind: Any = None) -> Any:
+        return self if handle is None else types.MethodType(self, handle)
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return types.FunctionType
+
+
+def make_function_class(link: Any) -> Any:
+    """The class of handles of functions."""
+    names: dict[str, Any] = {
+        name: property(lambda self, name=name: link_of(self).ask("get", self, name))
+        for name in ("__doc__", "__module__", "__annotations__")
+    }
+    names |= {"_ctrl_link": link, "_ctrl_has_truth": False}
+    return type("function", (RemoteFunction,), names)
+
+
+class RemoteModule(types.ModuleType):
+    """A module of the other side, which can be imported and patched here."""
+
+    def __init__(self, name: str, link: Any, number: int) -> None:
+        super().__init__(name)
+        self.__dict__.update(_ctrl_link=link, _ctrl_number=number, __file__=f"{name}.py")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(PRIVATE) or name in ("__path__", "__wrapped__"):
+            raise AttributeError(name)
+        return self.__dict__["_ctrl_link"].ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__["_ctrl_link"].ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self.__dict__["_ctrl_link"].ask("del", self, name)
+
+
+def drive_generator(link: Any, number: Any) -> Generator[Any, Any, Any]:
+    """A generator of this side that drives generator ``number`` of the other side."""
+    do, value = "send", None
+    while True:
+        try:
+            item = link.ask("generator", number, do, value)
+        except StopIteration as end:
+            return end.value
+        try:
+            do, value = "send", (yield item)
+        except GeneratorExit:
+            # A generator that is only forgotten is closed with the other side's, when nobody asks.
+            if not link.is_forgotten(number):
+                link.ask("generator", number, "close", None)
+            raise
+        except BaseException as error:
+            do, value = "throw", error
+
+
+async def drive_coroutine(link: Any, number: Any) -> Any:
+    """A coroutine of this side that waits for coroutine ``number`` of the other side."""
+    return await _Awaiting(link, number)
+
+
+class _Awaiting:
+    """Waits for an awaitable of the other side: between two turns of this side's event loop the
+    other side's loop has one.
+    """
+
+    def __init__(self, link: Any, number: Any) -> None:
+        self._link, self._number = link, number
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        task = self._link.ask("start", self._number)
+        while True:
+            done = self._link.ask("turn", task)
+            if done is not None:
+                return done[0]
+            try:
+                yield
+            except BaseException:
+                self._link.ask("cancel", task)
+                raise
+
+
+# --- special methods ------------------------------------------------------------------------------
+
+
+def _unary(name: str) -> Callable[..., Any]:
+    def method(self: Any) -> Any:
+        return link_of(self).ask("op", name, (self,))
+
+    return method
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return link_of(self).operate(name, self, other)
+
+    return method
+
+
+def _reflected(name: str) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return link_of(self).operate(name, other, self)
+
+    return method
+
+
+def _many(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any) -> Any:
+        return link_of(self).ask("op", name, (self, *arguments))
+
+    return method
+
+
+def _call(self: Any, *arguments: Any, **named: Any) -> Any:
+    return link_of(self).ask("call", self, arguments, named)
+
+
+def _exit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
+    return link_of(self).leave("exit", self, error)
+
+
+async def _aexit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
+    return await link_of(self).leave("aexit", self, error)
+
+
+def _await(self: Any) -> Generator[Any, Any, Any]:
+    return _Awaiting(link_of(self), self).__await__()
+
+
+def _descriptor_get(self: Any, handle: Any, kind: Any = None) -> Any:
+    return link_of(self).ask("op", "descriptor_get", (self, handle, kind))
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    def method(self: Any, other: Any) -> Any:
+        return link_of(self).operate(name, self, other)
+
+    return method
+
+
+SPECIAL: dict[str, Callable[..., Any]] = {
+    **{f"__{name}__": _unary(name) for name in _UNARY.split() if name not in _OPTIONAL},
+    **{f"__{name}__": _binary(name) for name in (*COMPARISONS, *ARITHMETIC)},
+    **{f"__r{name}__": _reflected(name) for name in ARITHMETIC},
+    **{f"__{name}__": _in_place(name) for name in _IN_PLACE},
+    **{f"__{name}__": _many(name) for name in (*_WITH_ARGUMENTS, *_OPTIONAL)},
+    "__contains__": _binary("contains"),
+    "__call__": _call,
+    "__exit__": _exit,
+    "__aexit__": _aexit,
+    "__await__": _await,
+    "__get__": _descriptor_get,
+    "__set__": _many("descriptor_set"),
+    "__delete__": _many("descriptor_delete"),
+}
+"""What a class of handles gets where the other side's class has a method of that name."""
+
+
+def _truth_of_data(self: Any) -> bool:
+    kind = next(one for one in type(self).__mro__ if one in IMMUTABLE)
+    return kind.__bool__(self) if hasattr(kind, "__bool__") else kind.__len__(self) > 0
+
+
+def make_class(
+    link: Any,
+    number: int,
+    name: str,
+    bases: tuple[type, ...],
+    mutable: type | None,
+    *,
+    methods: list[str],
+    members: list[str],
+    special: list[str],
+) -> Any:
+    """The class of handles for class ``number`` of the other side."""
+    names: dict[str, Any] = {one: SPECIAL[one] for one in special if one in SPECIAL}
+    names.pop("__bool__", None)
+    if any(issubclass(base, IMMUTABLE) for base in bases):
+        # Such objects hold their data: the data's own comparisons and conversions apply.
+        for one in [*names]:
+            if one.strip("_") in _OF_DATA:
+                del names[one]
+        names["__bool__"] = _truth_of_data
+    if "__eq__" in names and "__hash__" not in names:
+        names["__hash__"] = None
+    if mutable is not None:
+        # ``isinstance`` takes its objects for such data.
+        shadow = type(name, (mutable,), {})
+        names |= {"__class__": property(lambda _: shadow), "_ctrl_mutable": mutable}
+    made = type.__new__(RemoteClass, name, bases, {**names, "__module__": "solution"})
+    type.__setattr__(made, "_ctrl_link", link)
+    type.__setattr__(made, "_ctrl_number", number)
+    for listed, is_method in ((methods, True), (["__doc__", *members], False)):
+        for one in listed:
+            special_name = one.startswith("__") and one not in _LISTED
+            if not one.startswith(PRIVATE) and one not in names and not special_name:
+                type.__setattr__(made, one, Member(one, made, method=is_method))
+    return made
