@@ -117,7 +117,7 @@ async def run_everything(service: EmbeddedSandbox) -> Outcomes:
 
     async with SandboxClient(service.endpoint, attempts=1) as client:
         await client.submit(submission(HONEST))
-        found.before = await _idle_table(service)
+        found.before = await idle_table(service)
         calls = [keep(found.judged, n, client.submit(submission(c))) for n, c in FUNCTIONS.items()]
         calls += [keep(found.ran, n, client.run_code(program(c))) for n, (c, _) in PROGRAMS.items()]
         for name, (code, status) in ENDINGS.items():
@@ -129,12 +129,12 @@ async def run_everything(service: EmbeddedSandbox) -> Outcomes:
         await asyncio.gather(*calls)
         await _look(client, found)
         found.honest = await client.submit(submission(HONEST))
-        found.counters = await _stats(service.endpoint)
-    found.after = await _idle_table(service)
+        found.counters = await service_stats(service.endpoint)
+    found.after = await idle_table(service)
     return found
 
 
-async def _idle_table(service: EmbeddedSandbox) -> ProcessTable:
+async def idle_table(service: EmbeddedSandbox) -> ProcessTable:
     """Once the last job's processes are reaped: its answer may come a moment before."""
     taken = [read_process_table(service.pid, service.scratch)]
     while len(taken) < 2 or taken[-1] != taken[-2]:
@@ -160,7 +160,8 @@ async def _look(client: SandboxClient, found: Outcomes) -> None:
     found.looked["beside"] = [stdout(held), stdout(seen_beside)]
 
 
-async def _stats(endpoint: str) -> dict[str, Any]:
+async def service_stats(endpoint: str) -> dict[str, Any]:
+    """What the service counts."""
     import aiohttp
 
     async with aiohttp.ClientSession() as session, session.get(endpoint + "/stats") as response:

@@ -142,7 +142,6 @@ def test_an_object_of_the_program_does_not_judge_itself(submit: Submit) -> None:
         "assert f(1) in [2]",
         "assert f(1) == 2",
         "assert not f(1) != 2",
-        "assert f(1).value == 3",
     ]
     code = (
         "class Yes:\n    value = 3\n    def __eq__(s, o): return True\n"
