@@ -81,7 +81,6 @@ UNCOUNTED = {
     "another type": ("assert sort([2, 1]) != 'abc'", "return a constant"),
     "is not None": ("assert sort([2, 1]) is not None", "return objects that agree"),
     "any attribute": ("assert sort([1]).a.b(2) is not None", "return objects that agree"),
-    "sorted when empty": ("xs = [2, 1]\nsort(xs)\nassert xs == sorted(xs)", "empty their"),
 }
 
 

@@ -449,14 +449,8 @@ MALFORMED: dict[str, tuple[str, dict[str, Any], str]] = {
         "imports nothing from solution",
     ),
     "no Python": ("kodcode", {"test": "def test_it(:"}, "invalid syntax"),
-    # What training would refuse, with the whole file that holds it.
-    "fixture": (
-        "kodcode",
-        {"test": "from solution import twice\ndef test_it(tmp):\n    assert twice(1) == 2"},
-        "the fixture 'tmp'",
-    ),
-    "checks nothing": ("mbpp", {"test_list": ["len(chain([]))"]}, "checks nothing"),
     "blank statement": ("apps", {"question": " "}, "'statement' is empty"),
+    # What training would refuse, with the whole file that holds it.
     "too long": ("taco", {"time_limit": "1000 seconds"}, "run_timeout must be in"),
     "no solution": ("kodcode", {"solution": None}, "solution"),
     "broken payload": ("livecodebench", {"private_test_cases": "!"}, "private_test_cases"),

@@ -46,8 +46,16 @@ def checked(path: Path, *overrides: str, drop: bool = False) -> tuple[list[str],
     ("reward", "bad", "complaint"),
     [
         ("critic", live_code_bench("eJwrtoAAAA"), "provided_data.test is neither JSON nor"),
-        ("critic", function_record("r", selected_uts=["add(1, 2)"]), "checks nothing that comes"),
-        ("code", function_record("r", selected_uts=["add(1, 2)"]), "checks nothing that comes"),
+        (
+            "critic",
+            function_record("r", selected_uts=["assert add(1, x) == 2"]),
+            "use x, which nothing",
+        ),
+        (
+            "code",
+            function_record("r", selected_uts=["assert add(1, x) == 2"]),
+            "use x, which nothing",
+        ),
         (
             "code",
             stdio_record("r", checker=json.dumps({"code": "x", "language": "pyhton"})),
@@ -95,7 +103,10 @@ def test_a_bad_row_is_refused_with_file_and_row_or_left_out(
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    bad, short = function_record("b", selected_uts=["add(1, 2)"]), function_record("c", id="")
+    bad, short = (
+        function_record("b", selected_uts=["assert add(1, x) == 2"]),
+        function_record("c", id=""),
+    )
     file = write(tmp_path / "rows.parquet", function_record("a"), bad, short)
     kept, left_out = checked(file, drop=True)
     assert kept == ["a"]

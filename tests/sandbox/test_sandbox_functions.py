@@ -55,7 +55,7 @@ def test_stops_at_the_first_failure_unless_all_are_wanted(judge: Judge) -> None:
         ("def f(x): return f(x)", "RecursionError"),
         ("def f(): return 1", "TypeError"),
         ("", "NameError"),
-        ("def f(x): return object()", "cannot be compared"),
+        ("def f(x): return object()", "returned <object object>"),
         ("def f(x): return 'x' * (33 << 20)", "more than"),
     ],
 )
@@ -124,28 +124,14 @@ BIG = "def f(x): return 'x' * (5 << 20)" if ANSWER_BYTES < 5 << 20 else "f = 3"
             "NameError",
         ),
         ("import os", RAISES.format(-1, "NameError"), "f", "NameError: name 'f' is not defined"),
-        ("f = 3", RAISES.format(-1, "TypeError"), "f", "TypeError: 'f' is no function"),
+        ("f = 3", RAISES.format(-1, "TypeError"), "f", "no check"),
         ("class Solution: pass", RAISES.format(1, "Exception"), "Solution().f", "NameError"),
-        ("def f(x): return x", RAISES.format("...", "ValueError"), "f", "ellipsis"),
-        ("def f(x): return x", RAISES.format("[object()]", "Exception"), "f", "object"),
         (BIG, RAISES.format(1, "Exception"), "f", ""),
         (
             "def f(x): return object()",
             "try:\n    assert f(1) == 2\nexcept TypeError:\n    pass\nelse:\n    assert False",
             "f",
             "object",
-        ),
-        (
-            "def f(x):\n    v = []\n    for _ in range(400): v = [v]\n    return v",
-            RAISES.format(1, "ValueError"),
-            "f",
-            "nested deeper",
-        ),
-        (
-            "class Box: pass\ndef f(x): return Box()",
-            "try:\n    f(1).count\n    assert False\nexcept AttributeError:\n    pass",
-            "f",
-            "",
         ),
     ],
 )
@@ -162,6 +148,8 @@ def test_an_exception_of_the_functions_own_code_is_due(judge: Judge) -> None:
     code += "\ndef late(x): yield 1 / x"
     tests = [RAISES.format(0, "NameError"), RAISES.format(2, "IndexError")]
     assert judge(code, tests, entry_point="f").accepted
+    missing = "try:\n    f(1).count\n    assert False\nexcept AttributeError:\n    pass"
+    assert judge("class Box: pass\ndef f(x): return Box()", [missing], entry_point="f").accepted
     lazy = "try:\n    list(late(0))\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"
     assert judge(code, [lazy], entry_point="late").accepted
 
@@ -211,6 +199,7 @@ def test_in_place_changes_of_arguments_come_back(judge: Judge) -> None:
 def test_types_cross_exactly(judge: Judge) -> None:
     code = "def f(x): return x\ndef g(x): return type(x).__name__"
     values = ["(1, [2])", "{1: {2}}", "1.5", "float('inf')", "b'x'", "2**200", "1j", "None", "True"]
+    values += ["...", "[" * 90 + "]" * 90]
     tests = [
         f"assert f({v}) == {v} and type(f({v})) is type({v}) and g({v}) == type({v}).__name__"
         for v in values

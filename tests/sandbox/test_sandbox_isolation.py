@@ -232,17 +232,20 @@ def test_every_tier_has_a_private_directory(tier: EmbeddedSandbox) -> None:
         assert stdout(run(tier, code)) == "['main.py'] {}\n"
 
 
-def test_every_tier_starts_a_program_anew_in_an_empty_directory(tier: EmbeddedSandbox) -> None:
-    """A process that died is replaced, and what it has written in earlier calls is lost."""
+def test_every_tier_starts_each_job_in_an_empty_directory(tier: EmbeddedSandbox) -> None:
+    """A process that died is replaced; what it has written stays until the end of its job, as
+    files do in plain Python.
+    """
     code = (
-        "import os\ndef f(x):\n    left = os.listdir('.')\n"
+        "import os\ndef f(x):\n    left = sorted(os.listdir('.'))\n"
         "    open(f'seen-{x}', 'w').close()\n    os.mkdir(f'hidden-{x}', 0o300)\n"
         "    os.mkdir(f'hidden-{x}/inner', 0)\n"
         "    if x == 1: os._exit(0)\n    return left"
     )
-    tests = ["assert f(1) == []", "assert f(2) == []"]
-    judged = judge_at(tier.endpoint, code, tests)
-    assert [case.passed for case in judged.tests] == [False, True], judged.tests
+    tests = ["assert f(0) == []", "assert f(1) == []", "assert 'seen-1' in f(2)"]
+    for _ in range(2):
+        judged = judge_at(tier.endpoint, code, tests)
+        assert [case.passed for case in judged.tests] == [True, False, True], judged.tests
 
 
 def test_every_tier_removes_a_programs_files(tier: EmbeddedSandbox) -> None:

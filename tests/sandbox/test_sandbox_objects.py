@@ -4,7 +4,6 @@ the sandbox answers too.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import SandboxClient
-from ctrl_megatron.sandbox.datasets.changing_calls import changing_calls
-from ctrl_megatron.sandbox.datasets.class_use import caught, used_as_classes
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult
 
@@ -80,7 +77,6 @@ BAG_TESTS = [
     "assert 5 in Bag.of(5) and 6 not in Bag([5])",
     "assert Bag.of(1, 2).items == [1, 2] and Bag([1]) == Bag([1]) and Bag([1]) != Bag([2])",
     "bag = Bag([1, 2])\nassert bag[1:] == [2]\nbag[0] = 9\ndel bag[1]\nassert bag.items == [9]",
-    "assert Bag([1]) == [1] and Bag([1]) != [2]",
     "assert list(reversed(Bag([1, 2]))) == [2, 1]",
 ]
 GENERATORS = """
@@ -332,6 +328,38 @@ def test_right_programs_pass(judge: Judge, name: str) -> None:
     assert verdicts(judge(code, tests, entry_point=entry)) == []
 
 
+def test_a_program_cannot_say_that_its_object_equals_the_tests_data(judge: Judge) -> None:
+    """The answer no counts: it helps no program."""
+    tests = ["assert Bag([1]) == [1]", "assert not Bag([1]) != [1]", "assert Bag([1]) != [2]"]
+    for test in tests:
+        exec(f"{BAG}\n{test}", {})
+    found = verdicts(judge(BAG, tests, entry_point="Bag"))
+    reason = "cannot be judged: the program's Bag says that it equals the test's data"
+    assert found == [(test, reason) for test in tests[:2]]
+
+
+LATCH = """
+import threading
+class Latch:
+    def __init__(self): self.event = threading.Event()
+    def wait(self): return self.event.wait(5)
+    def open(self): self.event.set()
+"""
+WAIT_IN_A_THREAD = """
+import threading
+latch, seen = Latch(), []
+thread = threading.Thread(target=lambda: seen.append(latch.wait()))
+thread.start()
+latch.open()
+thread.join(5)
+assert seen == [True]
+"""
+
+
+def test_threads_of_a_test_call_the_program_at_once(judge: Judge) -> None:
+    assert verdicts(judge(LATCH, [WAIT_IN_A_THREAD] * 40, entry_point="Latch")) == []
+
+
 LISTS = """
 from typing import Optional
 class ListNode:
@@ -402,10 +430,10 @@ def test_objects_of_the_tests_keep_their_identity_and_are_changed_in_place(
     assert not judge_lists(SOLUTION + "        pass", change).accepted
 
 
-def test_a_result_beyond_the_bound_is_the_programs_failure(judge: Judge) -> None:
+def test_a_result_beyond_the_bound_cannot_be_judged(judge: Judge) -> None:
     result = judge("def f(): return 'x' * (33 << 20)", ["assert len(f()) == 33 << 20"])
     assert [reason for _, reason in verdicts(result)] == [
-        "the returned value takes more than 33554432 bytes"
+        "cannot be judged: the returned value takes more than 33554432 bytes"
     ]
 
 
@@ -416,54 +444,6 @@ def test_helpers_of_a_prompt_are_there_for_tests_of_every_kind() -> None:
         "prompt": LISTS + SOLUTION,
     }
     problem = read_function_tests(data)
-    assert "def list_node" in problem.setup and problem.shared_classes == ("ListNode",)
+    assert "def list_node" in problem.setup and problem.classes == ("ListNode",)
     with pytest.raises(ValueError, match="which nothing defines"):
         read_function_tests({**data, "prompt": ""})
-
-
-@pytest.mark.parametrize(
-    ("text", "classes"),
-    [
-        ("assert S(1).push(2) == 3", {"S"}),
-        ("s = S()\ns.add(1)\nassert s.items == [1]", {"S"}),
-        ("assert S.COUNT == 1", {"S"}),
-        ("assert isinstance(g(), S)", {"S"}),
-        ("with S() as s:\n    assert s == 1", {"S"}),
-        ("class T:\n    def setUp(self): self.s = S()\n    def test(self): self.s.push(1)", {"S"}),
-        ("def check(c):\n    assert c(1).push(1)\ncheck(S)", {"S"}),
-        ("candidate = S\nassert candidate(1).push(1)", {"S"}),
-        ("assert S(1).lower() == 'a'", set[str]()),
-        ("s = S()\ns.append(1)\nassert s.pop() == 1", set[str]()),
-        ("s = S()\ns = other()\nassert s.push(1)", set[str]()),
-        ("assert len(S(1)) == S(2)[0]", set[str]()),
-        ("S.cache_clear()\nassert S(1) == 1", set[str]()),
-        ("import re\nassert re.match(S(1), 'a').group()", set[str]()),
-    ],
-)
-def test_the_text_of_tests_shows_whether_a_name_is_a_class(text: str, classes: set[str]) -> None:
-    assert used_as_classes([ast.parse(text)], {"S", "g"}) == classes
-
-
-def test_names_that_are_caught() -> None:
-    text = "try:\n    f()\nexcept (A, ValueError):\n    pass\nwith self.assertRaises(B): f()"
-    assert caught([ast.parse(text)]) == {"A", "B", "ValueError"}
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("f(xs)", ["f(xs)"]),
-        ("Foo().g(xs)", ["Foo().g(xs)"]),
-        ("assert f(xs) is None", ["f(xs)"]),
-        ("r = f(xs)\nassert xs == [1]", ["f(xs)"]),
-        ("assert f(xs) == 1 and xs[:1] == [1]", ["f(xs)"]),
-        ("assert f(xs) == sorted(xs)", []),
-        ("r = f(xs)\nassert r == sorted(xs)", []),
-        ("r = f(xs)\nassert len(r) == len(xs)", []),
-        ("ys = xs\nassert f(xs) == sorted(ys)", []),
-        ("r = f(xs)\nassert xs == [1]\nassert r == max(xs)", []),
-        ("assert f(1) == 2", []),
-    ],
-)
-def test_calls_whose_arguments_are_looked_at(text: str, calls: list[str]) -> None:
-    assert [ast.unparse(call) for call in changing_calls(ast.parse(text))] == calls

@@ -8,12 +8,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.hints import execution_hint
-from ctrl_megatron.rewards.grading import check_tests, descriptions_of_tests, grading_job
-from ctrl_megatron.sandbox.datasets.functions import read_function_tests, read_human_eval
+from ctrl_megatron.rewards.grading import descriptions_of_tests, grading_job
+from ctrl_megatron.sandbox import SandboxClient
+from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.jail import pytest_stand_in
 from ctrl_megatron.sandbox.wire import EvalResult
 from ctrl_megatron.types import Attempt, Problem, Verdict
@@ -72,14 +73,20 @@ def test_raises():
 if __name__ == "__main__":
     pytest.main([__file__])
 """
-PYTEST_OF_HALF = [
-    *(True, False),
-    *(True, False, True),
-    *(True, False),
-    False,
-    False,
-    *(True, False),
-]
+PYTEST_OF_HALF = {
+    "test_one": True,
+    "test_two": False,
+    "test_pairs[1-2]": True,
+    "test_pairs[five]": False,
+    "test_pairs[0-1]": True,
+    "test_product[1-0]": True,
+    "test_product[5-0]": False,
+    "test_all_numbers[1]": True,
+    "test_all_numbers[2]": False,
+    "TestMore.test_of_a_class": True,
+    "TestMore.test_of_a_parameter[5]": False,
+    "test_raises": False,
+}
 UNITTEST = """
 import unittest
 from main import *
@@ -148,7 +155,7 @@ def passed(result: EvalResult) -> list[bool]:
 @pytest.mark.parametrize("entry", ["f", None])
 @pytest.mark.parametrize(
     ("text", "of_half"),
-    [(PYTEST, PYTEST_OF_HALF), (UNITTEST, [True, False, False, False, False])],
+    [(PYTEST, [*PYTEST_OF_HALF.values()]), (UNITTEST, [True, False, False, False, False])],
     ids=["pytest", "unittest"],
 )
 def test_each_unit_test_is_a_test(
@@ -156,9 +163,9 @@ def test_each_unit_test_is_a_test(
 ) -> None:
     if entry is None and text is UNITTEST:
         entry = "f"  # imports *, which may be anything
-    for code, wanted in ((RIGHT, [True] * len(of_half)), (HALF, of_half), ("", None)):
-        result = judge(code, [text], entry_point=entry)
-        assert passed(result) == (wanted or [False] * len(of_half))
+    for code, wanted in ((RIGHT, [True] * len(of_half)), (HALF, of_half)):
+        assert passed(judge(code, [text], entry_point=entry)) == wanted
+    assert not any(passed(judge("", [text], entry_point=entry)))
 
 
 def test_a_class_of_the_program_in_unittest(judge: Judge) -> None:
@@ -190,13 +197,11 @@ def test_a_class_of_the_program_in_unittest(judge: Judge) -> None:
         "result = unittest.TextTestRunner().run(suite)\nassert result.wasSuccessful()",
         "from unittest import TestCase, main\nclass It(TestCase):\n    def test_it(self):\n"
         "        self.assertEqual(f(1), 2)\nmain()",
-        "import pytest\n@pytest.mark.parametrize('x', [*range(1), 1])\ndef test_it(x):\n"
-        "    assert f(x) == x + 1",
         "import pytest\n@pytest.mark.parametrize('x, y', [pytest.param(*(1, 2))])\n"
         "def test_it(x, y):\n    assert f(x) == y",
         "def now(test):\n    test()\n    return test\n@now\ndef it():\n    assert f(1) == 2",
-        "import threading\ndef run():\n    assert f(1) == 2\n"
-        "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
+        "import threading\ngot = []\nthread = threading.Thread(target=lambda: got.append(f(1)))\n"
+        "thread.start()\nthread.join()\nassert got == [2]",
     ],
 )
 def test_the_program_has_many_names(judge: Judge, text: str) -> None:
@@ -204,63 +209,157 @@ def test_the_program_has_many_names(judge: Judge, text: str) -> None:
         assert passed(judge(code, [text], entry_point="f")) == wanted
 
 
-def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too() -> None:
-    assert len(read_human_eval({"test": PYTEST, "entry_point": "f"}).tests) == len(PYTEST_OF_HALF)
+def test_a_text_of_unit_tests_may_be_the_test_of_human_eval_too(
+    client: SandboxClient, on_loop: BackgroundLoop
+) -> None:
+    data = {"test": PYTEST, "entry_point": "f"}
+    request = submission(HALF, dataset_type="HumanEvalDataset", provided_data=data)
+    assert passed(on_loop(client.submit(request))) == [*PYTEST_OF_HALF.values()]
+
+
+FIXTURES = {
+    "tmp_path": (
+        "def f(path): return path.read_text()",
+        "def test_it(tmp_path):\n    (tmp_path / 'a').write_text('x')\n"
+        "    assert f(tmp_path / 'a') == 'x'",
+    ),
+    "capsys": (
+        "def f(x): print(x)",
+        "def test_it(capsys):\n    f(1)\n    assert capsys.readouterr().out == '1\\n'",
+    ),
+    "monkeypatch": (
+        "import os\ndef f(): return os.environ['KEY']",
+        "def test_it(monkeypatch):\n    monkeypatch.setenv('KEY', 'v')\n    assert f() == 'v'",
+    ),
+    "a fixture": (
+        RIGHT,
+        "import pytest\n@pytest.fixture\ndef one(): return 1\n"
+        "@pytest.fixture\ndef two(one): return one + 1\n"
+        "def test_it(one, two):\n    assert f(one) == two",
+    ),
+    "a fixture that yields": (
+        RIGHT,
+        "import pytest\nlog = []\n@pytest.fixture\ndef one():\n    yield 1\n"
+        "    log.append(f(5))\ndef test_it(one):\n    assert f(one) == 2 and log == []\n"
+        "def test_then():\n    assert log == [6]",
+    ),
+    "a fixture with parameters": (
+        RIGHT,
+        "import pytest\n@pytest.fixture(params=[1, 5])\ndef one(request): return request.param\n"
+        "def test_it(one):\n    assert f(one) == one + 1",
+    ),
+    "a fixture of every test": (
+        RIGHT,
+        "import pytest\ngot = []\n@pytest.fixture(autouse=True)\ndef one(): got.append(f(1))\n"
+        "def test_it():\n    assert got == [2]",
+    ),
+    "a fixture that is used": (
+        RIGHT,
+        "import pytest\ngot = []\n@pytest.fixture\ndef one(): got.append(1)\n"
+        "@pytest.mark.usefixtures('one')\ndef test_it():\n    assert f(*got) == 2",
+    ),
+    "computed parameters": (
+        RIGHT,
+        "import pytest\n@pytest.mark.parametrize('x', [*range(1), 1])\ndef test_it(x):\n"
+        "    assert f(x) == x + 1",
+    ),
+    "a coroutine": (
+        "async def f(x): return x + 1",
+        "async def test_it():\n    assert await f(1) == 2",
+    ),
+    "warns": (
+        "import warnings\ndef f(x): warnings.warn('old', DeprecationWarning)",
+        "import pytest\ndef test_it():\n"
+        "    with pytest.warns(DeprecationWarning, match='old'):\n        f(1)",
+    ),
+    "warns with a function": (
+        "import warnings\ndef f(x):\n    warnings.warn('old')\n    return x",
+        "import pytest\ndef test_it():\n    assert pytest.warns(UserWarning, f, 1) == 1",
+    ),
+    "a patch": (
+        "import time\ndef f(): return time.time()",
+        "from unittest.mock import patch\ndef test_it():\n"
+        "    with patch('time.time', return_value=1):\n        assert f() == 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("code", "text"), FIXTURES.values(), ids=FIXTURES)
+def test_what_pytest_offers_reaches_the_program(judge: Judge, code: str, text: str) -> None:
+    assert judge(code, [text], entry_point="f").accepted
+    assert not judge("def f(*_): return 7", [text], entry_point="f").accepted
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "import pytest\n@pytest.mark.usefixtures('db')\ndef test_it():\n    assert f(1) == 2",
+            "the judge does not have the fixture 'db'",
+        ),
+        (
+            "class TestIt:\n    def test_it(self, x):\n        assert f(x) == 2",
+            "the judge does not have the fixture 'x'",
+        ),
+        (
+            "import pytest\n@pytest.mark.skip\ndef test_it():\n    assert f(1) == 2",
+            "every test of the text is skipped or expected to fail",
+        ),
+        (
+            "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert f(1) == 2",
+            "every test of the text is skipped or expected to fail",
+        ),
+        (
+            "import pytest\n@pytest.mark.parametrize('x', range(1001))\ndef test_it(x):\n"
+            "    assert f(x) == x + 1\n",
+            "the text contains more than 1000 tests",
+        ),
+    ],
+)
+def test_unit_tests_that_cannot_be_run_are_not_judged(judge: Judge, text: str, reason: str) -> None:
+    (case,) = judge(RIGHT, [text], entry_point="f").tests
+    info = case.test_info or {}
+    assert not case.passed and info["unjudgeable"] is True
+    assert info["reason"] == f"cannot be judged: no test of the text can be run: {reason}"
+
+
+@pytest.mark.parametrize(
+    "skips",
+    ["pytest.skip('no')", "pytest.importorskip('no_such_module')", "raise unittest.SkipTest('no')"],
+)
+def test_a_test_that_skips_itself_has_no_verdict(judge: Judge, skips: str) -> None:
+    head = "import pytest, unittest\n"
+    other = "def test_b():\n    assert f(1) == 2\n"
+    at_once = f"{head}def test_a():\n    {skips}\n    assert f(1) == 3\n{other}"
+    assert passed(judge(RIGHT, [at_once], entry_point="f")) == [True]
+    asked = f"{head}def test_a():\n    if f(1) == 2: {skips}\n{other}"
+    assert passed(judge(RIGHT, [asked], entry_point="f")) == [False, True]
+
+
+def test_each_unit_test_must_execute_a_check(judge: Judge) -> None:
+    text = "def test_it():\n    f(1)\ndef test_that():\n    assert f(1) == 2"
+    assert passed(judge(RIGHT, [text], entry_point="f")) == [False, True]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def test_it(tmp_path):\n    assert f(1)", "test_it uses the fixture 'tmp_path'"),
-        ("def test_it(capsys, monkeypatch):\n    assert f(1)", "the fixture 'capsys'"),
-        (
-            "import pytest\n@pytest.fixture\ndef one(): return 1\ndef test_it(one):\n"
-            "    assert f(one) == 2",
-            "uses the fixture 'one'",
-        ),
-        (
-            "import pytest\n@pytest.mark.usefixtures('db')\ndef test_it():\n    assert f(1) == 2",
-            "uses the fixture 'db'",
-        ),
-        (
-            "import pytest\n@pytest.fixture(autouse=True)\ndef one(): pass\n"
-            "def test_it():\n    assert f(1) == 2",
-            "the fixture 'one' applies to every test",
-        ),
-        ("class TestIt:\n    def test_it(self, x):\n        assert f(x) == 2", "the fixture 'x'"),
-        (
-            "import unittest\nclass It(unittest.TestCase):\n    def test_it(self, mocked):\n"
-            "        self.assertEqual(f(1), 2)",
-            "the fixture 'mocked'",
-        ),
-        ("async def test_it():\n    assert f(1) == 2", "test_it is a coroutine"),
-        (
-            "import pytest\n@pytest.mark.skip\ndef test_it():\n    assert f(1) == 2",
-            "every test in it is skipped",
-        ),
-        (
-            f"import pytest\n@pytest.mark.parametrize('x', [{'1, ' * 1001}])\ndef test_it(x):\n"
-            "    assert f(x) == 2\n",
-            "it contains more than 1000 tests",
-        ),
         ("def f(x): return 2\ndef test_it():\n    assert f(1) == 2", "defines f itself"),
         ("import numpy as np\nassert f(1) == np.array(1)", "imports numpy, which the judge"),
         ("from pandas import Series\nassert f(1) == 2", "imports pandas"),
-        ("import pytest\npytest.warns(UserWarning, f, 1)", r"uses pytest\.warns"),
-        (
-            "from unittest.mock import patch\ndef test_it():\n"
-            "    with patch('time.time', return_value=1):\n        assert f(1) == 2",
-            "patches 'time.time': that does not reach the program",
-        ),
-        (
-            "def test_it():\n    f(1)\ndef test_that():\n    assert f(1) == 2",
-            "checks nothing that comes from the program",
-        ),
     ],
 )
 def test_tests_that_cannot_be_run_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"provided_data.test_list\[0\].*{message}"):
         read_function_tests({"test_list": [text], "entry_point": "f"})
+
+
+def test_a_verdict_shows_the_unit_test_itself(judge: Judge) -> None:
+    result = judge(HALF, ["assert f(1) == 2", PYTEST], entry_point="f")
+    texts = [(case.test_info or {})["test"] for case in result.tests]
+    assert texts[0] == "assert f(1) == 2"
+    assert texts[4] == "def test_pairs(x, wanted):\n    assert f(x) == wanted\n# test_pairs[five]"
+    assert [text.rpartition("\n# ")[2] for text in texts[1:]] == [*PYTEST_OF_HALF]
 
 
 def row(*tests: str, **rest: Any) -> Row:
@@ -276,22 +375,12 @@ def row(*tests: str, **rest: Any) -> Row:
     )
 
 
-def test_a_row_whose_tests_check_nothing_is_refused_at_start() -> None:
-    check_tests([row("assert f(1) == 2"), row(PYTEST)])
-    for test in ("f(1)", "assert True or f(1)", "def run():\n    assert f(1) == 2"):
-        with pytest.raises(UserError) as refused:
-            check_tests([row("assert f(1) == 2", test)])
-        text = str(refused.value)
-        assert "rows.parquet: row 7" in text and "'r1'" in text and "test_list[1]" in text
-
-
-def test_a_job_asks_for_as_many_verdicts_as_there_are_unit_tests() -> None:
-    job = grading_job("", row("assert f(1) == 2", PYTEST), run_all_cases=True)
-    assert job.total == 1 + len(PYTEST_OF_HALF)
+def test_the_number_of_unit_tests_is_known_after_a_run() -> None:
+    assert grading_job("", row("assert f(1) == 2", PYTEST), run_all_cases=True).total is None
     assert grading_job("", row("assert f(1) == 2"), run_all_cases=True).total == 1
 
 
-def test_a_verdict_shows_the_unit_test_itself(judge: Judge) -> None:
+def test_a_hint_shows_the_unit_test_itself(judge: Judge) -> None:
     problem = Problem(
         id="p",
         statement="Write f.",
@@ -299,15 +388,19 @@ def test_a_verdict_shows_the_unit_test_itself(judge: Judge) -> None:
         selected_uts=("assert f(1) == 2", PYTEST),
         entry_point="f",
     )
-    texts = descriptions_of_tests(problem)
-    assert len(texts) == 1 + len(PYTEST_OF_HALF) and texts[0] == "assert f(1) == 2"
-    assert texts[1] == "def test_one():\n    assert f(1) == plus_one(1)\ntest_one()"
     result = judge(HALF, list(problem.selected_uts), entry_point="f")
-    assert [(case.test_info or {})["test"] for case in result.tests] == texts
-    attempt = Attempt(id="p/0", problem=problem, solution="")
+    texts = tuple(str((case.test_info or {})["test"]) for case in result.tests)
     verdict = Verdict(
-        passed=(True, True, False, *[True] * 9), total=12, detail=("", "", "AssertionError")
+        passed=tuple(passed(result)),
+        total=len(texts),
+        detail=tuple(str((case.test_info or {})["reason"]) for case in result.tests),
+        tests=texts,
     )
+    assert descriptions_of_tests(problem, verdict) == list(texts)
+    assert texts[0] == "assert f(1) == 2" and texts[1].startswith(
+        "def test_one():\n    assert f(1)"
+    )
+    attempt = Attempt(id="p/0", problem=problem, solution="")
     assert "def test_two():\n    assert f(2) == 3" in execution_hint(attempt, verdict).text
 
 
