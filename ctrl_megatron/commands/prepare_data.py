@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(
             f"no problem is left of {', '.join(map(str, options.input))} ({reasons or 'no rows'})"
         )
+    # Before the check, which keeps its results beside the file.
+    require_replaceable(options.out, "", _own_file, overwrite=True)
     if not options.unchecked:
         kept = _checked(kept, options.out, dropped, skip=options.skip_malformed)
     lines = [json.dumps(own_record(problem), ensure_ascii=False) for problem in kept]

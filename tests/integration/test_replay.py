@@ -95,6 +95,7 @@ def test_the_update_of_a_dump_gives_the_same_loss_and_gradient_norm(
     assert pairs.keys() == {n for n in known if n.startswith(COMPARED)} - {
         "reward/cached_rate",
         "reward/judged_rate",
+        "reward/unjudgeable_rate",
     }
     for name in ("actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/pg_loss"):
         assert pairs[name]["recorded"] == known[name]
