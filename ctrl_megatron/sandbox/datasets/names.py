@@ -121,8 +121,6 @@ def asserts_constants(text: str, tree: ast.Module) -> bool:
     asserts = [node for node in tree.body if isinstance(node, ast.Assert)]
     if not asserts or text.count("assert") > len(asserts) or "raise" in text or "exit" in text:
         return False
-    if any(isinstance(node.test, ast.Constant) and not node.test.value for node in asserts):
-        return False  # it fails for every program
     named = (part for node in asserts for part in _walk_code(node.test))
     return not any(isinstance(part, ast.Name) for part in named)
 
