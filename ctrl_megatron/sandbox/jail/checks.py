@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import unittest
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
-from unittest import mock
 
 NAME, BRANCH = "_checked", "_branched"
 """Names in the tests' namespace: of ``checked``, and of a function to call in each branch of an
@@ -77,6 +75,9 @@ def _call(name: str, near: ast.stmt) -> ast.stmt:
 
 def count_library_checks() -> None:
     """Count the assertion methods of unittest and of mocks, in this process."""
+    import unittest  # only where tests use it: it would double the memory to fork
+    from unittest import mock
+
     for kind in (unittest.TestCase, mock.NonCallableMock, mock.AsyncMockMixin):
         for name in dir(kind):
             method = getattr(kind, name)

@@ -4,18 +4,17 @@ functions ``test...``, test cases of unittest, and classes ``Test...``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import itertools
+import sys
 import textwrap
 import types
-import unittest
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
+from ctrl_megatron.sandbox.jail.failures import TestsRefused
 from ctrl_megatron.sandbox.jail.pytest_stand_in import (
     BUILTIN_FIXTURES,
     FIXTURE,
@@ -28,10 +27,6 @@ from ctrl_megatron.sandbox.jail.pytest_stand_in import (
 
 MOST_TESTS = 1000
 _PER_TEST = "function"
-
-
-class TestsRefused(Exception):
-    """The tests of a text cannot be run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,8 @@ class _Module:
 
 def _of_class(module: _Module, name: str, kind: Any, lines: list[str]) -> list[UnitTest] | None:
     """The tests of a class; None for one that holds none."""
-    if issubclass(kind, unittest.TestCase):
+    unittest = sys.modules.get("unittest")
+    if unittest is not None and issubclass(kind, unittest.TestCase):
         return _of_case(module, kind, lines)
     if not name.startswith("Test"):
         return None
@@ -219,9 +215,7 @@ def _runner(
                     fixtures.value(declared.name)
             arguments = {one: fixtures.value(one) for one in needed}
             try:
-                result = target(**arguments)
-                if inspect.iscoroutine(result):
-                    asyncio.run(result)
+                _awaited(target(**arguments))
             finally:
                 for each in ("teardown_method", "teardown") if kind else ():
                     _call_if_there(holder, each, target)
@@ -291,7 +285,16 @@ class _Values:
         if inspect.isgenerator(made):
             manager = contextlib.contextmanager(lambda: made)
             return stack.enter_context(manager())
-        return asyncio.run(made) if inspect.iscoroutine(made) else made
+        return _awaited(made)
+
+
+def _awaited(result: Any) -> Any:
+    """The result, after it was awaited if it is a coroutine."""
+    if not inspect.iscoroutine(result):
+        return result
+    import asyncio  # only where a test is a coroutine: it would double the memory to fork
+
+    return asyncio.run(result)
 
 
 def _closure(names: list[str], fixtures: dict[str, Fixture], marks: list[Any]) -> list[str]:
@@ -373,7 +376,7 @@ def _parameters(function: Any) -> list[str]:
         return []
     # ``mock.patch`` as a decorator passes its mocks first.
     patched = [p for p in getattr(function, "patchings", ()) if p.attribute_name is None]
-    given = sum(p.new is mock.DEFAULT for p in patched)
+    given = sum(p.new is sys.modules["unittest.mock"].DEFAULT for p in patched)
     names = [
         p.name
         for p in signature.parameters.values()

@@ -9,7 +9,6 @@ object stays where it was made, and the other side gets a handle (``handles``). 
 from __future__ import annotations
 
 import abc
-import asyncio
 import builtins
 import contextlib
 import copy
@@ -213,7 +212,7 @@ class Connection:
         self._queue: list[int] = []
         self._filling: set[int] = set()
         self._originals: dict[tuple[int, str], Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: Any = None
         self.effects: Callable[[], list[Any]] = list
         """What this side did to the surroundings of both since the last message."""
         self.apply_effects: Callable[[list[Any]], None] = lambda _effects: None
@@ -448,6 +447,8 @@ class Connection:
         return target.close() if do == "close" else getattr(target, do)(value)
 
     def _do_start(self, awaitable: Any) -> Any:
+        import asyncio  # only where a coroutine crosses: it would double the memory to fork
+
         return Started(asyncio.ensure_future(awaitable, loop=self._event_loop()))
 
     def _do_turn(self, started: Any) -> Any:
@@ -462,6 +463,8 @@ class Connection:
         started.task.cancel()
 
     def _event_loop(self) -> Any:
+        import asyncio
+
         try:
             return asyncio.get_running_loop()
         except RuntimeError:

@@ -1,4 +1,6 @@
-"""Failures of a call between judge and program, which a test cannot take back."""
+"""How a test ends that neither passes nor fails by its own check: failures of a call between judge
+and program, which a test cannot take back, and tests that are not run.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +19,11 @@ class HarnessFailure(BaseException):
 
 class CandidateLost(HarnessFailure):
     """The candidate cannot answer any more."""
+
+
+class TestsRefused(Exception):
+    """The tests of a text cannot be run here; the text says why."""
+
+
+class Skipped(Exception):
+    """The test skipped itself: it has not passed."""

@@ -23,7 +23,6 @@ import re
 import socket
 import sys
 import time
-import unittest
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,6 +36,8 @@ from ctrl_megatron.sandbox.jail.data import MUTABLE
 from ctrl_megatron.sandbox.jail.failures import (
     CandidateLost,
     HarnessFailure,
+    Skipped,
+    TestsRefused,
 )
 from ctrl_megatron.sandbox.jail.handles import link_of
 from ctrl_megatron.sandbox.jail.program import PYTHON_STACK
@@ -79,9 +80,10 @@ def run_tests(
     os.chdir(directory)
     linux.allow_stack(PYTHON_STACK)
     pytest_stand_in.install()
-    checks.count_library_checks()
-    # A script may call it at its end; the judge runs the tests.
-    unittest.main = pytest_stand_in.main  # type: ignore[assignment]
+    if any("unittest" in text for text in (spec["setup"], *spec["tests"])):
+        checks.count_library_checks()
+        # A script may call it at its end; the judge runs the tests.
+        sys.modules["unittest"].main = pytest_stand_in.main  # type: ignore[attr-defined]
     _ask_owners()
     _Judge(requests, verdicts, spec, directory).run()
     os._exit(0)
@@ -428,15 +430,16 @@ class _Judge:
                 candidate.lost = candidate.lost or failure
         except _Unchecked:
             reason = UNCHECKED
-        except (pytest_stand_in.Skipped, unittest.SkipTest) as skipped:
-            # Only a test that skips itself before it asks the program anything is none.
-            status = "failed" if candidate.calls else "skipped"
-            reason = f"the test was skipped: {skipped}"
-        except collection.TestsRefused as refused:
+        except TestsRefused as refused:
             status, reason = "unjudgeable", f"{CANNOT_JUDGE}: {NOT_RUN}: {refused}"
         except BaseException as error:
-            limit = "memory limit exceeded" if isinstance(error, MemoryError) else ""
-            reason = _join(type(error).__name__, error, limit or candidate.raised)
+            if _is_skip(error):
+                # Only a test that skips itself before it asks the program anything is none.
+                skipped = "failed" if candidate.calls else "skipped"
+                status, reason = skipped, f"the test was skipped: {error}"
+            else:
+                limit = "memory limit exceeded" if isinstance(error, MemoryError) else ""
+                reason = _join(type(error).__name__, error, limit or candidate.raised)
         # These apply even if the test's own code swallowed the exception.
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
@@ -483,6 +486,12 @@ def _emptied(seen: list[Any], returns: bool, later: bool, parts: tuple[Any, ...]
 def _last(run: Callable[[], None], ended: contextlib.ExitStack) -> None:
     with ended:
         run()
+
+
+def _is_skip(error: BaseException) -> bool:
+    unittest = sys.modules.get("unittest")
+    kinds = (Skipped,) if unittest is None else (Skipped, unittest.SkipTest)
+    return isinstance(error, kinds)
 
 
 def _raise(status: str, reason: str) -> NoReturn:

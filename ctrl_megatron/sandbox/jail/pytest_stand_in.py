@@ -7,12 +7,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import logging
 import os
 import pathlib
 import re
 import sys
-import tempfile
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail.checks import checked
+from ctrl_megatron.sandbox.jail.failures import Skipped
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
 """The defaults of pytest."""
@@ -169,10 +168,6 @@ class approx:
             relative = kind(_RELATIVE if self._rel is None else self._rel) * kind(abs(wanted))
             tolerance = max(tolerance, relative)
         return abs(got - wanted) <= tolerance
-
-
-class Skipped(Exception):
-    """The test skipped itself: it has not passed."""
 
 
 def fail(reason: str = "", pytrace: bool = True) -> NoReturn:
@@ -422,63 +417,6 @@ class Capture:
         sys.stdout, sys.stderr = self._before
 
 
-class CaptureLog(logging.Handler):
-    """The fixture ``caplog``."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.records: list[logging.LogRecord] = []
-        self._levels: list[tuple[logging.Logger, int]] = []
-        logging.root.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
-        self.records.append(record)
-
-    @property
-    def messages(self) -> list[str]:
-        """The texts that were logged."""
-        return [record.getMessage() for record in self.records]
-
-    @property
-    def text(self) -> str:
-        """All that was logged, line by line."""
-        return "".join(f"{r.levelname} {r.name}: {r.getMessage()}\n" for r in self.records)
-
-    @property
-    def record_tuples(self) -> list[tuple[str, int, str]]:
-        """Name, level and text of each record."""
-        return [(r.name, r.levelno, r.getMessage()) for r in self.records]
-
-    def clear(self) -> None:
-        """Forget what was logged."""
-        self.records.clear()
-
-    def set_level(self, level: Any, logger: str | None = None) -> None:
-        """Log from a level on until the test ends."""
-        found = logging.getLogger(logger)
-        self._levels.append((found, found.level))
-        found.setLevel(level)
-
-    @contextlib.contextmanager
-    def at_level(self, level: Any, logger: str | None = None) -> Iterator[None]:
-        """Log from a level on in a ``with`` block."""
-        found = logging.getLogger(logger)
-        before = found.level
-        found.setLevel(level)
-        try:
-            yield
-        finally:
-            found.setLevel(before)
-
-    def close(self) -> None:
-        """End capturing."""
-        logging.root.removeHandler(self)
-        for logger, level in reversed(self._levels):
-            logger.setLevel(level)
-        super().close()
-
-
 def _monkeypatch() -> Iterator[Any]:
     patch = MonkeyPatch()
     yield patch
@@ -494,6 +432,8 @@ def _capsys() -> Iterator[Any]:
 
 
 def _caplog() -> Iterator[Any]:
+    from ctrl_megatron.sandbox.jail.captured_logs import CaptureLog  # imports logging
+
     capture = CaptureLog()
     try:
         yield capture
@@ -501,8 +441,10 @@ def _caplog() -> Iterator[Any]:
         capture.close()
 
 
-def _tmp_path() -> pathlib.Path:
-    return pathlib.Path(tempfile.mkdtemp(dir=os.getcwd()))
+def _tmp_path(prefix: str = "tmp") -> pathlib.Path:
+    import tempfile  # most tests need no folder
+
+    return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=os.getcwd()))
 
 
 def _recwarn() -> Iterator[Any]:
@@ -515,7 +457,7 @@ def _recwarn() -> Iterator[Any]:
 class _TemporaryFolders:
     def mktemp(self, basename: str, numbered: bool = True) -> pathlib.Path:
         """A new folder."""
-        return pathlib.Path(tempfile.mkdtemp(prefix=basename, dir=os.getcwd()))
+        return _tmp_path(basename)
 
 
 BUILTIN_FIXTURES: dict[str, Fixture] = {

@@ -10,7 +10,6 @@ as much as what its functions return, and the test compares it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import reprlib
 import socket
@@ -21,7 +20,6 @@ from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest import mock
 
 from ctrl_megatron.sandbox.jail import data, frames, handles
 from ctrl_megatron.sandbox.jail.clock import JudgeClock
@@ -440,7 +438,8 @@ class ProgramConnection(Connection):
         return (module, name) if found is value else None
 
     def _encode_other(self, value: Any) -> Any:
-        if isinstance(value, asyncio.Future):
+        loaded = sys.modules.get("asyncio")
+        if loaded is not None and isinstance(value, loaded.Future):
             raise Refused("a task of asyncio belongs to the event loop of its process")
         encoded = super()._encode_other(value)
         own = isinstance(value, type) and encoded[0] == "mine" and not self._serving
@@ -576,7 +575,8 @@ def _permit_name(target: Any, name: Any, do: str, *, given: bool = False) -> Non
         return
     if isinstance(target, (type, types.ModuleType, *_LIBRARY)):
         raise Refused("attributes of the test's classes and functions cannot be changed")
-    if isinstance(target, mock.NonCallableMock) and name.startswith("assert"):
+    mock = sys.modules.get("unittest.mock")
+    if mock is not None and isinstance(target, mock.NonCallableMock) and name.startswith("assert"):
         raise Refused("a check cannot be replaced")
     if callable(getattr(type(target), name, None)):
         raise Refused("a method of the test's object cannot be replaced")
