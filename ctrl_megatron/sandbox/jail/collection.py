@@ -200,17 +200,15 @@ def _runner(
         target = getattr(instance, name) if kind else module.namespace[name]
         with contextlib.ExitStack() as stack:
             fixtures = _Values(module, kind, instance, target, given, parameters, stack)
-            holder = instance if kind else None
-            names = ("setup_method", "setup") if kind else ()
-            for each in names:
-                _call_if_there(holder, each, target)
+            for each in ("setup_method", "setup") if kind else ():
+                _call_if_there(instance, each, target)
             if not kind and "setup_function" in module.namespace:
                 _call_with(module.namespace["setup_function"], target)
             for mark in marks:
                 if mark.name == "usefixtures":
                     for used in mark.args:
                         fixtures.value(used)
-            for declared in module.fixtures(kind).values():
+            for declared in fixtures.declared.values():
                 if declared.autouse:
                     fixtures.value(declared.name)
             arguments = {one: fixtures.value(one) for one in needed}
@@ -218,7 +216,7 @@ def _runner(
                 _awaited(target(**arguments))
             finally:
                 for each in ("teardown_method", "teardown") if kind else ():
-                    _call_if_there(holder, each, target)
+                    _call_if_there(instance, each, target)
                 if not kind and "teardown_function" in module.namespace:
                     _call_with(module.namespace["teardown_function"], target)
 
@@ -239,7 +237,7 @@ class _Values:
         stack: contextlib.ExitStack,
     ) -> None:
         self._module, self._instance, self._stack = module, instance, stack
-        self._fixtures = module.fixtures(kind)
+        self.declared = module.fixtures(kind)
         self._values: dict[str, Any] = {}
         self._given, self._parameters = given, parameters
         self._kind, self._target = kind, target
@@ -250,7 +248,7 @@ class _Values:
             return self._given[name]
         if name == "request":
             return self._request(None)
-        declared = self._fixtures.get(name)
+        declared = self.declared.get(name)
         if declared is None:
             raise TestsRefused(f"the judge does not have the fixture {name!r}")
         wide = declared.scope != _PER_TEST and declared.params is None
@@ -313,10 +311,8 @@ def _closure(names: list[str], fixtures: dict[str, Fixture], marks: list[Any]) -
 def _parameter_sets(mark: Mark) -> list[tuple[dict[str, Any], str]]:
     """The values of a ``parametrize``, each with its label."""
     named = dict(mark.kwargs or {})
-    names = mark.args[0] if mark.args else named.get("argnames")
+    names = _names_of(mark)
     values = mark.args[1] if len(mark.args) > 1 else named.get("argvalues")
-    if isinstance(names, str):
-        names = [one.strip() for one in names.split(",") if one.strip()]
     if not names or values is None:
         raise TestsRefused("the parameters of a test cannot be read")
     sets = []
@@ -341,13 +337,18 @@ def _parameter_sets(mark: Mark) -> list[tuple[dict[str, Any], str]]:
 
 def _indirect(mark: Mark) -> list[str]:
     """The parameters of a ``parametrize`` that go to a fixture of their name."""
-    named = dict(mark.kwargs or {})
-    indirect = named.get("indirect", False)
+    indirect = (mark.kwargs or {}).get("indirect", False)
     if mark.name != "parametrize" or not indirect:
         return []
-    names: Any = mark.args[0] if mark.args else named.get("argnames")
-    every = [one.strip() for one in names.split(",")] if isinstance(names, str) else [*names]
-    return every if indirect is True else [*indirect]
+    return _names_of(mark) if indirect is True else [*indirect]
+
+
+def _names_of(mark: Mark) -> list[str]:
+    """The parameters of a ``parametrize``."""
+    names: Any = mark.args[0] if mark.args else (mark.kwargs or {}).get("argnames")
+    if isinstance(names, str):
+        return [one.strip() for one in names.split(",") if one.strip()]
+    return [*(names or ())]
 
 
 def _label(value: Any) -> str:

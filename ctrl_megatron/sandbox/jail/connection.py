@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import data, frames, handles
 from ctrl_megatron.sandbox.jail.data import DataError
+from ctrl_megatron.sandbox.jail.originals import Originals
 
 ENDINGS = (StopIteration, StopAsyncIteration, GeneratorExit)
 _EXCEPTIONS: dict[str, type[BaseException]] = {
@@ -39,58 +40,12 @@ _EXCEPTIONS: dict[str, type[BaseException]] = {
 }
 _NAMED_BUILTINS = frozenset(
     [
-        "abs",
-        "all",
-        "any",
-        "ascii",
-        "bin",
-        "bool",
-        "bytearray",
-        "bytes",
-        "callable",
-        "chr",
-        "classmethod",
-        "complex",
-        "dict",
-        "divmod",
-        "enumerate",
-        "filter",
-        "float",
-        "format",
-        "frozenset",
-        "hash",
-        "hex",
-        "id",
-        "int",
-        "isinstance",
-        "issubclass",
-        "iter",
-        "len",
-        "list",
-        "map",
-        "max",
-        "min",
-        "next",
-        "object",
-        "oct",
-        "ord",
-        "pow",
-        "print",
-        "property",
-        "range",
-        "repr",
-        "reversed",
-        "round",
-        "set",
-        "slice",
-        "sorted",
-        "staticmethod",
-        "str",
-        "sum",
-        "super",
-        "tuple",
-        "type",
-        "zip",
+        *("abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr"),
+        *("classmethod", "complex", "dict", "divmod", "enumerate", "filter", "float", "format"),
+        *("frozenset", "hash", "hex", "id", "int", "isinstance", "issubclass", "iter", "len"),
+        *("list", "map", "max", "min", "next", "object", "oct", "ord", "pow", "print"),
+        *("property", "range", "repr", "reversed", "round", "set", "slice", "sorted"),
+        *("staticmethod", "str", "sum", "super", "tuple", "type", "zip"),
     ]
 )
 """Builtin functions that either side may name to the other."""
@@ -163,7 +118,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "class_getitem": lambda kind, item: kind[item],
     "isinstance": isinstance,
     "weakref": weakref.ref,
-    "descriptor_get": lambda found, handle, kind: type(found).__get__(found, handle, kind),
+    "descriptor_get": lambda found, handle, kind=None: type(found).__get__(found, handle, kind),
     "descriptor_set": lambda found, handle, value: type(found).__set__(found, handle, value),
     "descriptor_delete": lambda found, handle: type(found).__delete__(found, handle),
     "asdict": dataclasses.asdict,
@@ -197,7 +152,6 @@ class Connection:
         self._numbers = itertools.count(1)
         self._own: dict[int, Any] = {}
         self._own_numbers: dict[int, int] = {}
-        self._described: dict[int, Any] = {}
         self._foreign: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._classes: dict[int, Any] = {}
         self._aliases: dict[int, int] = {}
@@ -211,7 +165,7 @@ class Connection:
         self._snapshots: dict[int, Any] = {}
         self._queue: list[int] = []
         self._filling: set[int] = set()
-        self._originals: dict[tuple[int, str], Any] = {}
+        self._originals = Originals()
         self._loop: Any = None
         self.effects: Callable[[], list[Any]] = list
         """What this side did to the surroundings of both since the last message."""
@@ -407,20 +361,14 @@ class Connection:
 
     def _do_set(self, target: Any, name: str, value: Any) -> None:
         if isinstance(target, (type, types.ModuleType)):
-            key = (id(target), name)
-            if key not in self._originals:
-                self._originals[key] = target, vars(target).get(name, _MISSING)
+            self._originals.keep(target, name)
         setattr(target, name, value)
 
     def _do_setmember(self, target: Any, name: str, part: Any) -> None:
         self._do_set(target, name, _member(part))
 
     def _do_restore(self, target: Any, name: str) -> None:
-        _, value = self._originals.pop((id(target), name), (None, _MISSING))
-        if value is _MISSING:
-            delattr(target, name)
-        else:
-            setattr(target, name, value)
+        self._originals.restore(target, name)
 
     def _do_del(self, target: Any, name: str) -> None:
         delattr(target, name)
@@ -482,9 +430,7 @@ class Connection:
             raise PeerError("a class without a number")
         type.__setattr__(made, "_ctrl_number", number)
         type.__setattr__(made, "_ctrl_derived", True)
-        own_truth = any(one in parts for one in ("__bool__", "__len__"))
-        above = any(vars(base).get("_ctrl_has_truth") for base in made.__mro__[1:])
-        type.__setattr__(made, "_ctrl_has_truth", own_truth or above)
+        handles.note_truth(made, parts)
         self._classes[number] = made
         self.used_as_class(made)
 
@@ -799,7 +745,7 @@ class Connection:
 
     def named(self, module: str, name: str) -> Any:
         """The library's function, class or module that the other side names."""
-        if module == "builtins" and (name in _NAMED_BUILTINS or name in _EXCEPTIONS):
+        if module == "builtins" and name in _NAMED_BUILTINS:
             return getattr(builtins, name)
         own = module.partition(".")[0] in sys.stdlib_module_names
         if not name and own and module in sys.modules:
@@ -878,9 +824,7 @@ class Connection:
         name = str(described["name"])
         mutable = data.KINDS.get(str(described.get("mutable"))) or _mutable_base(bases)
         made = handles.make_class(self, number, name, bases, mutable, **named)
-        own_truth = any(one in named["special"] for one in ("__bool__", "__len__"))
-        above = any(vars(base).get("_ctrl_has_truth") for base in made.__mro__[1:])
-        type.__setattr__(made, "_ctrl_has_truth", own_truth or above)
+        handles.note_truth(made, named["special"])
         type.__setattr__(made, "_ctrl_abstract", described.get("abstract") is True)
         self._classes[number] = made
         return made
@@ -973,9 +917,6 @@ class Foreign:
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-_MISSING = object()
 
 
 def _watched(value: Any) -> bool:

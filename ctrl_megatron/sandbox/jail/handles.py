@@ -9,38 +9,24 @@ class's ``_ctrl_link`` (``connection.Connection``).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from ctrl_megatron.sandbox.jail.data import IMMUTABLE
 
 PRIVATE = "_ctrl_"
 """Beginning of the names that belong to a handle itself."""
-_UNARY = """
+_ASKED = """
 len str repr hash int float complex index bool iter next reversed abs neg pos invert trunc floor
-ceil round fspath bytes aiter anext aenter dir enter length_hint
+ceil round fspath bytes aiter anext aenter dir enter length_hint getitem setitem delitem format
+class_getitem
 """
-COMPARISONS = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-"""Comparisons, each with the one that Python tries with swapped operands."""
-ARITHMETIC = [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "divmod",
-]
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+ARITHMETIC = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
 _IN_PLACE = tuple(f"i{name}" for name in ARITHMETIC if name != "divmod")
-_WITH_ARGUMENTS = ("contains", "getitem", "setitem", "delitem", "format", "class_getitem")
-_OPTIONAL = ("round",)
 _LISTED = ("__doc__", "__init__", "__post_init__")
 """Special names that a class of handles has as ordinary members."""
 _OF_DATA = (*COMPARISONS, "hash", "bool", "len", "contains", "index", "int", "float")
@@ -107,6 +93,10 @@ class BoundMethod:
         return hash((id(self.__self__), self.__name__))
 
 
+def _call(self: Any, *arguments: Any, **named: Any) -> Any:
+    return link_of(self).ask("call", self, arguments, named)
+
+
 class RemoteClass(type):
     """The class of all classes of handles. A class of this side that derives from one gets a mirror
     on the other side, where its instances live; their methods run here.
@@ -128,8 +118,7 @@ class RemoteClass(type):
     def __init__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **_: Any) -> None:
         super().__init__(name, bases, names)
 
-    def __call__(cls, *arguments: Any, **named: Any) -> Any:
-        return link_of(cls).ask("call", cls, arguments, named)
+    __call__ = _call
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith(PRIVATE):
@@ -171,6 +160,15 @@ class RemoteClass(type):
 
     def __contains__(cls, item: Any) -> bool:
         return link_of(cls).operate("contains", cls, item)
+
+
+def note_truth(kind: Any, names: Collection[str]) -> None:
+    """Note whether objects of a class of handles with these special methods, or those of its bases,
+    have a truth of their own.
+    """
+    own = "__bool__" in names or "__len__" in names
+    above = any(vars(base).get("_ctrl_has_truth") for base in kind.__mro__[1:])
+    type.__setattr__(kind, "_ctrl_has_truth", own or above)
 
 
 _NOT_MIRRORED = frozenset(
@@ -231,8 +229,7 @@ class RemoteObject:
 class RemoteFunction(RemoteObject):
     """A function of the other side. ``inspect`` and ``isinstance`` take it for a function."""
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return link_of(self).ask("call", self, arguments, named)
+    __call__ = _call
 
     def __get__(self, handle: Any, _kind: Any = None) -> Any:
         return self if handle is None else types.MethodType(self, handle)
@@ -319,13 +316,6 @@ class _Awaiting:
 # --- special methods ------------------------------------------------------------------------------
 
 
-def _unary(name: str) -> Callable[..., Any]:
-    def method(self: Any) -> Any:
-        return link_of(self).ask("op", name, (self,))
-
-    return method
-
-
 def _binary(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
         return link_of(self).operate(name, self, other)
@@ -340,15 +330,11 @@ def _reflected(name: str) -> Callable[..., Any]:
     return method
 
 
-def _many(name: str) -> Callable[..., Any]:
+def _asked(name: str) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any) -> Any:
         return link_of(self).ask("op", name, (self, *arguments))
 
     return method
-
-
-def _call(self: Any, *arguments: Any, **named: Any) -> Any:
-    return link_of(self).ask("call", self, arguments, named)
 
 
 def _exit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
@@ -363,31 +349,18 @@ def _await(self: Any) -> Generator[Any, Any, Any]:
     return _Awaiting(link_of(self), self).__await__()
 
 
-def _descriptor_get(self: Any, handle: Any, kind: Any = None) -> Any:
-    return link_of(self).ask("op", "descriptor_get", (self, handle, kind))
-
-
-def _in_place(name: str) -> Callable[..., Any]:
-    def method(self: Any, other: Any) -> Any:
-        return link_of(self).operate(name, self, other)
-
-    return method
-
-
 SPECIAL: dict[str, Callable[..., Any]] = {
-    **{f"__{name}__": _unary(name) for name in _UNARY.split() if name not in _OPTIONAL},
-    **{f"__{name}__": _binary(name) for name in (*COMPARISONS, *ARITHMETIC)},
+    **{f"__{name}__": _asked(name) for name in _ASKED.split()},
+    **{f"__{name}__": _binary(name) for name in (*COMPARISONS, *ARITHMETIC, *_IN_PLACE)},
     **{f"__r{name}__": _reflected(name) for name in ARITHMETIC},
-    **{f"__{name}__": _in_place(name) for name in _IN_PLACE},
-    **{f"__{name}__": _many(name) for name in (*_WITH_ARGUMENTS, *_OPTIONAL)},
     "__contains__": _binary("contains"),
     "__call__": _call,
     "__exit__": _exit,
     "__aexit__": _aexit,
     "__await__": _await,
-    "__get__": _descriptor_get,
-    "__set__": _many("descriptor_set"),
-    "__delete__": _many("descriptor_delete"),
+    "__get__": _asked("descriptor_get"),
+    "__set__": _asked("descriptor_set"),
+    "__delete__": _asked("descriptor_delete"),
 }
 """What a class of handles gets where the other side's class has a method of that name."""
 

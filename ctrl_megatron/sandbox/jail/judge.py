@@ -116,8 +116,8 @@ class _Judge:
         self._verdict: list[Any] = []
         """The last verdict, until it is sent."""
         self._namespace: dict[str, Any] = {}
-        self.constants: set[Any] = set()
-        """Texts that the tests contain, which they may evaluate."""
+        self._codes: list[CodeType] = []
+        """Compiled texts of the tests, which may evaluate the texts that they contain."""
         _keep_programs_code_out(self, directory)
         self._surroundings = Surroundings()
 
@@ -287,7 +287,7 @@ class _Judge:
         # A text without unit tests is a script.
         self._namespace["__name__"] = "__main__" if main else "tests"
         code = checks.compiled(source, name)
-        _constants(code, self.constants)
+        self._codes.append(code)
         exec(code, self._namespace)
 
     def _reconnect(self) -> tuple[str, str] | None:
@@ -459,8 +459,7 @@ class _Judge:
     def refuse_code(self, source: Any) -> None:
         """End the test if it is about to run code that the program may have written."""
         candidate = self._candidate
-        known = isinstance(source, (str, bytes)) and source in self.constants
-        if candidate is None or not candidate.calls or known:
+        if candidate is None or not candidate.calls or _contain(self._codes, source):
             return
         if candidate.told_text or os.listdir(self._directory):
             candidate.refuse("the test runs code that the program may have written")
@@ -498,16 +497,18 @@ def _raise(status: str, reason: str) -> NoReturn:
     raise HarnessFailure(status, reason)
 
 
-def _constants(code: CodeType, found: set[Any]) -> None:
-    left: list[Any] = [code]
-    while left:
+def _contain(codes: list[CodeType], text: Any) -> bool:
+    """Whether a text is a constant of one of ``codes``."""
+    left: list[Any] = [*codes]
+    while left and isinstance(text, (str, bytes)):
         one = left.pop()
         if isinstance(one, CodeType):
             left += one.co_consts
         elif isinstance(one, (tuple, frozenset)):
             left += one
-        elif isinstance(one, (str, bytes)):
-            found.add(one)
+        elif type(one) is type(text) and one == text:
+            return True
+    return False
 
 
 def _install_module(name: str, program: Any) -> None:

@@ -19,50 +19,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ctrl_megatron.sandbox.jail.originals import Originals
+
 _ERASED = object()
 _STREAMS = ("stdout", "stderr")
-_WATCHED = [
-    "builtins",
-    "sys",
-    "os",
-    "os.path",
-    "time",
-    "random",
-    "math",
-    "datetime",
-    "io",
-    "json",
-    "shutil",
-    "glob",
-    "socket",
-    "subprocess",
-    "threading",
-    "uuid",
-    "secrets",
-    "getpass",
-    "urllib.request",
-    "pathlib",
-    "tempfile",
-    "platform",
-    "string",
-    "re",
-]
+_WATCHED = (
+    *("builtins", "sys", "os", "os.path", "time", "random", "math", "datetime", "io", "json"),
+    *("shutil", "glob", "socket", "subprocess", "threading", "uuid", "secrets", "getpass"),
+    *("urllib.request", "pathlib", "tempfile", "platform", "string", "re"),
+)
 _NOT_SENT = frozenset(
     [
-        "sys.modules",
-        "sys.path",
-        "sys.meta_path",
-        "sys.path_hooks",
-        "sys.path_importer_cache",
-        "sys.excepthook",
-        "sys.last_type",
-        "sys.last_value",
-        "sys.last_traceback",
-        "sys.stdout",
-        "sys.stderr",
-        "sys.flags",
-        "builtins._",
-        "sys.dont_write_bytecode",
+        *("sys.modules", "sys.path", "sys.meta_path", "sys.path_hooks"),
+        *("sys.path_importer_cache", "sys.excepthook", "sys.last_type", "sys.last_value"),
+        *("sys.last_traceback", "sys.stdout", "sys.stderr", "sys.flags", "builtins._"),
+        *("sys.dont_write_bytecode",),
     ]
 )
 
@@ -261,7 +232,7 @@ class ProgramSurroundings(_Common):
     def __init__(self, streams: dict[str, Any]) -> None:
         super().__init__()
         self._printed: list[Any] = []
-        self._original: dict[tuple[str, str], Any] = {}
+        self._originals = Originals()
         self._streams = {name: streams[name] for name in _STREAMS}
         self._warn = warnings.warn
         self._forwarding = False
@@ -297,16 +268,10 @@ class ProgramSurroundings(_Common):
 
     def _set(self, kind: str, module: str, name: str, value: Any = None, *, decode: Any) -> None:
         found = importlib.import_module(module)
-        key = (module, name)
         if kind == "restore":
-            if key in self._original:
-                before = self._original.pop(key)
-                if before is _ERASED:
-                    delattr(found, name)
-                else:
-                    setattr(found, name, before)
+            self._originals.restore(found, name)
             return
-        self._original.setdefault(key, vars(found).get(name, _ERASED))
+        self._originals.keep(found, name)
         if kind == "delete":
             delattr(found, name)
         else:

@@ -48,33 +48,16 @@ _STRICT_ORDER = ("lt", "gt")
 _SIZES = ("abs", "round", "len", "int", "float", "index", "trunc", "floor", "ceil", "hash", "str")
 _ASKED = frozenset(
     [
-        "call",
-        "method",
-        "get",
-        "set",
-        "setmember",
-        "del",
-        "op",
-        "generator",
-        "start",
-        "turn",
-        "cancel",
+        *("call", "method", "get", "set", "setmember", "del", "op", "generator", "start", "turn"),
+        *("cancel",),
     ]
 )
 """What the program may ask."""
 _DUNDERS = frozenset(
     [
-        "__name__",
-        "__qualname__",
-        "__doc__",
-        "__module__",
-        "__signature__",
-        "__annotations__",
-        "__wrapped__",
-        "__defaults__",
-        "__kwdefaults__",
-        "__dict__",
-        "__dataclass_fields__",
+        *("__name__", "__qualname__", "__doc__", "__module__", "__signature__"),
+        *("__annotations__", "__wrapped__", "__defaults__", "__kwdefaults__", "__dict__"),
+        *("__dataclass_fields__",),
     ]
 )
 _INSIDE = ("gi_", "cr_", "ag_", "tb_", "f_", "co_")
@@ -348,30 +331,24 @@ class ProgramConnection(Connection):
 
     def _decides(self, handle: Any, reason: str) -> None:
         """An answer counts if the test uses the object's class as a class, now or later."""
-        kind = handle if isinstance(handle, type) else type(handle)
-        entry = next((one for one in kind.__mro__ if vars(one).get("_ctrl_entry")), None)
-        if entry is None:
+        entries = _entries(handle)
+        if not entries:
             self.refuse(reason)
-        self._pending.append((entry, reason))
+        self._pending.append((entries[0], reason))
 
     def _attribute_used(self, handle: Any, name: str) -> None:
         module = type(handle) is handles.RemoteModule
         if not is_handle(handle) and not module:
             return
         if name in data.DATA_PREDICATES:
-            kind = handle if isinstance(handle, type) else type(handle)
-            if not any(vars(one).get("_ctrl_entry") for one in kind.__mro__):
-                self.refuse(f"{name} of the program's {_name(handle)} decides")
             self._decides(handle, f"{name} of the program's {_name(handle)} decides")
-        kind = handle if isinstance(handle, type) else type(handle)
-        if is_handle(handle) and not name.startswith("__"):
-            for one in kind.__mro__:
-                if vars(one).get("_ctrl_entry"):
-                    self._asked.setdefault(one, set()).add(name)
+        if not name.startswith("__"):
+            for one in _entries(handle):
+                self._asked.setdefault(one, set()).add(name)
 
     def used_as_class(self, kind: Any) -> None:
         """The test used a class of the program as no function or data is used."""
-        self._used.update(one for one in kind.__mro__ if vars(one).get("_ctrl_entry"))
+        self._used.update(_entries(kind))
 
     def leave(self, name: str, manager: Any, error: Any) -> Any:
         """A manager of the program cannot take care of a failed check."""
@@ -560,18 +537,24 @@ def is_handle(value: Any) -> bool:
     return isinstance(value, handles.RemoteClass) or issubclass(kind, handles.RemoteObject)
 
 
+def _entries(handle: Any) -> list[Any]:
+    """The entry points among the classes of a handle, or a class and its bases."""
+    kind = handle if isinstance(handle, type) else type(handle)
+    return [one for one in kind.__mro__ if vars(one).get("_ctrl_entry")]
+
+
 def _is_mutable_data(value: Any) -> bool:
     return is_handle(value) and getattr(type(value), "_ctrl_mutable", None) is not None
 
 
-def _permit_name(target: Any, name: Any, do: str, *, given: bool = False) -> None:
+def _permit_name(target: Any, name: Any, do: str) -> None:
     if type(name) is not str or (name.startswith("_") and name not in _DUNDERS):
         # Python's own code asks for such names, and takes their absence for an answer.
         raise AttributeError(f"{str(name)[:40]!r} is not a public name")
     inside = name == "__dict__" and isinstance(target, type)
     if name.startswith(_INSIDE) or name in _MOCK_SETTINGS or inside:
         raise Refused(f"{name[:40]!r} may not be used")
-    if do not in ("set", "del") or given:
+    if do not in ("set", "del"):
         return
     if isinstance(target, (type, types.ModuleType, *_LIBRARY)):
         raise Refused("attributes of the test's classes and functions cannot be changed")
