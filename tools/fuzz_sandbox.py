@@ -29,7 +29,8 @@ with atheris.instrument_imports(include=["ctrl_megatron"]):
     from ctrl_megatron.problems.comparison import RULES, difference
     from ctrl_megatron.sandbox.datasets import READERS
     from ctrl_megatron.sandbox.datasets.payload import read_payload
-    from ctrl_megatron.sandbox.jail import codec, frames
+    from ctrl_megatron.sandbox.jail import data as crossing
+    from ctrl_megatron.sandbox.jail import frames
     from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
     from ctrl_megatron.sandbox.wire import RunCodeRequest, SubmitRequest
 
@@ -88,6 +89,11 @@ def outputs(data: bytes) -> None:
         difference(text_of(data[:half]), text_of(data[half:]), rule)
 
 
+def no_object(_: Any) -> Any:
+    """The other side has no objects here."""
+    raise crossing.DataError("an object")
+
+
 def answers(data: bytes) -> None:
     """Read a message of the candidate to the judge."""
     reader, writer = os.pipe()
@@ -97,8 +103,8 @@ def answers(data: bytes) -> None:
         lines = frames.FrameReader(reader, limit=1 << 15)
         while True:
             message = lines.receive()
-            value = codec.decode(message.get("value") if isinstance(message, dict) else message)
-            codec.encode(value)
+            value = message.get("value") if isinstance(message, dict) else message
+            crossing.encode(crossing.decode(value, no_object), no_object)
     except frames.PeerGone:
         pass
     finally:

@@ -16,8 +16,8 @@ from provider_fakes import execute, function_request
 
 from ctrl_megatron.rewards.providers import ProviderError, ScriptProvider
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, SplitTest, split_test
+from ctrl_megatron.rewards.providers.codec import encode
 from ctrl_megatron.rewards.providers.contract import ProviderCounters, Script, ScriptResult
-from ctrl_megatron.sandbox.jail.codec import encode
 
 
 class Machine:

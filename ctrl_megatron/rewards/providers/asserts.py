@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.rewards.providers import harness_child, harness_driver
+from ctrl_megatron.rewards.providers import codec, harness_child, harness_driver
 from ctrl_megatron.rewards.providers.contract import ProviderError, Script, ScriptResult, judged
-from ctrl_megatron.sandbox.jail import codec
 from ctrl_megatron.sandbox.wire import EvalTestCase
 
 MAX_TIMEOUTS = 2

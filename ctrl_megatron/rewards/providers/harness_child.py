@@ -1,6 +1,6 @@
 """Runs one test of a program in a separate process on a provider's machine.
 
-This file is sent as text after the text of ``ctrl_megatron/sandbox/jail/codec.py``, whose
+This file is sent as text after the text of ``ctrl_megatron/rewards/providers/codec.py``, whose
 ``encode`` it uses. It imports the standard library only. The report goes to a separate pipe and
 contains the nonce of the job: the program's output and its exit status do not count.
 """

@@ -1,5 +1,5 @@
-"""The encoding of values that travel between judge and candidate: exact builtin data types as
-tagged JSON, never pickle.
+"""The encoding of results that a provider's machine sends back: exact builtin data types as tagged
+JSON, never pickle.
 
 ``None``, booleans, strings and small integers are encoded as themselves, everything else as ``[tag,
 ...]``. A value of a subclass is encoded as the plain value that it contains; a named tuple keeps
@@ -44,11 +44,6 @@ JSON-ready form, ``decode`` calls it with the list after the tag ``object`` and 
 Encoder = Callable[[Any, Other, int], Any]
 Decoder = Callable[[list[Any], Other, int], Any]
 """The arguments are the value, or the items after the tag; ``Other``; and the depth."""
-
-
-def holds_data(kind: type) -> bool:
-    """Whether objects of this type are encoded as the data that they contain."""
-    return not issubclass(kind, type) and any(base in _ENCODERS for base in kind.__mro__)
 
 
 def is_named_tuple(kind: type) -> bool:

@@ -1,9 +1,9 @@
-"""Values between judge and candidate: equal after a round trip, and nothing malformed gets in."""
+"""Results of a provider's machine: equal after a round trip, and nothing malformed gets in."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -11,47 +11,11 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from crossing_values import shape, values
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ctrl_megatron.sandbox.jail import codec
-
-atoms = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(min_value=-(2**300), max_value=2**300)
-    | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False)
-    | st.text(st.characters())
-    | st.binary()
-    | st.fractions()
-    | st.decimals(allow_nan=False)
-    | st.dates()
-    | st.datetimes()
-    | st.times()
-    | st.timedeltas()
-)
-hashable = st.recursive(atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=5)
-values = st.recursive(
-    atoms | st.sets(hashable, max_size=4) | st.frozensets(hashable, max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.lists(inner, max_size=4).map(deque)
-        | st.dictionaries(hashable, inner, max_size=4)
-    ),
-    max_leaves=15,
-)
-
-
-def shape(value: Any) -> Any:
-    """The exact types of a value, all the way down."""
-    if isinstance(value, dict):
-        return type(value), [(shape(k), shape(v)) for k, v in value.items()]
-    if isinstance(value, (list, tuple, deque)):
-        return type(value), [shape(item) for item in value]
-    return type(value)
+from ctrl_megatron.rewards.providers import codec
 
 
 def there_and_back(value: Any) -> Any:
