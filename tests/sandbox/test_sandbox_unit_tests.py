@@ -276,6 +276,10 @@ FIXTURES = {
         "import warnings\ndef f(x):\n    warnings.warn('old')\n    return x",
         "import pytest\ndef test_it():\n    assert pytest.warns(UserWarning, f, 1) == 1",
     ),
+    "logs": (
+        "import logging\ndef f(x): logging.warning('hey %s', x)",
+        "def test_it(caplog):\n    f(1)\n    assert 'hey 1' in caplog.text",
+    ),
     "a patch": (
         "import time\ndef f(): return time.time()",
         "from unittest.mock import patch\ndef test_it():\n"

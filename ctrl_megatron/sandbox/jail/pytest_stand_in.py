@@ -417,6 +417,62 @@ class Capture:
         sys.stdout, sys.stderr = self._before
 
 
+class CaptureLog:
+    """The fixture ``caplog``."""
+
+    def __init__(self) -> None:
+        import logging  # only where a test looks at logs: it would add to the memory to fork
+
+        self._logging = logging
+        self.records: list[logging.LogRecord] = []
+        self._levels: list[tuple[logging.Logger, int]] = []
+        self.handler = logging.Handler()
+        self.handler.emit = self.records.append  # type: ignore[method-assign]
+        logging.root.addHandler(self.handler)
+
+    @property
+    def messages(self) -> list[str]:
+        """The texts that were logged."""
+        return [record.getMessage() for record in self.records]
+
+    @property
+    def text(self) -> str:
+        """All that was logged, line by line."""
+        return "".join(f"{r.levelname} {r.name}: {r.getMessage()}\n" for r in self.records)
+
+    @property
+    def record_tuples(self) -> list[tuple[str, int, str]]:
+        """Name, level and text of each record."""
+        return [(r.name, r.levelno, r.getMessage()) for r in self.records]
+
+    def clear(self) -> None:
+        """Forget what was logged."""
+        self.records.clear()
+
+    def set_level(self, level: Any, logger: str | None = None) -> None:
+        """Log from a level on until the test ends."""
+        found = self._logging.getLogger(logger)
+        self._levels.append((found, found.level))
+        found.setLevel(level)
+
+    @contextlib.contextmanager
+    def at_level(self, level: Any, logger: str | None = None) -> Iterator[None]:
+        """Log from a level on in a ``with`` block."""
+        found = self._logging.getLogger(logger)
+        before = found.level
+        found.setLevel(level)
+        try:
+            yield
+        finally:
+            found.setLevel(before)
+
+    def close(self) -> None:
+        """End capturing."""
+        self._logging.root.removeHandler(self.handler)
+        for logger, level in reversed(self._levels):
+            logger.setLevel(level)
+
+
 def _monkeypatch() -> Iterator[Any]:
     patch = MonkeyPatch()
     yield patch
@@ -432,8 +488,6 @@ def _capsys() -> Iterator[Any]:
 
 
 def _caplog() -> Iterator[Any]:
-    from ctrl_megatron.sandbox.jail.captured_logs import CaptureLog  # imports logging
-
     capture = CaptureLog()
     try:
         yield capture
