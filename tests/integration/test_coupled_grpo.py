@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from forked_run import ForkedRun, run_forked
+from golden_runs import COUPLED, NO_PROGRAMS, STARTS, TWICE
 from launched_run import Job
 
-from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
-
 pytestmark = pytest.mark.timeout(600)
-COUPLED = (
-    "dag.custom_pipeline_fn=ctrl_megatron.pipeline:coupled_grpo_pipeline",
-    *("actor_rollout_ref.rollout.name=diffusion", "data.max_response_length=8"),
-    *("reward.reward_funcs=[diffusion_rewards:variety]", "algorithm.adv_estimator=rloo"),
-    *("actor_rollout_ref.rollout.engine_kwargs={steps: 3}", "data.max_prompt_length=256"),
-)
-TWICE = (
-    *("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
-    "actor_rollout_ref.actor.clip_ratio=0.5",
-    *("actor_rollout_ref.ref.sync_steps=2", "actor_rollout_ref.ref.sync_mix=0.5"),
-)
-UNREAD = (
-    *("actor_rollout_ref.proxy.model.path", "actor_rollout_ref.rollout.revision_max_tokens"),
-    "sandbox.workers",
-)
 
 
 @pytest.fixture(scope="module")
 def dream(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    start = tmp_path_factory.mktemp("dream") / "start"
-    make_diffusion_start(job.actor, start, mask_token="<|mask|>")
-    return replace(job, actor=start)
+    return STARTS["denoiser"](job, tmp_path_factory.mktemp("dream"))
 
 
 def ran(job: Job, name: str, steps: int, *extra: str, ranks: int = 1) -> ForkedRun:
     run = run_forked(
-        job, name, steps=steps, extra=(*COUPLED, *extra), without=UNREAD, draws=True, ranks=ranks
+        job,
+        name,
+        steps=steps,
+        extra=(*COUPLED, *extra),
+        without=NO_PROGRAMS,
+        draws=True,
+        ranks=ranks,
     )
     assert run.codes == (0,) * ranks, run.output[-8000:]
     return run

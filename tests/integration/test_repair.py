@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from forked_run import ForkedRun, run_forked
-from golden_runs import DRAWN
+from golden_runs import DRAWN, NO_REVISIONS, REPAIR, STARTS
 from launched_run import Job
-from tiny_run import PROGRAM, chain_model, write_problems
 
-from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.preparation.task_rows import solving_rows
 
 pytestmark = pytest.mark.timeout(900)
 
-REPAIRED = (
-    "dag.custom_pipeline_fn=ctrl_megatron.pipeline:repair_pipeline",
-    "dag.options={turns: 3, turn_tokens: 12}",
-    "reward.reward_funcs=[code]",
-    "data.max_response_length=160",
-    "actor_rollout_ref.rollout.n=4",
-)
-UNREAD = ("actor_rollout_ref.proxy.model.path", "actor_rollout_ref.rollout.revision_max_tokens")
-
 
 @pytest.fixture(scope="module")
-def solver(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def solver(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A model that writes a right and a wrong program about as often."""
     folder = tmp_path_factory.mktemp("repair")
-    rows = solving_rows(read_rows(write_problems(folder / "critiques.parquet")))
-    write_rows(folder / "train.parquet", rows)
-    actor = chain_model(folder / "actor", smollm2_path, [PROGRAM, "print(8)"], 0.8)
-    return Job(actor=actor, proxy=actor, data=folder / "train.parquet", folder=folder / "runs")
+    return replace(STARTS["solver"](job, folder), folder=folder / "runs")
 
 
 def run(job: Job, name: str, *, steps: int, extra: tuple[str, ...] = ()) -> ForkedRun:
-    done = run_forked(job, name, steps=steps, extra=(*DRAWN, *REPAIRED, *extra), without=UNREAD)
+    done = run_forked(job, name, steps=steps, extra=(*DRAWN, *REPAIR, *extra), without=NO_REVISIONS)
     assert done.codes == (0, 0), done.output[-8000:]
     return done
 

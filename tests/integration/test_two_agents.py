@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 from forked_run import ForkedRun, run_forked
-from golden_runs import DRAWN
+from golden_runs import DRAWN, PAIR, PROXY_MODEL, STARTS
 from launched_run import Job
 from safetensors.torch import load_file
-from tiny_run import PROGRAM, chain_model
 
 from ctrl_megatron.checkpoint.convert import megatron_to_hf
 from ctrl_megatron.metrics import read_json_lines
@@ -26,10 +25,9 @@ Runs = Callable[[int], ForkedRun]
 
 
 @pytest.fixture(scope="module")
-def solver(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def solver(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Writes the program that is right for seven of the eight problems, or a wrong one."""
-    folder = tmp_path_factory.mktemp("solver") / "model"
-    return chain_model(folder, smollm2_path, (PROGRAM, "print(6)"), 0.88)
+    return STARTS["pair"](job, tmp_path_factory.mktemp("solver")).proxy
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +47,10 @@ def run_pair(job: Job, solver: Path, name: str, steps: int, *, ranks: int) -> Fo
         name,
         steps=steps,
         extra=(
-            *DRAWN,
-            "dag.custom_pipeline_fn=examples.two_agents:build",
-            *("actor_rollout_ref.proxy.kind=agent1", f"agent1.model.path={solver}"),
-            *("agent1.optim.lr=2e-3", "agent1.rollout.n=3"),
+            *(*DRAWN, *PAIR, f"agent1.model.path={solver}"),
             f"trainer.n_gpus_per_node={ranks}",
         ),
-        without=("actor_rollout_ref.proxy.model.path",),
+        without=(PROXY_MODEL,),
         ranks=ranks,
         draws=ranks > 1,
     )
