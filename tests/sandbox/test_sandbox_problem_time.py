@@ -147,15 +147,15 @@ def test_a_request_may_name_its_own_budget(submit: Submit) -> None:
 
 
 def test_honest_programs_beside_slow_ones_are_all_judged(brief: EmbeddedSandbox) -> None:
-    """A twentieth of a hundred slow programs of twenty seconds beside a hundred honest ones; the
-    client waits for a silent service for less time than all of them need.
+    """Slow programs of 24 seconds beside as many honest ones; the client waits for a silent service
+    for less time than all of them need.
     """
-    pairs, workers = 4, 2
+    pairs, workers = 9, 2
     honest = [f"n = int(input())\nprint(n)\n# {number}" for number in range(pairs)]
     slow = [f"{SLOW}\n# {number}" for number in range(pairs)]
 
     async def scenario() -> tuple[list[EvalResult], list[EvalResult], int]:
-        async with SandboxClient(brief.endpoint, timeout=1.5, attempts=2) as client:
+        async with SandboxClient(brief.endpoint, timeout=3.0, attempts=2) as client:
 
             def judged(code: str, count: int) -> asyncio.Task[EvalResult]:
                 request = submission(
@@ -166,7 +166,7 @@ def test_honest_programs_beside_slow_ones_are_all_judged(brief: EmbeddedSandbox)
                 )
                 return asyncio.create_task(client.submit(request))
 
-            first = [judged(code, 20) for code in slow]
+            first = [judged(code, 80) for code in slow]
             await asyncio.sleep(0.2)
             second = [judged(code, 5) for code in honest]
             return [await t for t in first], [await t for t in second], client.counters.retries
@@ -177,14 +177,15 @@ def test_honest_programs_beside_slow_ones_are_all_judged(brief: EmbeddedSandbox)
     assert [result.accepted for result in good] == [True] * pairs
     assert not any(case.passed for result in bad for case in result.tests)
     assert retries == 0
-    assert wall <= 1.2 * (2 * pairs * BUDGET / workers) + 2
+    # Without the budget the slow ones alone take a minute.
+    assert wall < 24 * pairs / workers / 2
 
 
 def test_requests_that_advance_in_step_are_all_judged(brief: EmbeddedSandbox) -> None:
     """None of them finishes within the time for which the client bears a silent service, although
     jobs do.
     """
-    count, silence = 12, 1.5
+    count, silence = 20, 4.0
     honest = "print(input())"
 
     async def scenario() -> tuple[list[EvalResult], list[float]]:
