@@ -98,7 +98,7 @@ demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))
 
 study: env
-	$(BIN)/python tools/study.py
+	$(BIN)/python examples/study_smollm2/study.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -201,6 +201,17 @@ def all_of(problems: list[UserError]) -> None:
         raise UserError("\n".join(lines))
 
 
+def check_together(*checks: Callable[[], object]) -> None:
+    """Run all checks and raise the UserErrors of those that fail as one."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(error)
+    all_of(problems)
+
+
 @contextmanager
 def users_code(what: str) -> Iterator[None]:
     """Turn what a block of the user's code raises into a UserError that names the line.

@@ -19,10 +19,10 @@ import transformers.models.llama.tokenization_llama
 import ctrl_megatron.checkpoint.store
 import ctrl_megatron.metrics.report.page
 import ctrl_megatron.models.value
-import ctrl_megatron.pipeline.ctrl
-import ctrl_megatron.pipeline.dynamic_sampling
-import ctrl_megatron.pipeline.run
 import ctrl_megatron.rollout.hf_engine
+import ctrl_megatron.run.train
+import ctrl_megatron.steps.ctrl
+import ctrl_megatron.steps.dynamic_sampling
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

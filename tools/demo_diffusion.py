@@ -33,8 +33,8 @@ from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.metrics.report.figures import curve_svg
 from ctrl_megatron.metrics.report.run_files import read_run_files
-from ctrl_megatron.pipeline.dump import FOLDER
 from ctrl_megatron.preparation.problem_files import read_problems
+from ctrl_megatron.record.dump import FOLDER
 from ctrl_megatron.sft.examples import SftExample, write_examples
 from ctrl_megatron.types import Attempt, Message, Problem
 

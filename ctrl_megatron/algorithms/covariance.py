@@ -17,17 +17,8 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
-from ctrl_megatron.algorithms.policy_losses import (
-    bounded_exp,
-    clip_range,
-    terms_of,
-    weighted,
-)
-from ctrl_megatron.algorithms.registry import (
-    PolicyLossTerms,
-    TokenSelection,
-    register_policy_loss,
-)
+from ctrl_megatron.algorithms.policy_losses import bounded_exp, clip_range, terms_of, weighted
+from ctrl_megatron.algorithms.registry import PolicyLossTerms, TokenSelection, register_policy_loss
 
 
 def covariance_sums(

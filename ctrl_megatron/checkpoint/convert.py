@@ -27,12 +27,7 @@ from ctrl_megatron.checkpoint.peft import (
     require_base,
     write_peft,
 )
-from ctrl_megatron.checkpoint.sharded import (
-    TensorParts,
-    load_tensors,
-    save_tensors,
-    saved_tensors,
-)
+from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors, save_tensors, saved_tensors
 from ctrl_megatron.checkpoint.store import (
     HF_FOLDER,
     POLICY_FOLDER,

@@ -10,13 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.checkpoint.manifest import (
-    MARKER,
-    DamagedFiles,
-    Manifest,
-    added,
-    verify,
-)
+from ctrl_megatron.checkpoint.manifest import MARKER, DamagedFiles, Manifest, added, verify
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import given_path
 from ctrl_megatron.errors import UserError

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = _in(options.out, checked_config(options.config, options.overrides, "rl"))
     out = Path(config.trainer.run_dir)
     from ctrl_megatron.eval.transcripts import ChainPlan
-    from ctrl_megatron.pipeline.evaluation import EvaluationJob, evaluate
+    from ctrl_megatron.run.evaluation import EvaluationJob, evaluate
 
     plan = ChainPlan(samples=options.samples, turns=options.turns, temperature=options.temperature)
     job = EvaluationJob(
@@ -170,7 +170,7 @@ def _configs(
     proxy which cannot be used, before any process starts.
     """
     from ctrl_megatron.eval.transcripts import is_evaluation
-    from ctrl_megatron.pipeline.evaluation import check_evaluation
+    from ctrl_megatron.run.evaluation import check_evaluation
 
     if is_evaluation(out):
         raise UserError(

@@ -84,15 +84,10 @@ def _settings(dump: Path, world: int, local_world: int) -> list[str]:
 def _replay(
     config: Config, directory: Path, weights: Path | None, judges: bool, tolerance: float
 ) -> int:
-    from ctrl_megatron.pipeline.dump import read_dump
-    from ctrl_megatron.pipeline.inputs import check_models
-    from ctrl_megatron.pipeline.replay import (
-        find_start,
-        replay_judging,
-        replay_update,
-        sample_names,
-    )
-    from ctrl_megatron.pipeline.run import check_names, pipeline_of
+    from ctrl_megatron.record.dump import read_dump
+    from ctrl_megatron.run.checks.models import check_models
+    from ctrl_megatron.run.checks.rl import check_names, pipeline_of
+    from ctrl_megatron.run.replay import find_start, replay_judging, replay_update, sample_names
 
     graph, dump = pipeline_of(config), read_dump(directory)
     check_names(config)

@@ -318,7 +318,7 @@ def _placed(config: Config) -> tuple[Config, str]:
     from ctrl_megatron.memory.proposal import placed
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.models.layer_spec import has_transformer_engine
-    from ctrl_megatron.pipeline.inputs import this_gpu
+    from ctrl_megatron.run.checks.machine import this_gpu
 
     gib, gpu = config.placement.gpu_memory, this_gpu()
     if gib is not None:

@@ -66,12 +66,7 @@ from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.preparation.selection import Shares
 from ctrl_megatron.preparation.solution_files import read_solutions
 from ctrl_megatron.preparation.stages import SynthesisStages, opener
-from ctrl_megatron.preparation.training_files import (
-    FILES,
-    Recipe,
-    check_parts,
-    make_training_files,
-)
+from ctrl_megatron.preparation.training_files import FILES, Recipe, check_parts, make_training_files
 from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
 if TYPE_CHECKING:

@@ -20,15 +20,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = training_config("train_rl", "rl", arguments, __doc__, check_inputs)
     if isinstance(config, int):
         return config
-    from ctrl_megatron.pipeline.run import train
+    from ctrl_megatron.run.train import train
 
     return 0 if train(config) else STOPPED
 
 
 def check_inputs(config: Config) -> None:
     """Raise UserError for wrong input of the run, before a rank starts."""
-    from ctrl_megatron.pipeline.inputs import check_rows
-    from ctrl_megatron.pipeline.run import check_run
+    from ctrl_megatron.run.checks.rl import check_run
+    from ctrl_megatron.run.inputs import check_rows
 
     graph, rewards = check_run(config)
     check_rows(config, rewards, validates=graph.report.validate is not None)

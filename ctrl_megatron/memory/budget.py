@@ -11,12 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
-from ctrl_megatron.memory.activations import (
-    Kernels,
-    PassShape,
-    inference_workspace,
-    update_use,
-)
+from ctrl_megatron.memory.activations import Kernels, PassShape, inference_workspace, update_use
 from ctrl_megatron.memory.engine import (
     COMMUNICATOR,
     CUDA_CONTEXT,

@@ -5,13 +5,7 @@ from ctrl_megatron.metrics.flops import device_peak, measure_peak_flops, mfu
 from ctrl_megatron.metrics.json_lines import JsonlWriter, read_json_lines
 from ctrl_megatron.metrics.server import Gauge, MetricsServer
 from ctrl_megatron.metrics.sinks import build_sinks
-from ctrl_megatron.metrics.timeline import (
-    Meter,
-    Phase,
-    Timeline,
-    hidden_seconds,
-    seconds_by_name,
-)
+from ctrl_megatron.metrics.timeline import Meter, Phase, Timeline, hidden_seconds, seconds_by_name
 
 __all__ = [
     "Display",

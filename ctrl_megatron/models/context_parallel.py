@@ -21,12 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from ctrl_megatron.models.packed_layout import (
-    PackedLayoutParams,
-    SharedTokens,
-    by_rank,
-    in_order,
-)
+from ctrl_megatron.models.packed_layout import PackedLayoutParams, SharedTokens, by_rank, in_order
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedLayoutParams], torch.Tensor]
 """``models.attention.Attend`` with its scale."""

@@ -11,12 +11,7 @@ import torch
 
 from ctrl_megatron.algorithms.coupled import coupled_weights
 from ctrl_megatron.data.packing import pack
-from ctrl_megatron.models.micro_batch import (
-    Fields,
-    MicroBatch,
-    attended_tokens,
-    micro_batch,
-)
+from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, micro_batch
 from ctrl_megatron.models.packed_layout import lay_out
 from ctrl_megatron.models.shape import MaskedDiffusion
 

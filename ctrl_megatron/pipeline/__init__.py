@@ -1,4 +1,4 @@
-"""Pipelines as task graphs, and the training loop that runs them.
+"""The names that a user's pipeline imports; ``graph``, ``steps`` and ``guide`` define them.
 
 The built-in pipelines and their parts load torch and Megatron; these names are imported when they
 are first used, so that declaring a graph needs neither library.
@@ -7,44 +7,40 @@ are first used, so that declaring a graph needs neither library.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctrl_megatron.pipeline import node_fields, node_keys
-from ctrl_megatron.pipeline.data_coordinator import DataCoordinator, SampleInfo
-from ctrl_megatron.pipeline.graph import (
-    Node,
-    NodeOutput,
-    Pipeline,
-    StepReport,
-    TaskGraph,
-)
-from ctrl_megatron.pipeline.graph_file import pipeline_from_file
-from ctrl_megatron.pipeline.scheduler import (
+from ctrl_megatron.graph import node_fields, node_keys
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
+from ctrl_megatron.graph.node import Node, NodeOutput
+from ctrl_megatron.graph.siirl_names import NodeRole, NodeStatus, NodeType
+from ctrl_megatron.guide.data_coordinator import DataCoordinator, SampleInfo
+from ctrl_megatron.guide.graph_file import pipeline_from_file
+from ctrl_megatron.guide.scheduler import (
     ProcessGroupManager,
     TaskScheduler,
     discover_and_split_parallel_paths,
 )
-from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
-    from ctrl_megatron.pipeline.batch import columns, make_batch, texts
-    from ctrl_megatron.pipeline.chain import critiques_of, judge, read_critique, revise
-    from ctrl_megatron.pipeline.ctrl import add_update_nodes, ctrl_pipeline
-    from ctrl_megatron.pipeline.embodied import embodied_srpo_pipeline
-    from ctrl_megatron.pipeline.episodes import (
+    from ctrl_megatron.graph.columns import texts
+    from ctrl_megatron.guide.embodied import embodied_srpo_pipeline
+    from ctrl_megatron.steps.batch import columns, make_batch
+    from ctrl_megatron.steps.chain import critiques_of, judge, read_critique, revise
+    from ctrl_megatron.steps.ctrl import add_update_nodes, ctrl_pipeline
+    from ctrl_megatron.steps.episodes import (
         Environment,
         Episodes,
         Observation,
         environment_pipeline,
     )
-    from ctrl_megatron.pipeline.grpo import (
+    from ctrl_megatron.steps.grpo import (
         coupled_grpo_pipeline,
         dapo_pipeline,
         grpo_pipeline,
         ppo_pipeline,
     )
-    from ctrl_megatron.pipeline.guide_worker import DAGWorker
-    from ctrl_megatron.pipeline.performance import step_performance
-    from ctrl_megatron.pipeline.repair import repair_pipeline
-    from ctrl_megatron.pipeline.sampling import balance, draw_samples
+    from ctrl_megatron.steps.guide_worker import DAGWorker
+    from ctrl_megatron.steps.performance import step_performance
+    from ctrl_megatron.steps.repair import repair_pipeline
+    from ctrl_megatron.steps.sampling import balance, draw_samples
 
 __all__ = [
     "DAGWorker",
@@ -90,22 +86,26 @@ __all__ = [
 
 
 _LATER = {
-    **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "ctrl"),
-    **dict.fromkeys(("columns", "make_batch", "texts"), "batch"),
-    **dict.fromkeys(("critiques_of", "judge", "read_critique", "revise"), "chain"),
-    **dict.fromkeys(("balance", "draw_samples"), "sampling"),
+    "texts": "graph.columns",
+    **dict.fromkeys(("columns", "make_batch"), "steps.batch"),
+    **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "steps.ctrl"),
+    **dict.fromkeys(("critiques_of", "judge", "read_critique", "revise"), "steps.chain"),
+    **dict.fromkeys(("balance", "draw_samples"), "steps.sampling"),
     **dict.fromkeys(
-        ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "grpo"
+        ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "steps.grpo"
     ),
-    "step_performance": "performance",
-    "DAGWorker": "guide_worker",
-    **dict.fromkeys(("Environment", "Episodes", "Observation", "environment_pipeline"), "episodes"),
-    "embodied_srpo_pipeline": "embodied",
-    "repair_pipeline": "repair",
+    "step_performance": "steps.performance",
+    "DAGWorker": "steps.guide_worker",
+    **dict.fromkeys(
+        ("Environment", "Episodes", "Observation", "environment_pipeline"), "steps.episodes"
+    ),
+    "embodied_srpo_pipeline": "guide.embodied",
+    "repair_pipeline": "steps.repair",
 }
+"""Name -> the module of this package that defines it."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(import_module(f"ctrl_megatron.{_LATER[name]}"), name)

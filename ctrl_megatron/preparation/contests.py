@@ -12,11 +12,7 @@ from ctrl_megatron.data.verl_form import row_problem, source_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH
 from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
-from ctrl_megatron.problems.input_output import (
-    function_problem,
-    problem_of_tests,
-    program_problem,
-)
+from ctrl_megatron.problems.input_output import function_problem, problem_of_tests, program_problem
 from ctrl_megatron.sandbox.datasets.problems import StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
 from ctrl_megatron.types import Problem

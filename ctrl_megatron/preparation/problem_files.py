@@ -13,11 +13,7 @@ from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads
-from ctrl_megatron.problems.tests import (
-    DEFAULT_TIME_LIMIT,
-    comparison_complaint,
-    decode_tests,
-)
+from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, comparison_complaint, decode_tests
 from ctrl_megatron.rewards.grading import judgeable_tests
 from ctrl_megatron.types import Attempt, Problem, PrompterType
 

@@ -29,12 +29,7 @@ from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
-from ctrl_megatron.resharding.sources import (
-    DirectorySource,
-    ModelSource,
-    NoAdapters,
-    WeightSource,
-)
+from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, NoAdapters, WeightSource
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 from ctrl_megatron.types import StrategyName

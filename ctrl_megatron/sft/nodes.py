@@ -13,21 +13,17 @@ from ctrl_megatron.algorithms.denoising import draw_denoising_masks
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
+from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.metrics import Timeline, mfu, seconds_by_name
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
-from ctrl_megatron.pipeline.graph import (
-    NodeOutput,
-    Pipeline,
-    StepReport,
-    TaskGraph,
-)
-from ctrl_megatron.pipeline.performance import tokens_of
-from ctrl_megatron.pipeline.siirl_names import NodeRole, NodeType
+from ctrl_megatron.steps.batch import pad_rows, tensors_of
+from ctrl_megatron.steps.performance import tokens_of
 
 Tokens = tuple[int, ...]
 _VALIDATION_ROWS = 64

@@ -11,30 +11,28 @@ from ctrl_megatron.checkpoint.store import POLICY_FOLDER, CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, check_together, users_input
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.pipeline.build import build_policy, optimizer_options
-from ctrl_megatron.pipeline.inputs import (
+from ctrl_megatron.record.profile import profiles
+from ctrl_megatron.record.recorder import Recorder, banner
+from ctrl_megatron.run.build import build_policy, optimizer_options
+from ctrl_megatron.run.checks.machine import (
     check_checkpoint,
     check_disk,
     check_gpu,
     check_loggers,
-    check_models,
     check_place,
-    check_together,
-    check_tokenizer,
-    check_tokenizers,
-    is_finished,
+    check_profile,
 )
-from ctrl_megatron.pipeline.loop import Schedule, TrainingLoop
-from ctrl_megatron.pipeline.performance import device_memory, peak_flops_per_device
-from ctrl_megatron.pipeline.profile import check_profile, profiles
-from ctrl_megatron.pipeline.recorder import Recorder, banner
-from ctrl_megatron.pipeline.session import session
+from ctrl_megatron.run.checks.models import check_models, check_tokenizer, check_tokenizers
+from ctrl_megatron.run.inputs import is_finished
+from ctrl_megatron.run.loop import Schedule, TrainingLoop
+from ctrl_megatron.run.session import session
 from ctrl_megatron.sft.examples import SftExample, read_examples
 from ctrl_megatron.sft.nodes import SftWorker, Tokens, sft_pipeline
+from ctrl_megatron.steps.performance import device_memory, peak_flops_per_device
 
 
 def train_sft(config: Config) -> bool:

@@ -4,7 +4,7 @@
         dag.custom_pipeline_fn=examples.guide.worker:build
 
 The guide's worker builds its models in two phases and runs its own loop (sections 5.1 to 5.4). Here
-``ctrl_megatron/pipeline/build.py`` and ``loop.py`` do that for every pipeline; the state that nodes
+``ctrl_megatron/run/build.py`` and ``loop.py`` do that for every pipeline; the state that nodes
 use has other names: ``self.step`` for ``global_steps``, ``self.policy``, ``self.reference`` and
 ``self.value``, those of the node's ``agent_group``, for ``agent_group[NodeRole...]``,
 ``self.train`` for the data loader, ``self.groups`` for ``process_groups``.

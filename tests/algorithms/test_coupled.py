@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.algorithms.coupled import (
-    HIGHEST,
-    LOWEST,
-    MaskRule,
-    coupled_weights,
-    draw_masks,
-)
+from ctrl_megatron.algorithms.coupled import HIGHEST, LOWEST, MaskRule, coupled_weights, draw_masks
 
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=5)
 

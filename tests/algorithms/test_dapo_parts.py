@@ -7,10 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.algorithms import (
-    compute_grpo_outcome_advantage,
-    groups_with_signal,
-)
+from ctrl_megatron.algorithms import compute_grpo_outcome_advantage, groups_with_signal
 
 rows = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.1, 1.0])), max_size=12)
 

@@ -7,10 +7,7 @@ import torch
 from hypothesis import given
 from ragged_batches import normal, ragged_mask, seeds, spoil
 
-from ctrl_megatron.algorithms import (
-    masked,
-    masked_whiten,
-)
+from ctrl_megatron.algorithms import masked, masked_whiten
 from ctrl_megatron.algorithms.masked import masked_mean, moment_sums, row_sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)

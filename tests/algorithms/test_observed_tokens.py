@@ -24,7 +24,7 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.algorithms.core_algos import compute_policy_loss
 from ctrl_megatron.config import Actor
 from ctrl_megatron.models.loss_scale import GlobalCounts
-from ctrl_megatron.pipeline.losses import ActorLoss
+from ctrl_megatron.steps.losses import ActorLoss
 
 ROWS, WIDTH = 6, 11
 

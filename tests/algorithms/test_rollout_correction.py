@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
-from ctrl_megatron.algorithms import (
-    MismatchSums,
-    correct_rollout,
-    mismatch_metrics,
-    mismatch_sums,
-)
+from ctrl_megatron.algorithms import MismatchSums, correct_rollout, mismatch_metrics, mismatch_sums
 from ctrl_megatron.algorithms.rollout_correction import ROLLOUT_IS, ROLLOUT_RS
 
 ratios = st.sampled_from(["token", "sequence", "geometric"])

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
-from ctrl_megatron.algorithms import (
-    POLICY_LOSS_REGISTRY,
-    covariance_sums,
-    over_tokens,
-)
+from ctrl_megatron.algorithms import POLICY_LOSS_REGISTRY, covariance_sums, over_tokens
 from ctrl_megatron.algorithms.covariance import (
     select_clip_cov,
     select_kl_cov,

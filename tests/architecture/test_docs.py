@@ -276,7 +276,7 @@ def test_the_page_of_public_names_is_what_the_tool_writes() -> None:
 
 
 def test_the_page_of_own_pipelines_names_every_member_of_the_worker() -> None:
-    from ctrl_megatron.pipeline.worker import DAGWorker
+    from ctrl_megatron.steps.worker import DAGWorker
 
     members = {name for name in dir(DAGWorker) if not name.startswith("_")}
     shown = set(re.findall(r"\w+", " ".join(quoted("docs/own_pipeline.md"))))

@@ -29,7 +29,7 @@ NOT_HERE = {
     "docker": "Docker; container/Dockerfile has not been built",
     "hf": "a model hub",
     "tensorboard": "a browser; tests/integration/test_journeys.py looks for its files",
-    "tools/study.py": "hours; tests/tools/test_study.py",
+    "examples/study_smollm2/study.py": "hours; tests/tools/test_study.py",
     "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
 """Commands that these tests do not run, with what they need."""

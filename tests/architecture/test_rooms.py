@@ -27,6 +27,7 @@ ORDER = (
         "types",
         "engine_kinds",
         "background",
+        "keeping",
         "exposition",
         "config",
         "metrics",
@@ -38,7 +39,8 @@ ORDER = (
         "algorithms",
     ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
-    *("eval", "pipeline", "sft", "preparation", "commands"),
+    *("eval", "graph", "steps", "record", "run", "guide", "pipeline"),
+    *("sft", "preparation", "commands"),
 )
 """A room imports itself and the rooms before it."""
 
@@ -48,10 +50,11 @@ HEAVY = ("torch", "tensordict", "transformers", "vllm", "sglang", "megatron", "r
 OWNERS = {
     "torch": (
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
-        *("pipeline/", "sft/", "metrics/flops.py", "commands/launcher.py"),
+        *("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
+        *("metrics/flops.py", "commands/launcher.py"),
         "commands/check_env.py",
     ),
-    "tensordict": ("pipeline/", "sft/"),
+    "tensordict": ("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
     "megatron": ("parallel/", "models/"),
     "transformers": (
         *("data/tokens.py", "models/transformers_model.py"),

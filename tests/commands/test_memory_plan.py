@@ -104,7 +104,8 @@ def test_wrong_input_is_named(
 def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     purpose: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ctrl_megatron.pipeline import inputs, run
+    from ctrl_megatron.run import inputs
+    from ctrl_megatron.run import train as run
     from ctrl_megatron.sft import run as sft_run
 
     shape = json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text())

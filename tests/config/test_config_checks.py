@@ -320,10 +320,7 @@ UNBOUNDED = {
 
 
 def test_tables_of_options_are_what_the_algorithms_read() -> None:
-    from ctrl_megatron.algorithms import (
-        POLICY_LOSS_REGISTRY,
-        get_adv_estimator,
-    )
+    from ctrl_megatron.algorithms import POLICY_LOSS_REGISTRY, get_adv_estimator
 
     def declared(switch: str, name: str) -> set[str]:
         return {

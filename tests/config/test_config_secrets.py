@@ -12,7 +12,7 @@ from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
 from ctrl_megatron.config.secrets import hidden_in, hide, hide_text, instead_of
 from ctrl_megatron.errors import concealed
-from ctrl_megatron.pipeline.recorder import config_changes, keep_config
+from ctrl_megatron.record.recorder import config_changes, keep_config
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
 SECRET = "correct-horse"

@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.rows import (
-    Row,
-    read_rows,
-    row_of,
-    rows_by_id,
-    write_rows,
-)
+from ctrl_megatron.data.rows import Row, read_rows, row_of, rows_by_id, write_rows
 from ctrl_megatron.problems.tests import decode_tests
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Problem

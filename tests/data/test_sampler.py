@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline.build import row_sampler
+from ctrl_megatron.run.build import row_sampler
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 

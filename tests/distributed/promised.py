@@ -187,7 +187,7 @@ def value_steps(
 ) -> list[dict[str, float]]:
     """The metrics of three steps of two updates each, with the trainer's own loss, of a value model
     that begins with a head of zeros."""
-    from ctrl_megatron.pipeline.losses import ValueLoss
+    from ctrl_megatron.steps.losses import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}

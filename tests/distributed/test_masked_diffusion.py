@@ -9,13 +9,7 @@ import torch
 from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_policy import LAYOUTS, assert_same_weights, ranks
-from tiny_models import (
-    llada_name,
-    random_batch,
-    reference_scores,
-    save_masked,
-    with_masks,
-)
+from tiny_models import llada_name, random_batch, reference_scores, save_masked, with_masks
 from world import run_world
 
 from ctrl_megatron.models.hf_config import read_model_shape

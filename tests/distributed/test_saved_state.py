@@ -19,12 +19,7 @@ from world import run_world
 
 from ctrl_megatron.checkpoint.convert import megatron_to_hf
 from ctrl_megatron.checkpoint.files import MARKER
-from ctrl_megatron.checkpoint.sharded import (
-    STEPS_FILE,
-    TensorParts,
-    load_tensors,
-    saved_tensors,
-)
+from ctrl_megatron.checkpoint.sharded import STEPS_FILE, TensorParts, load_tensors, saved_tensors
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.weight_update import tensor_checksum

@@ -831,12 +831,12 @@ def filtered_step(
 
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.config import Actor
+    from ctrl_megatron.graph.executor import Executor
     from ctrl_megatron.metrics import Timeline
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
-    from ctrl_megatron.pipeline.batch import tensors_of
-    from ctrl_megatron.pipeline.executor import Executor
-    from ctrl_megatron.pipeline.losses import ActorLoss, mini_batches
+    from ctrl_megatron.steps.batch import tensors_of
+    from ctrl_megatron.steps.losses import ActorLoss, mini_batches
 
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -886,7 +886,7 @@ def objectives(
 
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.config import Actor
-    from ctrl_megatron.pipeline.losses import ActorLoss, select_tokens
+    from ctrl_megatron.steps.losses import ActorLoss, select_tokens
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -962,7 +962,7 @@ def reward_parity(
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.value import RewardModel
-    from ctrl_megatron.pipeline.reward_reader import RewardReader
+    from ctrl_megatron.steps.reward_reader import RewardReader
 
     groups, results = start(layout), {}
     options = _model_options(None, {"token_budget": 256})
@@ -1028,7 +1028,7 @@ def value_steps(
 def value_learns(rank: int, layout: dict, directory: str, batch: dict, steps: int) -> list[float]:
     """The explained variance before every step of the trainer's own loss on the same returns."""
     from ctrl_megatron.algorithms import explained_variance, explained_variance_sums
-    from ctrl_megatron.pipeline.losses import ValueLoss
+    from ctrl_megatron.steps.losses import ValueLoss
 
     groups, found = start(layout), []
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
@@ -1062,9 +1062,9 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested
     from ctrl_megatron.parallel.waiting import Waiting
-    from ctrl_megatron.pipeline.worker import RolloutWorker
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
+    from ctrl_megatron.steps.worker import RolloutWorker
     from ctrl_megatron.types import SamplingParams
 
     if rank == 0:

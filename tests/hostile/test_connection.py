@@ -9,13 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from hostile_connection import ATTACKS, LIMITS, WORKERS, submission
-from hostile_service import (
-    HONEST,
-    Outcomes,
-    idle_table,
-    readable_python,
-    service_stats,
-)
+from hostile_service import HONEST, Outcomes, idle_table, readable_python, service_stats
 from hostile_service import submission as secret_submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient

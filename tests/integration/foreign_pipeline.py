@@ -15,22 +15,17 @@ import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import agg_loss, register_policy_loss
-from ctrl_megatron.pipeline import (
-    NodeOutput,
-    NodeType,
-    Pipeline,
-    StepReport,
-    TaskGraph,
-)
-from ctrl_megatron.pipeline.batch import make_batch, texts
-from ctrl_megatron.pipeline.ctrl import (
+from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline, StepReport, TaskGraph
+from ctrl_megatron.steps.batch import make_batch
+from ctrl_megatron.steps.ctrl import (
     advantages,
     old_log_prob,
     rollout_correction,
     sync_weights,
     update_actor,
 )
-from ctrl_megatron.pipeline.sampling import draw_samples
+from ctrl_megatron.steps.sampling import draw_samples
 
 
 def brevity(items: Sequence[Any]) -> list[float]:

@@ -111,7 +111,7 @@ def _rank(
 
     from ctrl_megatron.config import check_files, check_world_size, load_config
     from ctrl_megatron.metrics.report import page
-    from ctrl_megatron.pipeline.run import train
+    from ctrl_megatron.run.train import train
     from ctrl_megatron.sft.run import train_sft
 
     torch.set_num_threads(1)

@@ -30,9 +30,9 @@ from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
 from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
 from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.pipeline.dump import FOLDER as DUMPS
-from ctrl_megatron.pipeline.dump import read_dump
 from ctrl_megatron.preparation.task_rows import solving_rows
+from ctrl_megatron.record.dump import FOLDER as DUMPS
+from ctrl_megatron.record.dump import read_dump
 
 FOLDER = Path(__file__).with_name("golden")
 STEPS, DUMPED = 4, 2
@@ -94,6 +94,8 @@ class Case:
     without: tuple[str, ...] = ()
     ranks: int = 2
     start: str = "critic"
+    dumps: bool = True
+    """False for two policies, of which a dump would lack one."""
 
     def on(self, ranks: int) -> Case:
         """The same on so many ranks."""
@@ -110,12 +112,14 @@ _MORE: dict[str, Case] = {
     "stale": Case(
         extra=(
             "actor_rollout_ref.rollout.staleness=1",
+            "actor_rollout_ref.rollout.placement=dedicated",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
             "algorithm.rollout_correction.rollout_is=token",
         )
     ),
     "repair": Case(extra=REPAIR, without=NO_REVISIONS, start="solver"),
     "coupled": Case(extra=(*COUPLED, *TWICE), without=NO_PROGRAMS, start="denoiser"),
-    "two_policies": Case(extra=PAIR, without=(PROXY_MODEL,), start="pair"),
+    "two_policies": Case(extra=PAIR, without=(PROXY_MODEL,), start="pair", dumps=False),
 }
 _MORE |= {name: Case(extra=extra) for name, extra in RL.items()}
 CASES: dict[str, Case] = {
@@ -172,15 +176,18 @@ STARTS: dict[str, Callable[[Job, Path], Job]] = {
 
 
 def run_case(job: Job, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The steps of the case of that name, and the batch of step ``DUMPED``; ``job`` has what
-    ``STARTS`` makes for it."""
+    """The steps of the case of that name, and the batch of step ``DUMPED`` if it dumps; ``job`` has
+    what ``STARTS`` makes for it."""
     case = CASES[name]
-    extra = (*DRAWN, *case.extra, f"trainer.dump_steps=[{DUMPED}]")
+    extra = (*DRAWN, *case.extra)
+    if case.dumps:
+        extra += (f"trainer.dump_steps=[{DUMPED}]",)
     if case.start == "pair":
         extra += (f"agent1.model.path={job.proxy}",)
     run = run_forked(job, name, steps=STEPS, extra=extra, without=case.without, ranks=case.ranks)
     assert run.codes == (0,) * case.ranks, run.output[-8000:]
-    return steps_of(run), batch_of(run.folder / DUMPS / f"global_step_{DUMPED}")
+    dump = run.folder / DUMPS / f"global_step_{DUMPED}"
+    return steps_of(run), batch_of(dump) if case.dumps else {}
 
 
 def batch_of(dump: Path) -> dict[str, Any]:
@@ -266,7 +273,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def load_batch(name: str) -> dict[str, Any]:
-    """The recorded batch of a case."""
+    """The recorded batch of a case; nothing for one that does not dump."""
+    if not CASES[name].dumps:
+        return {}
     return json.loads(lzma.decompress(_batch_file(name).read_bytes()))
 
 
@@ -289,8 +298,8 @@ def record(names: list[str]) -> None:
         for name in names or [*RL, "sft", *CASES]:
             if name in CASES:
                 steps, batch = run_case(start(CASES[name].start), name)
-                packed = lzma.compress(json.dumps(batch).encode())
-                _batch_file(name).write_bytes(packed)
+                if batch:
+                    _batch_file(name).write_bytes(lzma.compress(json.dumps(batch).encode()))
             else:
                 steps = run_sft(job) if name == "sft" else run_rl(job, name, name)
             text = json.dumps({"machine": machine(), "steps": steps}, indent=1)

@@ -21,9 +21,9 @@ def judge_beside_log_probs(
     contain ``lost``.
     """
     from ctrl_megatron.config import load_config
-    from ctrl_megatron.pipeline.ctrl import critique_metrics
-    from ctrl_megatron.pipeline.executor import Executor
+    from ctrl_megatron.graph.executor import Executor
     from ctrl_megatron.sandbox import EmbeddedSandbox
+    from ctrl_megatron.steps.ctrl import critique_metrics
 
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides)
     with EmbeddedSandbox.start(workers=2) as service:
@@ -75,11 +75,11 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag
-    from ctrl_megatron.pipeline.build import build_policy
-    from ctrl_megatron.pipeline.inputs import prompt_tables
-    from ctrl_megatron.pipeline.worker import DAGWorker
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
+    from ctrl_megatron.run.build import build_policy
+    from ctrl_megatron.run.inputs import prompt_tables
     from ctrl_megatron.sandbox import SandboxClient
+    from ctrl_megatron.steps.worker import DAGWorker
 
     groups = initialize(Layout(), seed=config.trainer.seed, timeout_seconds=60)
     path = config.actor_rollout_ref.model.path
@@ -118,8 +118,8 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
 def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     from tensordict import NonTensorStack
 
-    from ctrl_megatron.pipeline.batch import Sample, make_batch
     from ctrl_megatron.prompts import parse_judgment
+    from ctrl_megatron.steps.batch import Sample, make_batch
     from ctrl_megatron.types import Completion, VersionSpan
 
     drawn = []
@@ -248,7 +248,7 @@ def _gaps(
     policy: Any, dialogues: list[list[int]], sampled: list[Any], pad_token_id: int
 ) -> torch.Tensor:
     """|p_engine - p_trainer| of every sampled token."""
-    from ctrl_megatron.pipeline.batch import pad_rows, tensors_of
+    from ctrl_megatron.steps.batch import pad_rows, tensors_of
 
     batch = pad_rows(dialogues, [c.token_ids for c in sampled], pad_token_id=pad_token_id)
     log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)

@@ -61,11 +61,10 @@ def assert_recorded(name: str, steps: Steps) -> None:
 
 
 def exactly(wanted: Any, same_machine: bool) -> Any:
-    """The same, or close to it where another machine has recorded it; also the numbers of lists."""
-    if same_machine:
-        return wanted
+    """Equal to what was recorded, or with numbers close to it where another machine recorded it."""
     if isinstance(wanted, float):
-        return pytest.approx(wanted, **golden_runs.DIFFERENT_MACHINE, nan_ok=True)
+        bounds = {"rel": 0.0, "abs": 0.0} if same_machine else golden_runs.DIFFERENT_MACHINE
+        return pytest.approx(wanted, **bounds, nan_ok=True)
     if isinstance(wanted, dict):
         return {key: exactly(value, same_machine) for key, value in wanted.items()}
     if isinstance(wanted, list):
@@ -81,12 +80,11 @@ def test_every_kind_of_run(starts: Callable[[str], Job], name: str) -> None:
     assert_recorded(name, steps)
     recorded = golden_runs.load_batch(name)
     same_machine = golden_runs.load(name)["machine"] == golden_runs.machine()
-    assert batch["rows"] == recorded["rows"]
-    for field, values in recorded["fields"].items():
-        # Dumps of NaN are equal too.
-        assert repr(batch["fields"].get(field)) == repr(values) or batch["fields"].get(
-            field
-        ) == exactly(values, same_machine), field
+    assert batch.get("rows") == recorded.get("rows")
+    for field, values in recorded.get("fields", {}).items():
+        # Which of two equal programs is judged first, and which is then known, is left open.
+        if field != "cached":
+            assert batch["fields"].get(field) == exactly(values, same_machine), field
 
 
 @pytest.mark.parametrize(

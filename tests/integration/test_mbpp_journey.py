@@ -29,9 +29,9 @@ MOMENTS = (
     "train_sft ctrl_megatron.models.policy:Policy.step 2",
     "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
     "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",
-    "train_rl ctrl_megatron.pipeline.loop:TrainingLoop._validate 1",  # after the last step
+    "train_rl ctrl_megatron.run.loop:TrainingLoop._validate 1",  # after the last step
     "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfFiles.finish 1",
-    "evaluate ctrl_megatron.pipeline.evaluation:write_part 2",
+    "evaluate ctrl_megatron.run.evaluation:write_part 2",
 )
 """In order: when each comes, everything before it is finished. ``test_synthesis_restart`` kills the
 other stages of a synthesis."""

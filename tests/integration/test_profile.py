@@ -11,7 +11,7 @@ from launched_run import Job
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.pipeline.profile import check_profile
+from ctrl_megatron.run.checks.machine import check_profile
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -25,7 +25,7 @@ from tiny_run import PROGRAM, byte_chat_model
 from ctrl_megatron.config import KEYS
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.pipeline.proxy import EngineProxy
+from ctrl_megatron.steps.proxy import EngineProxy
 from ctrl_megatron.types import Completion, Message, VersionSpan
 
 P = "actor_rollout_ref.proxy."

@@ -16,7 +16,7 @@ from replayed import replay
 
 from ctrl_megatron.checkpoint.manifest import MARKER
 from ctrl_megatron.checkpoint.store import STATE_FILE
-from ctrl_megatron.pipeline.dump import read_dump
+from ctrl_megatron.record.dump import read_dump
 
 pytestmark = pytest.mark.timeout(600)
 

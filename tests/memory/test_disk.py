@@ -11,7 +11,7 @@ from test_budget import example
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.pipeline import inputs
+from ctrl_megatron.run import inputs
 
 PARAMETERS = 7_615_616_512
 """Parameters of Qwen2.5-7B according to its model card."""

@@ -14,14 +14,7 @@ from ctrl_megatron.commands.start import _placed
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.engine import GIB
-from ctrl_megatron.memory.proposal import (
-    StepWork,
-    candidates,
-    placed,
-    propose,
-    times_of,
-    work_of,
-)
+from ctrl_megatron.memory.proposal import StepWork, candidates, placed, propose, times_of, work_of
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.shape import value_shape

@@ -21,7 +21,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
 from ctrl_megatron.metrics.sinks import TextSink, step_table
-from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.record.recorder import Recorder
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}

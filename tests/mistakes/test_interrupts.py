@@ -69,9 +69,9 @@ def test_while_it_imports(world: Path) -> None:
     ("moment", "interrupt"),
     [
         ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
-        ("meeting", Interrupt("ctrl_megatron.pipeline.session:join", TERM)),
-        ("loading", Interrupt("ctrl_megatron.pipeline.build:load_hf", INT)),
-        ("before the first step", Interrupt("ctrl_megatron.pipeline.loop:Executor", HUP)),
+        ("meeting", Interrupt("ctrl_megatron.run.session:join", TERM)),
+        ("loading", Interrupt("ctrl_megatron.run.build:load_hf", INT)),
+        ("before the first step", Interrupt("ctrl_megatron.run.loop:Executor", HUP)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -148,7 +148,7 @@ def test_a_tool_leaves_nothing_half_written(
 @pytest.mark.parametrize(
     ("moment", "interrupt"),
     [
-        ("services starting", Interrupt("ctrl_megatron.pipeline.services:Services.wait", INT)),
+        ("services starting", Interrupt("ctrl_megatron.rollout.fleet:Services.wait", INT)),
         ("generating", Interrupt("ctrl_megatron.rollout.client:RemoteEngine.generate", TERM)),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -38,7 +38,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.pipeline.evaluation import EvaluationJob, settings_of
+from ctrl_megatron.run.evaluation import EvaluationJob, settings_of
 
 TRAINING = ("train_rl", "train_sft")
 _A = "actor_rollout_ref."
@@ -1008,8 +1008,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the mistake was not noticed")
 
     for place in (
-        *("ctrl_megatron.pipeline.run.session", "ctrl_megatron.sft.run.session"),
-        "ctrl_megatron.pipeline.evaluation.session",
+        *("ctrl_megatron.run.train.session", "ctrl_megatron.sft.run.session"),
+        "ctrl_megatron.run.evaluation.session",
         *(
             "torch.distributed.run.main",
             "ctrl_megatron.commands.synthesize.make_training_files",
@@ -1020,7 +1020,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             "tools.make_env.run",
         ),
         "ctrl_megatron.sandbox.__main__.serve",
-        *("tools.make_mutants.judge", "tools.prepare_mutants.new_files", "tools.study._run"),
+        *(
+            "tools.make_mutants.judge",
+            "tools.prepare_mutants.new_files",
+            "examples.study_smollm2.study._run",
+        ),
         *("ctrl_megatron.commands.generate._grow", "ctrl_megatron.generation.sources.open_chats"),
     ):
         monkeypatch.setattr(place, starts)

@@ -28,7 +28,7 @@ from ctrl_megatron.checkpoint.sharded import require_whole
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError, user_fault
 from ctrl_megatron.metrics import JsonlWriter, build_sinks, read_json_lines
-from ctrl_megatron.pipeline.recorder import Recorder
+from ctrl_megatron.record.recorder import Recorder
 
 SFT = "ctrl_megatron.commands.train_sft"
 MIB = 1 << 20

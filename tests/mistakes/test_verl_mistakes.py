@@ -74,7 +74,7 @@ def refusal(
     def starts(*_: object, **__: object) -> None:
         raise Started
 
-    monkeypatch.setattr("ctrl_megatron.pipeline.run.session", starts)
+    monkeypatch.setattr("ctrl_megatron.run.train.session", starts)
     code = main(["--config", "run.yaml", *arguments])
     out, errors = capfd.readouterr()
     assert code == 2 and out == "" and errors.count("\n") == 1, errors

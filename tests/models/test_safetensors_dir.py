@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.errors import UserError

@@ -645,7 +645,7 @@ REAL = {
 @needs_data
 @pytest.mark.parametrize("kind", REAL)
 def test_all_rows_of_the_real_sets_load(kind: str, tmp_path: Path) -> None:
-    """``tools/check_sandbox_data.py`` judges all their references."""
+    """``tools/check/sandbox_data.py`` judges all their references."""
     file, count = REAL[kind]
     read, dropped = read_published(kind, [SHARED / file], check=False)
     assert len(read) == count and not dropped.reasons

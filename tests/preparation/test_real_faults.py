@@ -17,7 +17,10 @@ from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutations import mutations, named_edit, occurrences
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.preparation.real_faults import (
+from ctrl_megatron.prompts import fenced
+from ctrl_megatron.types import Attempt, Verdict
+from examples.study_smollm2 import prepare_real_faults
+from examples.study_smollm2.real_faults import (
     code_of,
     known_faults,
     mutants_of,
@@ -25,9 +28,6 @@ from ctrl_megatron.preparation.real_faults import (
     tidy,
     with_references,
 )
-from ctrl_megatron.prompts import fenced
-from ctrl_megatron.types import Attempt, Verdict
-from tools import prepare_real_faults
 
 REFERENCES = [
     p.reference.strip()

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ctrl_megatron.prompts import (
-    desanitize,
-    extract_code,
-    fenced,
-    sanitize,
-    sanitized_answer,
-)
+from ctrl_megatron.prompts import desanitize, extract_code, fenced, sanitize, sanitized_answer
 from ctrl_megatron.prompts.code_block import without_reasoning
 
 CANONICAL = "```python\nx = 1\n```"

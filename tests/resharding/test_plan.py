@@ -20,11 +20,7 @@ from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.placement import EnginePlace, Placement
 from ctrl_megatron.resharding.buckets import _PIECE_BYTES, ByteSpan, byte_spans, pieces
-from ctrl_megatron.resharding.plan import (
-    EngineLayout,
-    place_in_buckets,
-    plan,
-)
+from ctrl_megatron.resharding.plan import EngineLayout, place_in_buckets, plan
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
 

@@ -18,12 +18,7 @@ from patience import PATIENCE
 from reward_samples import CORRECT, ScriptedSandbox, block, function_record, function_row, write
 
 from ctrl_megatron.rewards import RewardModelForCritic
-from ctrl_megatron.rewards.cache import (
-    CacheFileError,
-    VerdictCache,
-    decode_verdict,
-    encode_verdict,
-)
+from ctrl_megatron.rewards.cache import CacheFileError, VerdictCache, decode_verdict, encode_verdict
 from ctrl_megatron.rewards.grading import CachedJudge, grading_job
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Verdict

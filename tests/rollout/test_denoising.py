@@ -12,24 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import (
-    MASK,
-    VOCAB,
-    FrozenPrefix,
-    Sender,
-    denoised,
-    masked_dream,
-    weights,
-)
+from rollout_models import MASK, VOCAB, FrozenPrefix, Sender, denoised, masked_dream, weights
 from torch.testing import assert_close
 
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
-from ctrl_megatron.rollout.denoising import (
-    Denoiser,
-    DenoisingBatch,
-    DenoisingOptions,
-    committed,
-)
+from ctrl_megatron.rollout.denoising import Denoiser, DenoisingBatch, DenoisingOptions, committed
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_diffusion import DiffusionEngine, load_denoiser
 from ctrl_megatron.types import Completion, SamplingParams

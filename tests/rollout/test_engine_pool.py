@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_models import Sender, save, tiny_llama, weights
 
-from ctrl_megatron.pipeline.performance import engine_balance
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
@@ -28,6 +27,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
+from ctrl_megatron.steps.performance import engine_balance
 from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
 
 

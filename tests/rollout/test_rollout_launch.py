@@ -8,12 +8,7 @@ import pytest
 
 from ctrl_megatron.config.environment import keep_kernel_order
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.rollout.engine import (
-    EnginePart,
-    EngineSpec,
-    available_engines,
-    require_engine,
-)
+from ctrl_megatron.rollout.engine import EnginePart, EngineSpec, available_engines, require_engine
 from ctrl_megatron.rollout.launch import engine_environment
 
 

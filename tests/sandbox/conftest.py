@@ -14,11 +14,7 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sandbox.wire import (
-    EvalResult,
-    RunCodeRequest,
-    RunCodeResponse,
-)
+from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse
 
 Result = TypeVar("Result")
 

@@ -26,7 +26,7 @@ from ctrl_megatron.problems.comparison import (
 )
 from ctrl_megatron.sandbox.client import SandboxClient
 from ctrl_megatron.sandbox.wire import EvalResult
-from tools import format_mutations as formats
+from tools.check import format_mutations as formats
 
 DOCS = Path(__file__).parents[2] / "docs" / "sandbox.md"
 TOLERANT = ("float:1e-6", "absolute:0.001", "relative:1e-9")
@@ -210,7 +210,7 @@ def test_the_table_of_the_docs_agrees_with_the_code() -> None:
 
 @pytest.mark.parametrize("rule", formats.RULES)
 def test_other_formats_of_right_outputs(rule: str) -> None:
-    """A service judges them, as in ``tools/check_mutations.py``."""
+    """A service judges them, as in ``tools/check/mutations.py``."""
     wrong = [
         (change, got, want)
         for want in formats.right_outputs(60)

@@ -1,4 +1,4 @@
-"""Samples of real solutions with known verdicts; tools/check_sandbox_data.py checks all of them."""
+"""Samples of real solutions with known verdicts; tools/check/sandbox_data.py checks all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sandbox_talk import BackgroundLoop
 
 from ctrl_megatron.sandbox import SandboxClient
-from tools.check_sandbox_data import (
+from tools.check.sandbox_data import (
     SETS,
     Known,
     Outcome,

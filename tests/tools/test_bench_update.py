@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tools.bench_update import peak_of, report
+from tools.bench.update import peak_of, report
 
 
 def test_a_rate_is_a_share_of_the_peak_of_its_own_device(

@@ -11,8 +11,9 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import part_file
 from ctrl_megatron.types import Problem
-from tools import study, study_plan
-from tools.study_plan import ARMS, PROXIES, SEEDS, TESTS, WRITTEN
+from examples.study_smollm2 import plan as study_plan
+from examples.study_smollm2 import study
+from examples.study_smollm2.plan import ARMS, PROXIES, SEEDS, TESTS, WRITTEN
 
 
 def test_every_piece_follows_what_it_needs() -> None:

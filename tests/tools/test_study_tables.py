@@ -14,8 +14,9 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn, turn_record
 from ctrl_megatron.preparation.mutants import BLAND, oracle_critique
 from ctrl_megatron.types import Verdict
-from tools import study, study_tables
-from tools.study_plan import HOME, KEPT, ROUNDS
+from examples.study_smollm2 import study
+from examples.study_smollm2 import tables as study_tables
+from examples.study_smollm2.plan import HOME, KEPT, ROUNDS
 
 RIGHT, WRONG = Verdict(passed=(True,), total=1), Verdict(passed=(False,), total=1)
 

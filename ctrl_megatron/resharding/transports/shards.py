@@ -30,12 +30,7 @@ from ctrl_megatron.resharding.transports.shared_memory import (
     SharedMemorySender,
     SharedSegment,
 )
-from ctrl_megatron.rollout.weight_chunks import (
-    WeightChunk,
-    spec_bytes,
-    tensor_at,
-    weight_chunk,
-)
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, spec_bytes, tensor_at, weight_chunk
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shards:ShardsReceiver"
 Lend = Callable[[], AbstractContextManager[BucketMemory]]

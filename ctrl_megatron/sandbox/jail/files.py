@@ -9,12 +9,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 
-from ctrl_megatron.sandbox.limits import (
-    FETCHED_BYTES,
-    INPUT_FILES,
-    NAME_BYTES,
-    PATH_BYTES,
-)
+from ctrl_megatron.sandbox.limits import FETCHED_BYTES, INPUT_FILES, NAME_BYTES, PATH_BYTES
 
 MAX_ENTRIES = 4096
 _BLOCK = 512

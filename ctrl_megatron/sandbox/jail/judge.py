@@ -33,12 +33,7 @@ from typing import Any, NoReturn
 from ctrl_megatron.sandbox.jail import checks, collection, frames, linux, pytest_stand_in
 from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.data import MUTABLE
-from ctrl_megatron.sandbox.jail.failures import (
-    CandidateLost,
-    HarnessFailure,
-    Skipped,
-    TestsRefused,
-)
+from ctrl_megatron.sandbox.jail.failures import CandidateLost, HarnessFailure, Skipped, TestsRefused
 from ctrl_megatron.sandbox.jail.handles import link_of
 from ctrl_megatron.sandbox.jail.program import PYTHON_STACK
 from ctrl_megatron.sandbox.jail.surroundings import Surroundings

@@ -1,0 +1,1 @@
+"""What a run writes about its steps: metrics, examples, profiles and dumps."""

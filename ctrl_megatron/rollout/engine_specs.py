@@ -1,0 +1,156 @@
+"""Which engines the configuration asks for: their placement and their specifications."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import EngineKeys
+from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.shape import AnyShape
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.hosts import free_ports
+from ctrl_megatron.parallel.placement import (
+    EnginePlace,
+    EnginePlacement,
+    EngineRole,
+    Placement,
+    engine_devices,
+    place_engines,
+)
+from ctrl_megatron.rollout.engine import EnginePart, EngineSpec
+from ctrl_megatron.sandbox.cores import usable_cores
+
+
+def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
+    """The configuration of a role's engines."""
+    family = config.actor_rollout_ref
+    return family.rollout if role == "rollout" else family.proxy.engine
+
+
+def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = ()) -> Placement:
+    """The placement of the configured engines on the hosts of the ranks: first the actor's, then
+    the proxy's own. ``beside`` counts the further ranks of each host, which follow them.
+    """
+    rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
+    visible = torch.cuda.device_count() if groups.device.type == "cuda" else None
+    ranks = [hosts.ranks_on(host) for host in range(len(hosts.names))]
+
+    def placed(
+        role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
+    ) -> Placement:
+        keys = engine_keys(config, role)
+        tensor = keys.tensor_model_parallel_size
+        devices = [
+            engine_devices(
+                count,
+                placement=placement,
+                engine_gpus=keys.n_gpus_per_node,
+                tensor=tensor,
+                visible=visible,
+                role=role,
+            )
+            for count in taken
+        ]
+        return place_engines(devices, tensor=tensor, role=role, first=first)
+
+    every = [own + more for own, more in zip(ranks, beside or [0] * len(ranks), strict=True)]
+    colocated = rollout.placement == "colocated"
+    actors = placed("rollout", ranks if colocated else every, rollout.placement, 0)
+    if not config.has_proxy_engines:
+        return actors
+    dedicated = rollout.n_gpus_per_node or 0 if rollout.placement == "dedicated" else 0
+    taken = [count + dedicated for count in every]
+    own = placed("proxy", taken, "dedicated", len(actors.engines))
+    return Placement(engines=actors.engines + own.engines)
+
+
+def meetings_of(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
+    """The first part of every engine that spans hosts, by the engine's number: where its parts
+    meet. Collective."""
+    spanning = [place for place in placement.engines if place.spans > 1]
+    if not spanning:
+        return {}
+    address = groups.hosts.addresses[groups.here]
+    own: dict[int, EnginePart] = {}
+    for place in spanning if groups.is_first_here else ():
+        if place.host == groups.here:
+            group, watch = free_ports(address, 2)
+            own[place.number] = EnginePart(
+                number=0,
+                of=place.spans,
+                first=address,
+                group_port=group,
+                watch_port=watch,
+                token=secrets.token_urlsafe(32),
+            )
+    return {number: part for found in groups.from_all(own) for number, part in found.items()}
+
+
+def engine_spec(
+    config: Config,
+    groups: ProcessGroups,
+    placement: Placement,
+    place: EnginePlace,
+    max_model_len: int,
+    part: EnginePart | None = None,
+) -> EngineSpec:
+    """The configured engine at one of its places, or its ``part`` there: with the proxy's weights,
+    or waiting for the actor's."""
+    family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
+    hosts, host = groups.hosts, place.host + (part.number if part else 0)
+    together = len(placement.on(host))
+    same = placement.of(place.role).engines
+    number = place.number - same[0].number
+    on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
+    name, file = (keys.name, "engine") if is_actor else (f"proxy ({keys.name})", "proxy")
+    log = f"{file}.{number}" if number else file
+    if part and part.number:
+        log += f".part{part.number}"
+    # Otherwise each engine of a host would compute with all its cores.
+    share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
+    return EngineSpec(
+        name=keys.name,
+        python=keys.python,
+        title=name if len(same) == place.spans == 1 else f"{name} {number} on {hosts.names[host]}",
+        host=hosts.addresses[host],
+        devices=place.devices_on(host) if on_gpus else (),
+        model_path=family.model.path if is_actor else proxy_path(config),
+        dtype=family.dtype_in(keys),
+        max_model_len=max_model_len,
+        tensor_parallel_size=keys.tensor_model_parallel_size,
+        part=part,
+        gpu_memory_utilization=keys.gpu_memory_utilization,
+        kv_cache_gib=keys.kv_cache_gib,
+        max_num_seqs=keys.max_num_seqs,
+        enforce_eager=keys.enforce_eager,
+        # The proxy's own engines keep the weights of their directory, and so do those that get
+        # adapters.
+        awaits_weights=is_actor and not family.rollout.adapter_push,
+        lora=actor_shape(config).lora if is_actor and family.rollout.adapter_push else None,
+        quantised=is_actor and family.rollout.quantization is not None,
+        may_sleep=is_actor and family.rollout.engine_sleeps,
+        # Draws without a request's seed differ between engines.
+        seed=family.rollout.seed + number,
+        threads=keys.threads or share,
+        startup_timeout=config.trainer.distributed_timeout,
+        log_path=str(Path(config.trainer.run_dir) / f"{log}.log"),
+        extra=dict(keys.engine_kwargs),
+    )
+
+
+def actor_shape(config: Config) -> AnyShape:
+    """The actor, with its adapters if it has any."""
+    path = config.actor_rollout_ref.model.path
+    return adapted(read_shape(path, config.actor_rollout_ref.actor.strategy), configured(config))
+
+
+def proxy_path(config: Config) -> str:
+    """The HF directory of a proxy on engines."""
+    family = config.actor_rollout_ref
+    return family.proxy.model.path or family.model.path

@@ -1,0 +1,341 @@
+"""The engines and sandboxes of a run: their placement, start, supervision and end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill, awaited
+from ctrl_megatron.config import Config
+from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.errors import ServiceLost
+from ctrl_megatron.keeping import Keeper, Service, SilentService
+from ctrl_megatron.metrics import Gauge
+from ctrl_megatron.parallel.failure import FailureWatch
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.placement import EnginePlace, EngineRole, sandbox_workers
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.counters import Counters
+from ctrl_megatron.rollout.engine import (
+    ENGINE_MEMORY,
+    CountedEngine,
+    Engine,
+    EngineAddress,
+    EngineError,
+    EngineMemory,
+)
+from ctrl_megatron.rollout.engine_specs import engine_keys, engine_spec, meetings_of, placement_of
+from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
+from ctrl_megatron.rollout.launch import EngineProcess
+from ctrl_megatron.rollout.pool import EnginePool
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
+from ctrl_megatron.sandbox.client.kept import ProbedSandbox, SandboxService, sandbox_options
+from ctrl_megatron.sandbox.cores import usable_cores
+
+_LOOK_SECONDS = 0.1
+_GAUGE_SECONDS = 2.0
+
+
+class Services:
+    """The engines of every host, and a sandbox there if the run judges programs and the
+    configuration names no running one.
+
+    The first rank of a host starts the host's processes, which come up while models are loaded.
+    Leaders call all engines and all sandboxes of the run. With one host everything is on loopback.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroups,
+        watch: FailureWatch,
+        background: BackgroundLoop,
+        stop: StopFlag,
+        *,
+        max_model_len: int,
+        proxy_model_len: int | None = None,
+        judges: bool = True,
+        beside: Sequence[int] = (),
+    ) -> None:
+        """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
+        actor's engines and of the proxy's own; ``beside`` counts the ranks on each host that are
+        not in ``groups`` and follow those.
+        """
+        self._beside = beside
+        self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
+        self._config, self._groups, self._watch = config, groups, watch
+        self._background, self._stop, self._judges = background, stop, judges
+        self._probes = BackgroundLoop("probes")
+        self.placement = placement_of(config, groups, beside)
+        self._engines: dict[int, EngineProcess] = {}
+        """This rank's engines, and its parts of engines that other hosts serve."""
+        self._sandbox: SandboxService | None = None
+        self._keepers: dict[int, Keeper] = {}
+        """Those of this rank's engines, by the engine's number."""
+        self._sandbox_keeper: Keeper | None = None
+        self._addresses: dict[int, EngineAddress] = {}
+        self._clients: dict[int, RemoteEngine] = {}
+        self.sandbox_endpoint = config.sandbox.endpoint or ""
+        """Addresses of the sandboxes, this host's first; known after ``wait``."""
+        self.sandbox_token: str | None = None
+        """The token that the run's own sandboxes require; None where it has none."""
+
+    def start(self) -> None:
+        """Start this host's processes, on its first rank. Collective."""
+        config, groups = self._config, self._groups
+        own_sandbox = (
+            self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
+        )
+        if own_sandbox:
+            self.sandbox_token = groups.from_first(secrets.token_hex(32))
+        meetings = meetings_of(self.placement, groups)
+        if not groups.is_first_here:
+            return
+        run_dir = Path(config.trainer.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for place in self.placement.on(groups.here):
+            longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
+            assert longest is not None
+            part = meetings.get(place.number)
+            if part is not None:
+                part = replace(part, number=groups.here - place.host)
+            spec = engine_spec(config, groups, self.placement, place, longest, part)
+            self._engines[place.number] = engine = EngineProcess(spec)
+            sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
+            self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)
+        if own_sandbox:
+            # The sandbox ends with the thread that starts it, so the main thread starts it.
+            self._sandbox = SandboxService(self._start_sandbox)
+            self._sandbox_keeper = self._kept(self._sandbox)
+
+    def _kept(self, service: Service, *, waits: bool = False) -> Keeper:
+        keeper = Keeper(service, most=self._config.trainer.service_restarts, waits=waits)
+        self._watch.guard(keeper.died)
+        self._watch.guard(keeper.hangs, hang=True)
+        return keeper
+
+    def _start_sandbox(self, port: int) -> EmbeddedSandbox:
+        config, groups = self._config.sandbox, self._groups
+        ranks = groups.hosts.ranks_on(groups.here) + sum(self._beside[groups.here :][:1])
+        workers = sandbox_workers(usable_cores(), ranks)
+        return EmbeddedSandbox.start(
+            workers=config.workers or workers,
+            **sandbox_options(self._config),
+            host=groups.hosts.addresses[groups.here],
+            port=port,
+            token=self.sandbox_token,
+            wait=False,
+        )
+
+    def wait(self) -> None:
+        """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
+        is requested meanwhile.
+        """
+        groups, box, engines = self._groups, self._sandbox, self._engines.values()
+
+        async def ready(start: Callable[[], None], what: str) -> None:
+            with awaited(what):
+                await asyncio.wrap_future(AbandonableCall(start, what).future)
+
+        async def all_ready() -> None:
+            starts = [
+                ready(
+                    engine.wait_ready,
+                    f"engine {engine.address.name}, log {engine.address.log_path}",
+                )
+                for engine in engines
+            ]
+            await asyncio.gather(*starts, *([ready(box.wait_ready, "the sandbox")] if box else []))
+
+        # A start may take minutes, for which no rank must wait in one collective.
+        starting = self._background.submit(all_ready()) if engines or box else None
+        limit = self._config.trainer.wait_timeout
+        waiting = Waiting(groups=groups, stop=self._stop, limit=limit)
+        waiting.together(starting, "the engines and sandboxes to start")
+        self._watch_services()
+        addresses = {number: engine.address for number, engine in self._serving().items()}
+        everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
+        for there, _ in everywhere:
+            self._addresses |= there
+        mine = groups.hosts.first_rank(groups.here)
+        boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
+        self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
+
+    def _watch_services(self) -> None:
+        """Ask this rank's services for signs of life from now on, on a loop that runs nothing
+        else.
+        """
+        limit, probes = self._config.trainer.failure_timeout, self._probes
+        self._watch.guard(LoopHeld(self._background, limit), hang=True)
+        for number, engine in self._engines.items():
+            probed = ProbedEngine(engine.connect())
+            self._keepers[number].begin(SilentService(probed, probes, limit))
+        if (box := self._sandbox) is not None and self._sandbox_keeper is not None:
+            probed = ProbedSandbox(lambda: box.box, self.sandbox_token)
+            self._sandbox_keeper.begin(SilentService(probed, probes, limit))
+
+    # Engines that were started again
+
+    def lost(self) -> bool:
+        """Whether an engine of the actor on this host is lost, or was started again and has not
+        been restored yet."""
+        return any(not keeper.up or keeper.fresh for _, keeper in self._kept_engines())
+
+    async def restore(self, asleep: Collection[EngineMemory]) -> int:
+        """Wait until all engines of the actor on this host run, those that are lost after a
+        restart; returns the number that was started again since the last call. These have no
+        weights, and their memory sleeps as ``asleep`` says of the others'.
+        """
+        restored = (self._restored(keeper, n, asleep) for n, keeper in self._kept_engines())
+        return sum(await asyncio.gather(*restored))
+
+    def _serving(self) -> dict[int, EngineProcess]:
+        """The engines that this rank's processes serve, without parts that others serve."""
+        served = (place.number for place in self.placement.served_on(self._groups.here))
+        return {number: self._engines[number] for number in served if number in self._engines}
+
+    def _kept_engines(self) -> list[tuple[int, Keeper]]:
+        actors = {place.number for place in self.placement.of("rollout").engines}
+        return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
+
+    async def _restored(
+        self, keeper: Keeper, number: int, asleep: Collection[EngineMemory]
+    ) -> bool:
+        engine, before = self._engines[number].connect(), keeper.restarts
+        try:
+            if keeper.up:
+                try:
+                    async with asyncio.timeout(self._config.trainer.failure_timeout):
+                        await engine.health()
+                except (ServiceLost, TimeoutError) as error:
+                    # Something else may listen at its port, and say nothing.
+                    keeper.doubt(str(error) or "it does not answer", before)
+            if not keeper.up:
+                keeper.allow()
+            with awaited(f"the {keeper.service.name} to start again"):
+                while not keeper.up:
+                    if keeper.failure:
+                        raise EngineError(keeper.failure)
+                    await asyncio.sleep(_LOOK_SECONDS)
+            restarted, keeper.fresh = keeper.fresh, False
+            # Parts without a server sleep and wake with the one that has it.
+            if restarted and asleep and number in self._serving():
+                # Adapters are useless without the weights that were read at the start.
+                keeps = self._config.actor_rollout_ref.rollout.adapter_push
+                await engine.sleep(1 if keeps else 2)
+                for memory in ENGINE_MEMORY:
+                    if memory not in asleep:
+                        await engine.wake((memory,))
+            return restarted
+        finally:
+            await engine.close()
+
+    def restarts(self) -> dict[str, float]:
+        """How often engines and sandboxes of this rank were started again, by the metric's name."""
+        found = {"engine/restarts": float(sum(k.restarts for k in self._keepers.values()))}
+        if self._sandbox_keeper is not None:
+            found["sandbox/restarts"] = float(self._sandbox_keeper.restarts)
+        return found
+
+    def connect(self, role: EngineRole = "rollout") -> CountedEngine:
+        """A client of all engines of a role."""
+        return self._client(self.placement.of(role).engines)
+
+    def connect_here(self) -> Engine | None:
+        """A client of the engines of the actor that this host serves, on its first rank; None
+        elsewhere."""
+        here = self.placement.of("rollout").served_on(self._groups.here)
+        return self._client(here) if here and self._engines else None
+
+    def _client(self, places: Sequence[EnginePlace]) -> CountedEngine:
+        clients: dict[str, CountedEngine] = {}
+        for number in (place.number for place in places):
+            own, address = self._serving().get(number), self._addresses[number]
+            if number not in self._clients:
+                self._clients[number] = RemoteEngine(address) if own is None else own.connect()
+            clients[address.name] = self._clients[number]
+        if len(clients) == 1:
+            return next(iter(clients.values()))
+        keys, layout = engine_keys(self._config, places[0].role), self._groups.layout
+        return EnginePool(
+            clients,
+            # Enough for an engine never to wait for requests, divided between the leaders.
+            at_once=max(1, 2 * keys.max_num_seqs // layout.data),
+            joins_calls=ENGINES[keys.name].joins_calls,
+            first=self._groups.place.dp * len(clients) // layout.data,
+        )
+
+    def gauges(self) -> list[Gauge]:
+        """The present queues of all engines and sandboxes of the run, for any thread; those that
+        do not answer within seconds have no series, and before ``wait`` has returned none has.
+        """
+        if not self._addresses:
+            return []
+        return self._probes.run(self._queues())
+
+    async def _queues(self) -> list[Gauge]:
+        engines = dict(await asyncio.gather(*map(counters_now, self._addresses.values())))
+        boxes: dict[str, int] = {}
+        if self._judges and self.sandbox_endpoint:
+            async with SandboxClient(self.sandbox_endpoint, token=self.sandbox_token) as client:
+                boxes = await client.queue_lengths()
+        asked, waiting = (
+            [({"engine": e}, found[name]) for e, found in engines.items() if name in found]
+            for name in ("under_way", "waiting")
+        )
+        return [
+            gauge
+            for gauge in (
+                Gauge("ctrl_engine_completions", "Completions asked of an engine.", asked),
+                Gauge("ctrl_engine_waiting", "Those that it has no room for yet.", waiting),
+                Gauge(
+                    "ctrl_sandbox_waiting",
+                    "Programs that wait for a worker.",
+                    [({"sandbox": address}, length) for address, length in boxes.items()],
+                ),
+            )
+            if gauge.samples
+        ]
+
+    def stop(self) -> None:
+        """End this rank's child processes, also those that are still starting."""
+        for keeper in (self._sandbox_keeper, *self._keepers.values()):
+            if keeper is not None:
+                keeper.stop()
+        self._probes.close()
+
+
+async def counters_now(address: EngineAddress) -> tuple[str, Counters]:
+    """Name and counters of an engine; no counters if it does not answer within seconds."""
+    client = RemoteEngine(address)
+    try:
+        counted = await asyncio.wait_for(client.counters(), _GAUGE_SECONDS)
+        return address.name, counted[address.name]
+    except (EngineError, TimeoutError):
+        return address.name, {}
+    finally:
+        await client.close()
+
+
+class LoopHeld:
+    """Notices a coroutine that blocks the loop of the requests to engines and sandboxes."""
+
+    def __init__(self, loop: BackgroundLoop, limit: float) -> None:
+        self._loop, self._limit, self._standstill = loop, limit, Standstill()
+
+    def __call__(self) -> str | None:
+        """What is wrong, for ``FailureWatch.guard``."""
+        held = self._standstill.seconds(self._loop.turns)
+        if held < self._limit:
+            return None
+        name = self._loop.running_task() or "a coroutine of the run"
+        return (
+            f"{name} has blocked the event loop of the requests to engines and sandboxes for "
+            f"{held:.0f} s; let it await long work (asyncio.to_thread); it is here:\n"
+            + "".join(self._loop.stack())
+        )

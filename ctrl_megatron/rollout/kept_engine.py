@@ -1,0 +1,52 @@
+"""An engine as a service that is watched and started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ctrl_megatron.keeping import child_died
+from ctrl_megatron.rollout.client import RemoteEngine, log_tail
+from ctrl_megatron.rollout.engine import EngineDied, EngineError
+from ctrl_megatron.rollout.launch import EngineProcess
+
+
+class EngineService:
+    """``Service`` of an engine."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+        self.name = f"engine {process.address.name}"
+        self.stop, self.launch_again = process.stop, process.launch_again
+        self.wait_ready = process.wait_ready
+
+    def died(self) -> str | None:
+        process, path = self.process, self.process.address.log_path
+        return child_died(self.name, process.pid, process.alive, lambda: log_tail(path))
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedEngine:
+    """An engine answers during generations, updates and sleep too."""
+
+    engine: RemoteEngine
+
+    async def answers(self) -> bool:
+        try:
+            await self.engine.health()
+        except EngineDied:
+            # The watch of its process reports more about it.
+            return False
+        except EngineError:
+            # An answer too; the caller of the engine gets the error.
+            return True
+        return True
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    def silent(self, seconds: float) -> str:
+        address = self.engine.address
+        return (
+            f"the rollout engine (pid {address.pid}) runs but has not answered for {seconds:.0f} "
+            f"s; the end of its log {address.log_path}:\n{log_tail(address.log_path)}"
+        )

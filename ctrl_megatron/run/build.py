@@ -1,0 +1,553 @@
+"""Builds the parts of a run from its configuration: worker, models, rewards, engine weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController, get_kl_controller
+from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.actor_rollout_ref import ProxyServer
+from ctrl_megatron.config.environment import read_openai_key
+from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
+from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
+from ctrl_megatron.models.build import BuildOptions
+from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.optimizer import OptimizerOptions
+from ctrl_megatron.models.parallel_model import Part
+from ctrl_megatron.models.policy import BasePolicy, Policy
+from ctrl_megatron.models.router import RouterOptions
+from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.strategy import ModelOptions
+from ctrl_megatron.models.value import RewardModel, ValueModel
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
+from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.shard_plan import engine_cut
+from ctrl_megatron.resharding.transports import sender_class
+from ctrl_megatron.rewards import RewardSum
+from ctrl_megatron.rewards.build import build_reward_sum
+from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.engine_specs import actor_shape, proxy_path
+from ctrl_megatron.rollout.fleet import Services
+from ctrl_megatron.rollout.weight_update import read_model_config
+from ctrl_megatron.run.inputs import RunInputs
+from ctrl_megatron.run.session import Session
+from ctrl_megatron.steps.batch import DrawsAhead, LeftoverGroups
+from ctrl_megatron.steps.guide_worker import GuideWorker
+from ctrl_megatron.steps.performance import peak_flops_per_device
+from ctrl_megatron.steps.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
+from ctrl_megatron.steps.reward_reader import RewardReader, longest_conversation
+from ctrl_megatron.steps.worker import DAGWorker, Elsewhere, Proxy, RolloutWorker
+
+
+def build_worker(
+    run: Session, services: Services, inputs: RunInputs
+) -> tuple[DAGWorker, Sampler, int]:
+    """(the worker of the nodes, the sampler of its rows, training steps of the run). Collective.
+
+    If engine and trainer share the devices, models are built while the engine sleeps, because the
+    engine measures free memory when it starts.
+    """
+    config, groups = run.config, run.groups
+    codec, train, validation = inputs.codec, inputs.train, inputs.validation
+    sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
+    family = config.actor_rollout_ref
+    services.wait()
+    engine = services.connect() if groups.is_leader else None
+    device = device_owner(
+        run,
+        services,
+        shared_proxy(config),
+        shared=family.rollout.engine_sleeps,
+        leaves=leaving_parts(config),
+        rests_until=config.trainer.critic_warmup,
+    )
+    (policy, reference), *others = (
+        build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
+        for role, own in zip(AGENTS, config.agents, strict=False)
+    )
+    value = None
+    if run.is_here("critic"):
+        value = build_value_model(config, groups, steps, device.to_trainer)
+        if value is not None:
+            device.adopt(value)
+    reward_model = None
+    if run.is_here("reward_model"):
+        reward_model = build_reward_model(config, groups, inputs, device.to_trainer)
+        if reward_model is not None:
+            device.adopt(reward_model.model)
+            if config.actor_rollout_ref.actor.megatron.param_offload:
+                reward_model.model.offload("weights")
+    worker = GuideWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=codec,
+        train=train,
+        validation=validation,
+        draw=sampler.next_batch,
+        peek=sampler.peek,
+        total_steps=steps,
+        engine=engine,
+        device=device,
+        max_model_len=services.max_model_len,
+        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
+        rewards=reward_sum(run, services, inputs),
+        reward_weights=inputs.rewards.weights,
+        policy=policy,
+        reference=reference,
+        value=value,
+        reward_model=reward_model,
+        kl_controller=build_kl_controller(config),
+        restarts=services.restarts,
+        peak_flops=peak_flops_per_device(config, groups),
+    )
+    for number, (policy, reference) in enumerate(others, 1):
+        # It joins the agents of the first.
+        dataclasses.replace(
+            worker,
+            config=config.agents[number],
+            role=AGENTS[number],
+            policy=policy,
+            reference=reference,
+            value=None,
+            rewards=worker.rewards and worker.rewards.counting_apart(),
+            kl_controller=build_kl_controller(config),
+            ahead=DrawsAhead(),
+            leftover=LeftoverGroups(),
+        )
+    return worker, sampler, steps
+
+
+def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
+    """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
+    ranks of its world.
+    """
+    config, train, groups = run.config, inputs.train, run.groups
+    sampler = row_sampler(config, train)
+    steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
+    reference = value = None
+    if run.is_here("reference"):
+        reference = build_reference(config, groups)
+    if run.is_here("critic"):
+        value = build_value_model(config, groups, steps)
+    reward_model = None
+    if run.is_here("reward_model"):
+        reward_model = build_reward_model(config, groups, inputs)
+    worker = GuideWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=inputs.codec,
+        train=train,
+        validation=inputs.validation,
+        draw=sampler.next_batch,
+        total_steps=steps,
+        engine=None,
+        device=absent("the engines"),
+        max_model_len=inputs.max_model_len,
+        rewards=None,
+        reward_weights=inputs.rewards.weights,
+        policy=absent("the actor"),
+        reference=reference,
+        value=value,
+        reward_model=reward_model,
+        kl_controller=build_kl_controller(config),
+        peak_flops=1.0,
+    )
+    return worker, sampler, steps
+
+
+def rollout_worker(
+    run: Session, services: Services, critic: str, inputs: RunInputs
+) -> RolloutWorker:
+    """A worker that generates with the critic of an HF directory and trains nothing. Collective."""
+    config, groups = run.config, run.groups
+    codec, table = inputs.codec, inputs.validation
+    services.wait()
+    engine = services.connect() if groups.is_leader else None
+    device = device_owner(run, services, {"actor": critic, **shared_proxy(config)})
+    return RolloutWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=codec,
+        validation=table,
+        engine=engine,
+        device=device,
+        max_model_len=services.max_model_len,
+        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
+        rewards=reward_sum(run, services, inputs),
+        reward_weights=inputs.rewards.weights,
+    )
+
+
+def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
+    """The reward functions of the run; None on ranks that are not leaders, and if no node of the
+    pipeline reads rewards.
+    """
+    if not run.groups.is_leader or not inputs.rewards.functions:
+        return None
+    validated = inputs.validation.rows if inputs.validation else ()
+    return build_reward_sum(
+        run.config,
+        inputs.rewards,
+        sandbox_endpoint=services.sandbox_endpoint,
+        sandbox_token=services.sandbox_token,
+        rows=[*inputs.train.rows, *validated],
+        tokenizer=inputs.codec.tokenizer,
+    )
+
+
+def build_proxy(
+    config: Config,
+    services: Services,
+    inputs: RunInputs,
+    groups: ProcessGroups,
+    *,
+    engine: Engine | None,
+    device: DeviceOwner,
+) -> Proxy | None:
+    """The configured source of revisions; None for a pipeline without revisions. ``engine`` and
+    ``device`` are the worker's.
+    """
+    if not config.writes_revisions:
+        return None
+    proxy = config.actor_rollout_ref.proxy
+    if proxy.kind == "api":
+        with users_input("actor_rollout_ref.proxy.api.cache_path"):
+            cache = answer_cache(proxy.api.cache_path)
+        servers, extra = proxy_servers(proxy.api), proxy.api.extra_body
+        return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
+    if config.has_proxy_engines:
+        assert inputs.proxy_codec is not None and services.proxy_model_len is not None
+        return EngineProxy(
+            services.connect("proxy") if groups.is_leader else None,
+            inputs.proxy_codec,
+            max_model_len=services.proxy_model_len,
+            joins_calls=ENGINES[proxy.engine.name].joins_calls,
+            patient=config.trainer.service_restarts > 0,
+        )
+    return SharedProxy(
+        engine,
+        device,
+        inputs.codec,
+        max_model_len=services.max_model_len,
+        role="proxy" if config.has_frozen_proxy else "agent1",
+    )
+
+
+def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
+    """A client of every configured server, by its address; they share the budget of tokens."""
+    budget = None if keys.token_budget is None else TokenBudget(keys.token_budget)
+    with users_input("actor_rollout_ref.proxy.api"):
+        return {
+            url: OpenAIChat(
+                url,
+                keys.model,
+                api_key=read_openai_key(),
+                max_concurrency=keys.max_concurrency,
+                attempts=keys.attempts,
+                timeout=keys.timeout,
+                total=keys.request_timeout,
+                budget=budget,
+                extra_body=keys.extra_body,
+            )
+            for url in keys.base_url
+        }
+
+
+def row_sampler(config: Config, train: PromptTable) -> Sampler:
+    """The order in which the rows of ``train`` are drawn (``data.mixture``). UserError where a file
+    has fewer rows than its share of a batch.
+    """
+    seed, data = config.trainer.seed, config.data
+    parts, taken = list[list[int]](), set[str]()
+    for ids in train.sets.values():
+        # A row that several files contain is drawn as one of the first.
+        parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
+        taken |= ids
+    sampler: Sampler = (
+        MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
+        if data.mixture
+        else ResumableSampler(len(train.rows), seed=seed, shuffle=data.shuffle)
+    )
+    # A batch is tried before the engines, which take minutes to start.
+    sampler.peek(config.gen_batch_size, 1)
+    return sampler
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Training steps of the run."""
+    epochs = config.trainer.total_epochs * (rows // config.data.train_batch_size)
+    wanted = config.trainer.total_training_steps
+    return epochs if wanted is None else wanted
+
+
+# Models
+
+
+def build_kl_controller(config: Config) -> FixedKLController | AdaptiveKLController:
+    """The controller of the KL coefficient that ``algorithm.kl_ctrl`` describes."""
+    control = config.algorithm.kl_ctrl
+    return get_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+
+
+def _nothing() -> None: ...
+
+
+def build_policies(
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    device: DeviceOwner,
+    role: Role = "actor",
+    *,
+    with_reference: bool = True,
+) -> tuple[Policy, Policy | BasePolicy | None]:
+    """The policy of a ``role`` for ``steps`` training steps, and its reference if the objective has
+    a KL and ``with_reference`` it is to be here. ``config`` is the policy's (``Config.agents``).
+    """
+    family = config.actor_rollout_ref
+    policy = build_policy(
+        config,
+        groups,
+        path=family.model.path,
+        optimizer=policy_optimizer(config, steps, role),
+        budget=family.update_token_budget,
+        take_device=device.to_trainer,
+        canvas=config.data.max_response_length,
+    )
+    device.adopt(policy, role)
+    if config.reference_is_base:
+        return policy, BasePolicy(policy)
+    reference = build_reference(config, groups, device.to_trainer) if with_reference else None
+    if reference is not None:
+        device.adopt(reference)
+        if family.actor.megatron.param_offload:
+            reference.offload("weights")
+    return policy, reference
+
+
+def build_reference(
+    config: Config, groups: ProcessGroups, take_device: Callable[[], None] = _nothing
+) -> Policy | None:
+    """The frozen reference; None if the objective has no KL."""
+    family = config.actor_rollout_ref
+    if not config.needs_reference:
+        return None
+    return build_policy(
+        config,
+        groups,
+        path=family.ref.model.path or family.model.path,
+        optimizer=None,
+        budget=family.log_prob_token_budget,
+        take_device=take_device,
+        canvas=config.data.max_response_length,
+    )
+
+
+def build_policy(
+    config: Config,
+    groups: ProcessGroups,
+    *,
+    path: str,
+    optimizer: OptimizerOptions | None,
+    budget: int,
+    take_device: Callable[[], None] = _nothing,
+    canvas: int = 0,
+) -> Policy:
+    """A policy with the weights of the HF directory ``path``; frozen without an optimizer.
+    ``canvas`` as in ``ModelOptions``.
+    """
+    options = _model_options(config, optimizer=optimizer, budget=budget, canvas=canvas)
+    shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
+    shape = adapted(shape, configured(config) if optimizer else None)
+    policy = Policy(shape, groups, options, take_device)
+    load_hf(policy, path)
+    if optimizer is not None:
+        policy.start_optimizer()
+    return policy
+
+
+def build_value_model(
+    config: Config,
+    groups: ProcessGroups,
+    steps: int,
+    take_device: Callable[[], None] = _nothing,
+) -> ValueModel | None:
+    """The value model for ``steps`` training steps; None if nothing reads its values."""
+    if not config.needs_values:
+        return None
+    options = _model_options(
+        config,
+        optimizer=value_optimizer(config, steps),
+        budget=config.actor_rollout_ref.update_token_budget,
+    )
+    path = config.critic.model.path or config.actor_rollout_ref.model.path
+    shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
+    shape = adapted(shape, configured(config, value=True))
+    model = ValueModel(shape, groups, options, take_device)
+    load_hf(model, path)
+    model.start_optimizer()
+    return model
+
+
+def build_reward_model(
+    config: Config,
+    groups: ProcessGroups,
+    inputs: RunInputs,
+    take_device: Callable[[], None] = _nothing,
+) -> RewardReader | None:
+    """The frozen reward model with its tokenizer; None if no model rewards texts."""
+    codec = inputs.reward_codec
+    if codec is None:
+        return None
+    path = config.reward_model.model.path
+    assert path is not None  # whose tokenizer it is
+    options = _model_options(
+        config, optimizer=None, budget=config.actor_rollout_ref.log_prob_token_budget
+    )
+    shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
+    model = RewardModel(shape, groups, options, take_device)
+    load_hf(model, path)
+    return RewardReader(
+        model=model,
+        codec=codec,
+        padding=read_model_config(path).get("pad_token_id"),
+        longest=longest_conversation(config, shape),
+    )
+
+
+def leaving_parts(config: Config) -> tuple[Part, ...]:
+    """Parts of the models that go to host memory while the engine generates."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    flags: dict[Part, bool] = {
+        "weights": megatron.param_offload,
+        "gradients": megatron.grad_offload,
+        "optimizer": megatron.optimizer_offload,
+    }
+    return tuple(part for part, leaves in flags.items() if leaves)
+
+
+def policy_optimizer(config: Config, steps: int, role: Role = "actor") -> OptimizerOptions:
+    """The optimizer of the policy of a ``role`` for a run of ``steps`` training steps."""
+    actor = config.actor_rollout_ref.actor
+    per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
+    learning = max(1, steps - config.trainer.critic_warmup)
+    lr_key = "actor_rollout_ref.actor.optim.lr" if role == "actor" else f"{role}.optim.lr"
+    return optimizer_options(config, lr_key, learning * per_step)
+
+
+def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
+    """The value model's optimizer: the actor's with another learning rate, in every step."""
+    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    per_step = config.value_epochs * (config.data.train_batch_size // size)
+    return optimizer_options(config, "critic.optim.lr", steps * per_step)
+
+
+def _model_options(
+    config: Config, *, optimizer: OptimizerOptions | None, budget: int, canvas: int = 0
+) -> ModelOptions:
+    megatron = config.actor_rollout_ref.actor.megatron
+    return ModelOptions(
+        build=BuildOptions(
+            dtype=config.actor_rollout_ref.model.dtype,
+            recompute_granularity=megatron.recompute_granularity if optimizer else None,
+            recompute_num_layers=megatron.recompute_num_layers,
+            overrides=megatron.override_transformer_config,
+        ),
+        token_budget=budget,
+        shared_prefix=config.shares_prefixes,
+        canvas=canvas,
+        logprob_chunk=megatron.logprob_chunk_size,
+        router=RouterOptions(
+            balance=megatron.moe_aux_loss_coeff,
+            z=megatron.moe_z_loss_coeff,
+            bias_rate=megatron.moe_router_bias_update_rate,
+        ),
+        optimizer=optimizer,
+    )
+
+
+def optimizer_options(config: Config, lr_key: str, steps: int) -> OptimizerOptions:
+    """The actor's optimizer with the learning rate of ``lr_key``, for ``steps`` optimizer steps."""
+    actor = config.actor_rollout_ref.actor
+    optim = actor.optim
+    return OptimizerOptions(
+        lr=value_of(config, lr_key),
+        lr_key=lr_key,
+        total_steps=steps,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        warmup_steps=int(optim.lr_warmup_steps_ratio * steps),
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        clip_grad=actor.grad_clip,
+        distributed=actor.megatron.use_distributed_optimizer,
+    )
+
+
+# The engine's weights
+
+
+def device_owner(
+    run: Session,
+    services: Services,
+    directories: Mapping[Role, str],
+    *,
+    shared: bool = False,
+    leaves: Sequence[Part] = (),
+    rests_until: int = 0,
+) -> DeviceOwner:
+    """The owner of the devices, which pushes to the configured engines. Collective."""
+    family = run.config.actor_rollout_ref
+    sender = sender_class(family.rollout.weight_transport)(run.groups)
+    run.at_end.append(sender.close)
+    layout = EngineLayout(
+        dtype=family.rollout_dtype,
+        bucket_bytes=family.rollout.update_bucket_megabytes << 20,
+        placement=services.placement,
+        cut=engine_cut(
+            family.rollout.name,
+            family.rollout.tensor_model_parallel_size,
+            family.rollout.engine_kwargs,
+            on_cpu=run.groups.device.type == "cpu",
+        ),
+        sends="trained" if family.rollout.adapter_push else "merged",
+        quantised=family.rollout.quantization is not None,
+    )
+    return DeviceOwner(
+        services.connect_here(),
+        run.background,
+        sender,
+        layout,
+        Waiting(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
+        directories=directories,
+        strategy=family.actor.strategy,
+        shared=shared,
+        leaves=leaves,
+        rests_until=rests_until,
+        keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
+        lends=actor_shape(run.config) if family.rollout.adapter_push else None,
+        verify=run.config.trainer.verify_weight_sync,
+        restarts=services if run.config.trainer.service_restarts else None,
+    )
+
+
+def shared_proxy(config: Config) -> dict[Role, str]:
+    """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
+    return {"proxy": proxy_path(config)} if config.has_frozen_proxy else {}

@@ -1,0 +1,212 @@
+"""Checks of a pipeline's nodes: fields, keys, parameters, worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.errors import UserError, all_of
+from ctrl_megatron.graph.graph import TaskGraph
+from ctrl_megatron.graph.node import Node
+from ctrl_megatron.graph.node_fields import OF_MODELS, OF_REWARD_MODEL, may_write
+from ctrl_megatron.graph.node_keys import OF_NODES, VALIDATION
+from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
+from ctrl_megatron.parallel.layout import World
+from ctrl_megatron.run.worlds import HOME, world_of_roles
+from ctrl_megatron.steps.dynamic_sampling import counted_rewards
+
+
+def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
+    """UserError for a node in a world of its own whose rows cannot be sent there and back."""
+    world_of = world_of_roles(worlds)
+    problems = []
+    for node in graph.nodes.values():
+        declared = (hasattr(node.executable, name) for name in ("needs", "writes"))
+        if world_of(node) == HOME or (all(declared) and not node.runs_aside):
+            continue
+        problems.append(
+            UserError(
+                f"the node {node.node_id!r} of the pipeline {graph.graph_id} runs on ranks of its "
+                "own and does not declare what travels",
+                key=f"placement.{world_of(node)}",
+                remedy="write it as an ordinary function with @needs(...) and @writes(...) of "
+                "ctrl_megatron.graph.node_fields, or leave the key out",
+            )
+        )
+    all_of(problems)
+
+
+def check_fields(config: Config, graph: TaskGraph) -> None:
+    """Raise UserError with a line for every field that a node needs and no node before it writes,
+    for every model that the configuration enables and no node uses, and for every policy that only
+    one of them knows.
+    """
+    order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
+    problems = _unknown_policies(config, graph)
+    all_of(problems)
+    for policy, own in enumerate(config.agents):
+        nodes = [node for node in order if node.agent_group == policy]
+        problems += [*_missing_fields(own, graph, nodes), *_unused_models(own, graph, nodes)]
+    all_of(problems)
+
+
+def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> Iterator[UserError]:
+    """For the nodes of one policy, dependencies first."""
+    for place, node in enumerate(order):
+        needed: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
+        ancestors = graph.get_ancestors(node.node_id)
+        # The output of a coroutine function is there once a node that depends on it has waited.
+        before = [n for n in order[:place] if not n.runs_aside or n.node_id in ancestors]
+        for field, setting in needed.items():
+            if not any(may_write(writer, field) for writer in before):
+                why = f"{setting}: " if setting else ""
+                yield UserError(
+                    f"{why}the node {node.node_id!r} of the pipeline {graph.graph_id} needs "
+                    f"the field {field}, which no node before it writes",
+                    remedy=_remedy(field),
+                )
+
+
+def _unknown_policies(config: Config, graph: TaskGraph) -> list[UserError]:
+    """Problems of nodes whose policy the run lacks, and of a policy without nodes."""
+    known, problems = len(config.agents), list[UserError]()
+    for node in graph.nodes.values():
+        if node.agent_group >= known:
+            problems.append(
+                UserError(
+                    f"the node {node.node_id!r} of the pipeline {graph.graph_id} has agent_group="
+                    f"{node.agent_group}, and the run trains {known} of at most 2 policies",
+                    remedy="set agent1.model.path to the second one's directory"
+                    if known == node.agent_group == 1
+                    else "give it a smaller one",
+                )
+            )
+    if known > 1 and all(node.agent_group != 1 for node in graph.nodes.values()):
+        problems.append(
+            UserError(
+                f"no node of the pipeline {graph.graph_id} has agent_group 1",
+                key="agent1.model.path",
+                remedy="leave the key out, or give the second policy's nodes that number",
+            )
+        )
+    return problems
+
+
+def _remedy(field: str) -> str:
+    role = OF_MODELS.get(field)
+    if role is None:
+        return "add one before it, or let it depend on the host node that writes it"
+    return (
+        f"add one of role {role.value} before it (add_update_nodes and the functions of "
+        "ctrl_megatron.steps.ctrl have it), or change the setting"
+    )
+
+
+def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> list[UserError]:
+    problems = []
+    if config.needs_reference and not any(may_write(node, "ref_log_prob") for node in nodes):
+        on = config.actor_rollout_ref.actor.use_kl_loss
+        key = "actor_rollout_ref.actor.use_kl_loss" if on else "algorithm.use_kl_in_reward"
+        problems.append(
+            UserError(
+                f"{key}=true: no node of the pipeline {graph.graph_id} uses the reference",
+                remedy=_remedy("ref_log_prob"),
+            )
+        )
+    if config.needs_reward_model and not any(may_write(node, OF_REWARD_MODEL) for node in nodes):
+        problems.append(
+            UserError(
+                f"reward_model.enable=true: no node of the pipeline {graph.graph_id} uses the "
+                "reward model",
+                remedy=_remedy(OF_REWARD_MODEL),
+            )
+        )
+    trains = [
+        node
+        for node in nodes
+        if node.node_role is NodeRole.CRITIC
+        and node.node_type is NodeType.MODEL_TRAIN
+        and not node.only_forward_compute
+    ]
+    setting = (
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        if config.critic.enable is None
+        else f"critic.enable={str(config.critic.enable).lower()}"
+    )
+    if config.needs_values and not trains:
+        problems.append(
+            UserError(
+                f"{setting}: no node of the pipeline {graph.graph_id} trains the value model",
+                remedy="add one of role CRITIC and type MODEL_TRAIN (update_critic of "
+                "ctrl_megatron.steps.ctrl), or change the setting",
+            )
+        )
+    critics = [node.node_id for node in nodes if getattr(node.executable, "asks_values", False)]
+    if critics and not config.needs_values:
+        problems.append(
+            UserError(
+                f"{setting}: the node {critics[0]!r} of the pipeline {graph.graph_id} uses a "
+                "value model, and the run has none",
+                remedy="set critic.enable=true, or leave the node out",
+            )
+        )
+    return problems
+
+
+def check_read(config: Config, graph: TaskGraph) -> None:
+    """Raise UserError for every key that is set and that only nodes outside of ``graph`` read.
+
+    Keys of the configuration file are not refused where the pipeline is chosen by an override: the
+    file may have been written for another pipeline.
+    """
+    read = (*graph.reads, *(VALIDATION if graph.report.validate else ()))
+    written, pipeline = config.written, config.written.get("dag.custom_pipeline_fn")
+    by_override = pipeline is not None and pipeline.is_override
+    problems = [
+        f"{place}: {name} is not read by any node of the pipeline {graph.graph_id}; leave it out, "
+        "or name it in the attribute reads of the function that reads it"
+        for name, place in written.items()
+        if _is_below(name, OF_NODES)
+        and not _is_below(name, read)
+        and (place.is_override or not by_override)
+        and not (name == "data.val_files" and not value_of(config, name))
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def _is_below(name: str, keys: tuple[str, ...]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def check_calls(graph: TaskGraph) -> None:
+    """UserError for a node whose function has parameters other than those that ``run_in_step``
+    offers.
+    """
+    for node in graph.nodes.values():
+        try:
+            node.check_call()
+        except TypeError as error:
+            raise UserError(
+                f"the function of the node {node.node_id!r} cannot be called with worker and "
+                f"batch: {error}",
+                remedy="write it as (worker, batch), (batch, config) or, a method of a class, as "
+                "(self, config, batch)",
+            ) from None
+
+
+def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
+    """Raise UserError where ``algorithm.filter_groups`` would compare no reward, so that no group
+    could ever contain different ones. ``weights``: name of every reward function -> its weight.
+    """
+    if not config.algorithm.filter_groups.enable:
+        return
+    if not counted_rewards(weights):
+        raise UserError(
+            f"algorithm.filter_groups.enable=true looks for groups with different rewards, and of "
+            f"{', '.join(weights) or 'no reward'} none counts for that: those of weight 0 and the "
+            "punishment of long responses do not",
+            key="reward.reward_funcs",
+            remedy="name another function, or turn filter_groups off",
+        )

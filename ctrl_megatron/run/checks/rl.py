@@ -1,0 +1,169 @@
+"""Everything about an RL run that is checked before it reads its rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from ctrl_megatron.algorithms import (
+    ESTIMATOR_INPUTS,
+    LOSS_INPUTS,
+    POLICY_LOSS_REGISTRY,
+    get_adv_estimator,
+)
+from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
+from ctrl_megatron.config.checks import loss_hint
+from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.options import named_parameters, own_options
+from ctrl_megatron.errors import UserError, check_together, users_code
+from ctrl_megatron.graph.graph import TaskGraph
+from ctrl_megatron.graph.siirl_names import NodeRole
+from ctrl_megatron.parallel.layout import worlds_of
+from ctrl_megatron.resharding.transports import sender_class
+from ctrl_megatron.rewards.build import check_rewards
+from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
+from ctrl_megatron.rollout.engine import require_engine
+from ctrl_megatron.run.checks.machine import (
+    check_checkpoint,
+    check_disk,
+    check_gpu,
+    check_loggers,
+    check_place,
+    check_profile,
+    check_temporary_directory,
+)
+from ctrl_megatron.run.checks.models import (
+    check_models,
+    check_proxy,
+    check_reward_model,
+    check_tokenizers,
+)
+from ctrl_megatron.run.checks.nodes import (
+    check_calls,
+    check_fields,
+    check_read,
+    check_sampling,
+    check_worlds,
+)
+from ctrl_megatron.run.planning import saved_folders, saved_parts
+from ctrl_megatron.steps.ctrl import ctrl_pipeline
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
+    """The pipeline and the rewards of an RL run, once all but its rows has been checked.
+
+    Raises UserError, with a line per problem.
+    """
+    graphs: list[TaskGraph] = []
+    plans: list[RewardPlan] = []
+    rollout = config.actor_rollout_ref.rollout
+    check_together(
+        lambda: graphs.append(pipeline_of(config)),
+        lambda: check_names(config),
+        lambda: check_rewards(config),
+        lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
+        lambda: [check_sampling(config, plan.weights) for plan in plans],
+        lambda: check_models(config, "rl"),
+        lambda: require_engine(rollout.name, rollout.python),
+        lambda: sender_class(rollout.weight_transport),
+        lambda: check_tokenizers(config, "rl"),
+        lambda: check_proxy(config),
+        lambda: check_reward_model(config),
+        lambda: check_loggers(config),
+        lambda: check_profile(config),
+        lambda: check_place(config),
+        lambda: check_temporary_directory(config),
+        lambda: check_checkpoint(
+            config,
+            saved_folders(config),
+            ("sampler", *saved_parts(config)),
+        ),
+    )
+    check_gpu(config, "rl")
+    check_disk(config, "rl")
+    return graphs[0], plans[0]
+
+
+def pipeline_of(config: Config) -> TaskGraph:
+    """The graph that the function ``dag.custom_pipeline_fn`` builds, or CTRL's.
+
+    The function's first parameter, if it has one, is the configuration; the others are the options
+    of the pipeline (``dag.options``).
+    """
+    reference, key = config.dag.custom_pipeline_fn, "dag.custom_pipeline_fn"
+    with users_code(f"{key}={reference}") if reference else nullcontext():
+        function = imported(reference, key) if reference else ctrl_pipeline
+        parameters = named_parameters(function).items()
+        first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
+        options = own_options(
+            function,
+            config.dag.options,
+            "dag.options",
+            inputs=first,
+            place=config.written.get("dag.options"),
+        )
+        graph = function(*(config for _ in first), **options)
+    if not isinstance(graph, TaskGraph):
+        raise UserError(
+            f"{key}={reference} returned {type(graph).__name__}, not the TaskGraph that "
+            "Pipeline.build() returns"
+        )
+    check_calls(graph)
+    check_fields(config, graph)
+    check_worlds(graph, worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config))
+    if config.algorithm.filter_groups.enable and not graph.draws_rows:
+        raise UserError(
+            f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "
+            f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
+            "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
+        )
+    if reference not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES):
+        check_read(config, graph)
+    return graph
+
+
+def check_names(config: Config) -> None:
+    """UserError for an estimator or a loss that is not registered, and for options that it does not
+    have. The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
+    """
+    check_together(
+        lambda: _check_function(
+            config, "algorithm.adv_estimator", get_adv_estimator, ESTIMATOR_INPUTS
+        ),
+        lambda: _check_function(
+            config,
+            "actor_rollout_ref.actor.policy_loss",
+            lambda name: POLICY_LOSS_REGISTRY.get(name).function,
+            LOSS_INPUTS,
+        ),
+    )
+
+
+def _check_function(
+    config: Config,
+    key: str,
+    look_up: Callable[[str], Callable[..., object]],
+    inputs: tuple[str, ...],
+) -> None:
+    name, options = value_of(config, key), f"{key}_options"
+    try:
+        function = look_up(name)
+    except ValueError as error:
+        raise UserError(
+            f"{key}={name}: {error}; "
+            + (
+                loss_hint(key, config)
+                or "correct the name, or register it in the module of dag.custom_pipeline_fn"
+            )
+        ) from None
+    own_options(
+        function,
+        value_of(config, options),
+        options,
+        inputs=inputs,
+        place=config.written.get(options),
+    )

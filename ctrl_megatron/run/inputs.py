@@ -1,0 +1,334 @@
+"""Checks and reads the input of a run before processes and models start.
+
+The command that starts the ranks, and every rank, find the same problems and raise them as one
+UserError with a line for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from ctrl_megatron.checkpoint.store import CheckpointStore
+from ctrl_megatron.config import Config, to_yaml
+from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
+from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.prompts import revision_messages
+from ctrl_megatron.record.recorder import config_changes, stages_of
+from ctrl_megatron.rewards.build import row_check
+from ctrl_megatron.rewards.plan import RewardPlan
+from ctrl_megatron.rollout.engine_specs import proxy_path
+from ctrl_megatron.rollout.weight_update import read_model_config
+from ctrl_megatron.run.checks.models import check_proxy, check_reward_model, check_tokenizer
+
+_REENCODED_SHARE = 8
+"""The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
+as too long in the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """The rows of a run as tokens, and the tokenizer that made them."""
+
+    codec: TextCodec
+    train: PromptTable
+    validation: PromptTable | None
+    rewards: RewardPlan
+    max_model_len: int
+    """Longest sequence that the actor's engines are built for, in tokens."""
+    proxy_codec: TextCodec | None = None
+    """The tokenizer of a proxy with engines of its own."""
+    proxy_model_len: int | None = None
+    """Longest sequence of these engines, in tokens."""
+    reward_codec: TextCodec | None = None
+    """The reward model's tokenizer."""
+
+    def left_out(self) -> list[str]:
+        """A warning for each table of which bad rows were left out."""
+        tables = {"data.train_files": self.train, "data.val_files": self.validation}
+        if self.validation is self.train:
+            del tables["data.train_files"]
+        return [
+            f"warning: {len(table.bad)} rows of {key} are left out (data.bad_rows=drop), the first "
+            f"because {table.bad[0]}"
+            for key, table in tables.items()
+            if table is not None and table.bad
+        ]
+
+
+def is_finished(
+    config: Config,
+    steps: int,
+    *,
+    models: tuple[str, ...],
+    stage: str | None,
+    files: tuple[str, ...] = (),
+) -> bool:
+    """Whether the run has done its steps and written its final files; then rank 0 prints so.
+
+    ``models`` are the folders of a checkpoint's models.
+    ``stage`` is the last row of the final table; None for a run without validation.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
+    store = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir)
+    checkpoint = store.find(trainer.resume_mode, models)
+    if checkpoint is None or checkpoint.step < steps:
+        return False
+    stages = {None, *(row["stage"] for row in stages_of(run_dir))}
+    left = ("report.html", *files)
+    if stage not in stages or not all((run_dir / name).exists() for name in left):
+        return False
+    if read_launch().rank == 0:
+        changed = config_changes(run_dir, to_yaml(config))
+        other = f"; it was trained with other keys: {'; '.join(changed)}" if changed else ""
+        print(
+            f"nothing to do: {checkpoint.path} holds the last of {steps} steps; raise "
+            "total_training_steps or total_epochs to go on, or name another "
+            f"trainer.experiment_name{other}",
+            flush=True,
+        )
+    return True
+
+
+def read_inputs(
+    config: Config,
+    rewards: RewardPlan,
+    *,
+    trains: bool = True,
+    validates: bool = True,
+    revises: bool = False,
+) -> RunInputs:
+    """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
+
+    ``rewards`` can reward every row (``row_check``). Without ``validates`` there is no table of
+    validation rows. If the run ``revises`` first solutions, engines get room for the revision
+    prompts.
+
+    UserError naming file, row and column of a wrong value, and for too few rows for a step.
+    """
+    codec, proxy_codec = check_tokenizer(config), check_proxy(config)
+    reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
+    if trains:
+        train, validation = prompt_tables(config, codec, validates=validates, check=check)
+        require_a_step(len(train.rows), train.dropped, len(train.bad), config)
+    else:
+        files = config.data.val_files
+        train = validation = _table(config, codec, "data.val_files", files, check=check)
+        _require_critiques(config, validation.rows)
+    rows = list(train.rows)
+    if trains and validation is not None:
+        rows += validation.rows
+    rewards.check_rows(rows)
+    own = None
+    if proxy_codec is not None:
+        own = proxy_length(config, codec, proxy_codec, rows)
+    shares = revises and config.shares_engines
+    return RunInputs(
+        codec=codec,
+        train=train,
+        validation=validation,
+        rewards=rewards,
+        max_model_len=engine_length(config, codec, rows, revises=shares),
+        proxy_codec=proxy_codec,
+        proxy_model_len=own,
+        reward_codec=reward_codec,
+    )
+
+
+def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
+    """Longest sequence of the actor's engines, in tokens: the configured length; else the length
+    that follows from the other keys, or more if the rows' revision prompts (problem, solution and
+    the longest critique, whose text may encode to other tokens than were drawn) need it, up to the
+    model's context.
+
+    UserError if no row leaves room for a critique and a revision.
+    """
+    if not revises:
+        return config.max_model_len
+    critique, family = config.data.max_response_length, config.actor_rollout_ref
+    path = family.model.path
+    return _revising_length(
+        config,
+        "actor_rollout_ref.rollout.max_model_len",
+        _bare_lengths(codec, rows),
+        given=family.rollout.max_model_len,
+        least=config.max_model_len,
+        critique=critique + critique // _REENCODED_SHARE,
+        context=lambda: read_shape(path, family.actor.strategy).max_position_embeddings,
+    )
+
+
+def proxy_length(config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]) -> int:
+    """Longest sequence of the proxy's own engines, in its tokens: as ``engine_length``, with room
+    for twice as long a critique as the rows let expect, which both tokenizers ``actor`` and
+    ``codec`` encode.
+
+    UserError if no row leaves room for a critique and a revision, and for a model that does not
+    name its context.
+    """
+    path, bare = proxy_path(config), _bare_lengths(codec, rows)
+    ratio = max(
+        ours / theirs for ours, theirs in zip(bare, _bare_lengths(actor, rows), strict=True)
+    )
+    return _revising_length(
+        config,
+        "actor_rollout_ref.proxy.engine.max_model_len",
+        bare,
+        given=config.actor_rollout_ref.proxy.engine.max_model_len,
+        least=0,
+        critique=2 * ceil(ratio * config.data.max_response_length),
+        context=lambda: _context_of(path),
+    )
+
+
+def _bare_lengths(codec: TextCodec, rows: Sequence[Row]) -> list[int]:
+    """Tokens of every row's revision prompt without a critique."""
+    return [
+        len(codec.encode_chat(revision_messages(row.attempt().problem, row.solution, "")))
+        for row in rows
+        if row.task == CRITIQUE
+    ]
+
+
+def _context_of(path: str) -> int:
+    """The context of any language model, in tokens."""
+    keys = read_model_config(path)
+    context = keys.get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise UserError(
+            f"{path}/config.json names no max_position_embeddings",
+            key="actor_rollout_ref.proxy.engine.max_model_len",
+            remedy="set it to the longest sequence of the model",
+        )
+    return context
+
+
+def _revising_length(
+    config: Config,
+    key: str,
+    bare: Sequence[int],
+    *,
+    given: int | None,
+    least: int,
+    critique: int,
+    context: Callable[[], int],
+) -> int:
+    revision, longest = config.actor_rollout_ref.rollout.revision_max_tokens, given or least
+    if given is None:
+        longest = max(least, min(max(bare) + critique + revision, context()))
+    if min(bare) + revision >= longest:
+        raise UserError(
+            f"problem and solution take {min(bare)} tokens or more in every row's revision prompt, "
+            f"and with actor_rollout_ref.rollout.revision_max_tokens={revision} nothing of "
+            f"{longest} is left for a critique",
+            key=key,
+            remedy="raise it, or lower revision_max_tokens",
+        )
+    return longest
+
+
+def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -> None:
+    """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
+    check_tokenizer(config)
+    check_proxy(config)
+    data, count, rows, check = config.data, 0, list[Row](), row_check(config, rewards)
+    left_out: list[str] | None = [] if data.bad_rows == "drop" else None
+    bad = 0
+    kept = data.val_files if validates else ()
+    for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
+        if files:
+            with users_input(key):
+                found = read_rows(files, prompt_key=data.prompt_key, check=check, left_out=left_out)
+                rows = [*rows, *found]
+                if files is kept:
+                    _require_critiques(config, found)
+                else:
+                    count, bad = len(found), len(left_out or ())
+    rows_by_id(rows)
+    require_a_step(count, 0, bad, config)
+    rewards.check_rows(rows)
+
+
+def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
+    """UserError for a validation row of another task in a pipeline that validates critiques."""
+    other = next((row for row in validated if row.task != CRITIQUE), None)
+    if config.writes_revisions and other is not None:
+        raise UserError(
+            f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and validation "
+            "measures critiques by their revisions",
+            key="data.val_files",
+            remedy=f"leave rows of other tasks than {CRITIQUE!r} out",
+        )
+
+
+def require_a_step(count: int, dropped: int, bad: int, config: Config) -> None:
+    """UserError if ``count`` training rows are too few for a step; ``dropped`` and ``bad`` are left
+    out.
+    """
+    drawn = (
+        ("train_batch_size", config.data.train_batch_size),
+        ("gen_batch_size", config.gen_batch_size),
+    )
+    key, size = max(drawn, key=lambda one: one[1])
+    if count < size:
+        reasons = {"have an overlong prompt": dropped, "are left out by data.bad_rows=drop": bad}
+        why = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
+        left_out = f" ({why})" if why else ""
+        raise UserError(
+            f"data.train_files has {count} usable rows{left_out}, fewer than data.{key}={size}",
+            remedy="lower it, or add rows",
+        )
+
+
+def prompt_tables(
+    config: Config,
+    codec: TextCodec,
+    *,
+    validates: bool = True,
+    check: Callable[[Row], object] | None = None,
+) -> tuple[PromptTable, PromptTable | None]:
+    """The training rows and the validation rows, if there are any; ``check`` raises UserError for
+    a row that cannot be used.
+
+    One file may serve both. UserError for different rows with one id.
+    """
+    trained = config.data.train_files
+    mixed = [str(number) for number, _ in enumerate(trained)] if config.data.mixture else []
+    train = _table(config, codec, "data.train_files", trained, mixed, check=check)
+    files = config.data.val_files if validates else ()
+    sets = config.data.val_sets
+    validation = None
+    if files:
+        validation = _table(config, codec, "data.val_files", files, sets, check=check)
+    _require_critiques(config, validation.rows if validation else ())
+    rows_by_id([*train.rows, *(validation.rows if validation else ())])
+    return train, validation
+
+
+def _table(
+    config: Config,
+    codec: TextCodec,
+    key: str,
+    files: tuple[str, ...],
+    sets: Sequence[str] = (),
+    *,
+    check: Callable[[Row], object] | None = None,
+) -> PromptTable:
+    data = config.data
+    with users_input(key):
+        return load_prompt_table(
+            files,
+            codec,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong=data.filter_overlong_prompts,
+            prompt_key=data.prompt_key,
+            sets=sets,
+            check=check,
+            drop_bad=data.bad_rows == "drop",
+        )

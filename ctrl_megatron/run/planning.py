@@ -1,0 +1,69 @@
+"""How many steps a run takes, and what its checkpoints hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ctrl_megatron.checkpoint.store import (
+    POLICY_FOLDER,
+    REFERENCE_FOLDER,
+    VALUE_FOLDER,
+    CheckpointStore,
+    read_state,
+)
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.resharding.device import AGENTS, Role
+from ctrl_megatron.run.build import row_sampler, total_steps
+
+_PARTS = ("kl_controller", "reserve")
+"""Parts of the state in a checkpoint beside the sampler."""
+
+
+def saved_folders(config: Config) -> tuple[str, ...]:
+    """The folders of models in a checkpoint of the run."""
+    others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
+    saved = (folder for folder, is_saved in others.items() if is_saved)
+    return (POLICY_FOLDER, *saved, *_further_policies(config))
+
+
+def saved_parts(config: Config) -> tuple[str, ...]:
+    """The parts of the state in a checkpoint beside the sampler."""
+    others = (f"{agent}/{part}" for agent in _further_policies(config) for part in _PARTS)
+    return (*_PARTS, *others)
+
+
+def _further_policies(config: Config) -> tuple[Role, ...]:
+    """The policies that learn beside the actor."""
+    return AGENTS[1 : len(config.agents)]
+
+
+def counted_epochs(config: Config) -> int | None:
+    """The epochs after which dynamic sampling begins no further step. A step of it draws several
+    batches of rows, so the number of steps does not follow from the rows. None if the number of
+    steps is fixed.
+    """
+    counted = config.algorithm.filter_groups.enable and config.trainer.total_training_steps is None
+    return config.trainer.total_epochs if counted else None
+
+
+def planned_steps(config: Config, train: PromptTable) -> int:
+    """Training steps of the run. If epochs are counted, this is the largest number, or the number
+    of the checkpoint's steps if that has drawn all rows.
+    """
+    steps, epochs = total_steps(config, len(train.rows)), counted_epochs(config)
+    trainer = config.trainer
+    store = CheckpointStore(
+        Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
+    )
+    models = saved_folders(config)
+    checkpoint = None if epochs is None else store.find(trainer.resume_mode, models)
+    if epochs is None or checkpoint is None:
+        return steps
+    with users_input():
+        state = read_state(checkpoint, models, ("sampler", *saved_parts(config)))
+        sampler = row_sampler(config, train)
+        sampler.load_state_dict(state["sampler"])
+    through = sampler.is_through(epochs, config.gen_batch_size)
+    return min(steps, checkpoint.step) if through else steps

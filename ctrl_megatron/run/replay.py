@@ -1,0 +1,336 @@
+"""Repeats a dumped step: its update on any layout, or its judging.
+
+The update starts from the recorded texts and rewards and walks the run's own graph, without the
+nodes that draw and judge. It needs the weights before the step: a checkpoint, or, for the first
+step, the models that the run began with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.hf import load_hf
+from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.columns import taken_rows, texts
+from ctrl_megatron.graph.executor import Executor
+from ctrl_megatron.graph.graph import NodeRole, NodeType, TaskGraph
+from ctrl_megatron.graph.node import Node
+from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.record.dump import ROW_ID, Dump
+from ctrl_megatron.resharding.device import DeviceOwner, Role
+from ctrl_megatron.resharding.push import PushReport
+from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
+from ctrl_megatron.rewards.build import build_reward_sum
+from ctrl_megatron.rewards.plan import plan_rewards
+from ctrl_megatron.run.build import build_kl_controller, build_policies, build_value_model
+from ctrl_megatron.run.replay_comparison import Comparison, FieldGap, largest_gaps, metric_pairs
+from ctrl_megatron.run.session import Session, session
+from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
+from ctrl_megatron.steps.batch import sizes_of, tensors_of
+from ctrl_megatron.steps.ctrl import judge_revisions
+from ctrl_megatron.steps.grpo import reward_completions
+from ctrl_megatron.steps.sampling import share_rows
+from ctrl_megatron.steps.worker import DAGWorker
+
+FOLDER, RESULT = "replay", "replay.json"
+
+
+# The update
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The weights that the step's update changed."""
+
+    checkpoint: Checkpoint | None = None
+    directory: Path | None = None
+    """A Hugging Face directory. Without both: the models that the configuration names."""
+
+    def __str__(self) -> str:
+        if self.checkpoint is not None:
+            return str(self.checkpoint.path)
+        return str(self.directory or "the models that the run began with")
+
+
+def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
+    """Where the weights before the dumped step are; ``weights`` is what the user names.
+
+    Raises UserError, with the steps that can be replayed, if there are none.
+    """
+    before = dump.step - 1
+    if weights is not None and (weights / STATE_FILE).is_file():
+        name = weights.absolute().name
+        if name != f"global_step_{before}":
+            raise UserError(
+                f"step {dump.step} was computed from the weights after step {before}, and "
+                f"{weights} is {name}",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}",
+            )
+        return Start(checkpoint=Checkpoint(path=weights, step=before))
+    if weights is not None:
+        if config.needs_values:
+            raise UserError(
+                f"{weights} is no checkpoint, and the step also trains a value model",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}, which holds both models",
+            )
+        if config.refreshes_reference:
+            raise UserError(
+                f"{weights} is no checkpoint, and the reference had weights of its own",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}, which holds the reference",
+            )
+        if config.actor_rollout_ref.model.lora_rank:
+            raise UserError(
+                f"{weights} is no checkpoint, and adapters need their base beside them",
+                key="--weights",
+                remedy=f"name the checkpoint global_step_{before}, which holds the adapters",
+            )
+        return Start(directory=weights)
+    if before == 0:
+        return Start()
+    folder = dump.run_dir / "checkpoints"
+    store = CheckpointStore(folder, keep=-1, side_files=folder)
+    known = {one.step: one for one in store.all()} if folder.is_dir() else {}
+    if before in known:
+        return Start(checkpoint=known[before])
+    possible = ", ".join(str(step + 1) for step in (0, *known))
+    raise UserError(
+        f"step {dump.step} was computed from the weights after step {before}, of which {folder} "
+        f"has no checkpoint; steps that can be replayed: {possible}",
+        remedy=f"name the weights after step {before} with --weights (a checkpoint or a Hugging "
+        "Face directory), or train with trainer.save_freq=1 where steps are dumped",
+    )
+
+
+def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) -> Comparison | None:
+    """Run the nodes for which ``follows_rewards`` is true over the dumped batch, on the ranks that
+    the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None if a
+    signal stopped it. Collective.
+    """
+    found: list[Comparison] = []
+    with session(config) as run:
+        worker = _worker(run, graph, dump, start)
+        mine = share_of(dump.batch, run.groups, config)
+        given = TensorDict(taken_rows([dict(dump.batch.items())], mine), batch_size=[len(mine)])
+        recorded = tensors_of(given)
+        executor = Executor(graph, worker, runs=follows_rewards)
+        after, metrics = executor.run_step(given.copy())
+        recorded |= {name: value[mine] for name, value in dump.updated.items()}
+        gaps = _gaps(recorded, tensors_of(after), given["response_mask"])
+        parts = run.groups.from_data_ranks((mine, gaps))
+        # A replay has no engines, so it pushes no weights.
+        computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
+        comparison = Comparison(
+            metrics=metric_pairs(dump.metrics or {}, computed), fields=_by_sample(parts)
+        )
+        if run.groups.is_first:
+            path = Path(config.trainer.run_dir) / RESULT
+            write_whole(path, json.dumps(comparison.record(), indent=1))
+        found.append(comparison)
+        worker.close()
+        run.watch.quiet()
+    return found[0] if found else None
+
+
+def follows_rewards(node: Node) -> bool:
+    """Whether the node works with drawn and judged samples: it neither draws nor runs aside."""
+    draws = node.node_role in (NodeRole.ROLLOUT, NodeRole.DYNAMIC_SAMPLING)
+    return not (draws or node.runs_aside or node.node_type is NodeType.MODEL_INFERENCE)
+
+
+def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWorker:
+    config, groups = run.config, run.groups
+    device = cast(DeviceOwner, _NoEngines())
+    policy, reference = build_policies(config, groups, dump.total_steps, device)
+    value = build_value_model(config, groups, dump.total_steps, device.to_trainer)
+    if value is not None:
+        device.adopt(value)
+    worker = DAGWorker(
+        config=config,
+        groups=groups,
+        background=run.background,
+        stop=run.stop,
+        codec=TextCodec(config.actor_rollout_ref.model.tokenizer),
+        train=_table(dump),
+        validation=None,
+        draw=_draw_nothing,
+        engine=None,
+        device=device,
+        max_model_len=config.max_model_len,
+        rewards=None,
+        reward_weights=plan_rewards(config, graph.required_rewards).weights,
+        policy=policy,
+        reference=reference,
+        value=value,
+        kl_controller=build_kl_controller(config),
+        peak_flops=1.0,
+        step=dump.step - 1,
+    )
+    if start.checkpoint is not None:
+        state = CheckpointStore.load(worker.saved, start.checkpoint).state
+        worker.kl_controller.load_state_dict(state["kl_controller"])
+    elif start.directory is not None:
+        load_hf(policy, start.directory)
+        policy.start_optimizer()
+    return worker
+
+
+class _NoEngines:
+    """The methods of ``DeviceOwner`` that models and nodes call, for a trainer without engines."""
+
+    def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
+        """The model is never pushed."""
+
+    def to_trainer(self) -> None:
+        """The trainer always has the device."""
+
+    def take_reports(self) -> list[PushReport]:
+        """There are no pushes."""
+        return []
+
+    def close(self) -> None:
+        """There are no connections."""
+
+
+def _draw_nothing(count: int) -> list[int]:
+    raise RuntimeError("a replayed step draws no rows")
+
+
+def _table(dump: Dump) -> PromptTable:
+    """The dump's rows; nothing that is replayed reads their prompts as tokens."""
+    return PromptTable(rows=dump.rows, prompts=((),) * len(dump.rows), dropped=0)
+
+
+def share_of(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[int]:
+    """The samples of the dump that this data rank computes: whole groups, shared as in training."""
+    sizes = [
+        dataclasses.replace(size, uid=size.uid.partition("/unjudged/")[0])
+        for size in sizes_of(batch)
+    ]
+    return share_rows(sizes, groups, shared_prefix=config.shares_prefixes)
+
+
+def _gaps(
+    recorded: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], mask: torch.Tensor
+) -> dict[str, list[float]]:
+    """``largest_gaps`` of the fields that the replay has computed and the record has too."""
+    computed = [n for n in recorded if n in after and after[n].data_ptr() != recorded[n].data_ptr()]
+    return {
+        name: largest_gaps(recorded[name], after[name], mask)
+        for name in computed
+        if after[name].shape in (mask.shape, mask.shape[:1])
+    }
+
+
+def _by_sample(
+    parts: Sequence[tuple[Sequence[int], Mapping[str, Sequence[float]]]],
+) -> tuple[FieldGap, ...]:
+    names = dict.fromkeys(name for _, gaps in parts for name in gaps)
+    return tuple(
+        FieldGap(
+            name=name,
+            gaps={n: gap for rows, gaps in parts for n, gap in zip(rows, gaps[name], strict=True)},
+        )
+        for name in names
+    )
+
+
+# The judging
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJudge:
+    """The attributes of a ``DAGWorker`` that judging nodes use."""
+
+    config: Config
+    train: PromptTable
+    rewards: RewardSum
+    reward_weights: Mapping[str, float]
+
+    async def score(self, items: Sequence[RewardItem]) -> Scores:
+        """Every reward function's rewards of the items."""
+        return await self.rewards.score(items)
+
+
+def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
+    """Judge the recorded texts again in this process and compare the rewards. Starts a sandbox if
+    the run used its own.
+
+    Raises UserError for a dump without rows or without texts that are rewarded.
+    """
+    judging: list[Any] = [node.run for node in graph.nodes.values() if node.runs_aside]
+    if not dump.rows:
+        raise UserError(f"{dump.path} has no rows: the batch has no field {ROW_ID}")
+    background = BackgroundLoop()
+    plan = plan_rewards(config, graph.required_rewards)
+    own = plan.runs_programs and config.reward.provider == "local"
+    sandbox, token = None, secrets.token_urlsafe(32)
+    try:
+        if own and not config.sandbox.endpoint:
+            sandbox = EmbeddedSandbox.start(
+                workers=config.sandbox.workers,
+                isolation=config.sandbox.isolation,  # type: ignore[arg-type]
+                limits=SandboxLimits(problem_seconds=config.sandbox.problem_seconds),
+                token=token,
+            )
+        rewards = build_reward_sum(
+            config,
+            plan,
+            sandbox_endpoint=config.sandbox.endpoint or (sandbox.endpoint if sandbox else ""),
+            sandbox_token=token if sandbox else None,
+            rows=dump.rows,
+            tokenizer=TextCodec(config.actor_rollout_ref.model.tokenizer).tokenizer,
+        )
+        judge = RecordedJudge(
+            config=config, train=_table(dump), rewards=rewards, reward_weights=plan.weights
+        )
+        batch, fields = dump.batch.copy(), dict[str, Any]()
+        # The recorded mask of a sample that was not judged is empty.
+        batch["response_mask"] = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
+        for judges in judging or _judging_of(dump):
+            fields |= background.run(judges(worker=judge, batch=batch)).fields
+        background.run(rewards.close())
+    finally:
+        background.close()
+        if sandbox is not None:
+            sandbox.stop()
+    mask = dump.batch["response_mask"]
+    replayed = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    gaps = _gaps(tensors_of(dump.batch), replayed, mask)
+    gaps.pop("cached", None)  # says where a verdict came from, not what it is
+    return Comparison(metrics=(), fields=_by_sample([(range(len(mask)), gaps)]))
+
+
+def _judging_of(dump: Dump) -> list[Any]:
+    """The judging functions of a graph whose drawing node judges as well."""
+    if "revision" in dump.batch:
+        return [judge_revisions]
+    if "completion" in dump.batch:
+        return [reward_completions]
+    raise UserError(f"{dump.path} has neither revisions nor completions, and no node judges them")
+
+
+def sample_names(dump: Dump) -> list[str]:
+    """Each sample's number and, where it has one, the row that it is about."""
+    ids = texts(dump.batch[ROW_ID]) if ROW_ID in dump.batch else []
+    return [
+        f"sample {number}" + (f" of row {ids[number]}" if ids else "")
+        for number in range(len(dump.batch))
+    ]

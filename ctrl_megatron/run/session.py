@@ -1,0 +1,219 @@
+"""The frame of every run: training, fine-tuning and evaluation begin and end here.
+
+Ranks meet; a failure on one ends all; Ctrl-C, SIGTERM and SIGHUP request a stop; engines and a
+sandbox start on every host, and none of them outlives the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.environment import read_launch, read_restarts
+from ctrl_megatron.errors import FAILED, STOPPED, note_users_code
+from ctrl_megatron.metrics import Gauge, MetricsServer
+from ctrl_megatron.metrics.output import keep_going_unread
+from ctrl_megatron.parallel.failure import FailureWatch, StuckStart
+from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join, shutdown
+from ctrl_megatron.parallel.layout import World, layout_for, world_with, worlds_of
+from ctrl_megatron.parallel.stacks import StackFile
+from ctrl_megatron.parallel.stop import StopFlag, StopRequested
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
+from ctrl_megatron.rollout.fleet import Services
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """The parts of a run on a rank that exist before its models."""
+
+    config: Config
+    joined: Joined
+    worlds: tuple[World, ...]
+    """All worlds of the run, that of rank 0 first."""
+    background: BackgroundLoop
+    stop: StopFlag
+    watch: FailureWatch
+    at_end: list[Callable[[], None]]
+    """Functions to call at the end of the run, last to first, also after a failure."""
+    served: MetricsServer | None
+    """Serves the run's metrics, on rank 0 and where ``trainer.metrics_port`` is set."""
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """The groups of this rank's world."""
+        return self.joined.groups
+
+    @property
+    def everyone(self) -> RankSet:
+        """All ranks of the run."""
+        return self.joined.everyone
+
+    def is_here(self, role: str) -> bool:
+        """Whether this rank's world has the model of a role."""
+        return world_with(self.worlds, role) is self.joined.world
+
+    def check_stop(self) -> None:
+        """Raise StopRequested on all ranks of this world if a stop was requested on any.
+        Collective.
+        """
+        if self.stop.agreed(self.groups):
+            raise StopRequested
+
+    def _beside(self) -> tuple[int, ...]:
+        """Ranks of other worlds on each host of this one."""
+        own, every = self.groups.hosts, self.everyone.hosts
+        firsts = (self.groups.ranks[own.first_rank(host)] for host in range(len(own.names)))
+        return tuple(
+            every.ranks_on(every.of_rank[first]) - own.ranks_on(host)
+            for host, first in enumerate(firsts)
+        )
+
+    def start_services(
+        self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
+    ) -> Services:
+        """Start this host's engines for sequences of ``max_model_len`` tokens, the proxy's own for
+        ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandbox.
+
+        If one of them dies, that is this rank's failure. Collective.
+        """
+        self.check_stop()
+        services = Services(
+            self.config,
+            self.groups,
+            self.watch,
+            self.background,
+            self.stop,
+            max_model_len=max_model_len,
+            proxy_model_len=proxy_model_len,
+            judges=judges,
+            beside=self._beside(),
+        )
+        self.at_end.append(services.stop)
+        services.start()
+        if self.served is not None:
+            self.served.add(services.gauges)
+        return services
+
+
+@contextmanager
+def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
+    """The context of a run on this rank: a failure on any rank ends all ranks and prints the first
+    cause. With ``apart`` roles may have worlds of their own (``placement``).
+
+    A stop that is requested before training begins ends the context and is no failure.
+    """
+    keep_going_unread()
+    stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
+    at_end = [note_users_code()]
+    one_at_a_time = threading.Lock()
+
+    def clean_up() -> None:
+        # The watch and the main thread may both call this. The second one waits for the first,
+        # because it ends the process afterwards.
+        with one_at_a_time, ExitStack() as last_first:
+            # One that fails, e.g. without a file descriptor, does not keep the others from ending.
+            while at_end:
+                last_first.callback(at_end.pop(0))
+
+    with stop.ends_meeting(_end_alone):
+        worlds = _worlds(config, apart=apart)
+        joined = join(
+            worlds,
+            seed=config.trainer.seed,
+            timeout_seconds=config.trainer.distributed_timeout,
+            launch=read_launch(),
+        )
+        everyone = joined.everyone
+        # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
+        at_end.append(SharedMemorySender(joined.groups).close)
+        watch = FailureWatch(everyone, timeout=config.trainer.failure_timeout, clean_up=clean_up)
+        watch.guard(StuckStart(config.trainer.failure_timeout), hang=True)
+    background, locked = BackgroundLoop(), False
+    try:
+        try:
+            lock = RunLock(run_dir)
+            if everyone.is_first:
+                at_end.append(lock.take().release)
+                watch.guard(lock.lost)
+            require_shared(run_dir, everyone.from_first(lock.holder))
+            served = serve(config, stop, watch) if everyone.is_first else None
+            if served is not None:
+                at_end.append(served.close)
+            everyone.barrier()
+            locked = True
+            stacks = StackFile(run_dir, everyone.rank)
+            at_end.append(stacks.close)
+            watch.write_stacks(stacks)
+            yield Session(
+                config=config,
+                joined=joined,
+                worlds=worlds,
+                background=background,
+                stop=stop,
+                watch=watch,
+                at_end=at_end,
+                served=served,
+            )
+        except StopRequested:
+            watch.quiet()
+            if everyone.is_first:
+                print("stopped as asked before anything was trained", flush=True)
+        watch.close()
+        background.close()
+    except BaseException as error:
+        if locked and not run_dir.is_dir() and isinstance(error, Exception):
+            error = removed(run_dir)
+        code = FAILED
+        try:
+            code = watch.report(error)
+            clean_up()
+            with suppress(OSError):  # a full disk, which has been reported
+                sys.stdout.flush()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            # Destructors of a broken process group can hang; nothing of value is left in this
+            # process.
+            watch.exit(code)
+    clean_up()
+    shutdown()
+    stop.restore()
+
+
+def _end_alone() -> None:
+    """End a rank that has not met the others and therefore has nothing to save or to report."""
+    if read_launch().rank == 0:
+        print("stopped by a signal before the ranks had met", flush=True)
+    FailureWatch.exit(STOPPED)
+
+
+def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
+    """The server of ``trainer.metrics_port``, if it is set."""
+    if config.trainer.metrics_port is None:
+        return None
+
+    def trouble() -> str:
+        return watch.ending or ("a stop was requested" if stop.is_set else "")
+
+    served = MetricsServer(
+        config.trainer.metrics_host, config.trainer.metrics_port, trouble=trouble
+    )
+    restarts = Gauge("ctrl_restarts", "Starts after the first one.", [({}, read_restarts())])
+    served.add(lambda: [restarts])
+    return served
+
+
+def _worlds(config: Config, *, apart: bool) -> tuple[World, ...]:
+    size, actor = read_launch().world_size, config.actor_rollout_ref.actor
+    if apart:
+        return worlds_of(size, config)
+    layout = layout_for(size, actor)
+    return (World(ranks=tuple(range(size)), layout=layout),)

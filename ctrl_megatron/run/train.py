@@ -1,0 +1,217 @@
+"""Training, from a checked configuration to the end of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from ctrl_megatron.checkpoint.store import DRAWN_AHEAD, CheckpointStore
+from ctrl_megatron.config import Config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.graph import StepReport
+from ctrl_megatron.graph.world_link import Between, News, OneWorld
+from ctrl_megatron.models.kernels import kernels_line
+from ctrl_megatron.parallel.layout import World
+from ctrl_megatron.parallel.placement import EngineRole
+from ctrl_megatron.parallel.stop import StopRequested
+from ctrl_megatron.record.dump import StepDump
+from ctrl_megatron.record.profile import profiles
+from ctrl_megatron.record.recorder import Recorder, banner
+from ctrl_megatron.rollout.engine_specs import engine_keys
+from ctrl_megatron.rollout.fleet import Services
+from ctrl_megatron.run.build import apart_worker, build_worker
+from ctrl_megatron.run.checked_rows import checked_inputs
+from ctrl_megatron.run.checks.rl import check_run
+from ctrl_megatron.run.inputs import RunInputs, is_finished, read_inputs
+from ctrl_megatron.run.loop import Resumable, Schedule, TrainingLoop
+from ctrl_megatron.run.planning import counted_epochs, planned_steps, saved_folders, saved_parts
+from ctrl_megatron.run.session import Session, session
+from ctrl_megatron.run.worlds import Worlds
+from ctrl_megatron.sandbox import SandboxClient, SandboxError
+from ctrl_megatron.sandbox.limits import LEVELS
+from ctrl_megatron.steps.ahead import SavedDraws
+from ctrl_megatron.steps.performance import device_memory, passes, weights_gauges
+from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
+
+
+def train(config: Config) -> bool:
+    """A whole RL run on this rank; False if it was stopped by a signal.
+
+    Raises UserError, before anything starts, for input that cannot be used.
+    """
+    (graph, rewards), trainer, finished = check_run(config), config.trainer, False
+    rollout = config.actor_rollout_ref.rollout
+    inputs = read_inputs(
+        config,
+        rewards,
+        validates=graph.report.validate is not None,
+        revises=graph.revises,
+    )
+    steps = planned_steps(config, inputs.train)
+    stage = "after RL" if graph.report.validate else None
+    if is_finished(config, steps, models=saved_folders(config), stage=stage):
+        return True
+    with session(config, apart=True) as run:
+        inputs = checked_inputs(run, inputs)
+        steps, before = planned_steps(config, inputs.train), steps
+        if steps < before and is_finished(config, steps, models=saved_folders(config), stage=stage):
+            run.watch.quiet()
+            return True
+        between = between_worlds(run, inputs)
+        told, isolation = "", dict[str, float]()
+        if between.is_home:
+            try:
+                services = run.start_services(
+                    max_model_len=inputs.max_model_len,
+                    proxy_model_len=inputs.proxy_model_len,
+                    judges=rewards.runs_programs,
+                )
+                worker, sampler, steps = build_worker(run, services, inputs)
+                run.check_stop()
+                isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
+                proxy = worker.proxy
+                told = engines_and_sandbox(config, services, isolation)
+                if answering := "" if proxy is None else worker.ask(proxy.greet, "the proxy"):
+                    told += f"; {answering}"
+            except StopRequested as why:
+                between.tell(why, changed=False)
+                raise
+        else:
+            worker, sampler, steps = apart_worker(run, inputs)
+            graph.report = StepReport()
+        between.meet()
+        if run.served is not None:
+            run.served.add(lambda: weights_gauges(worker.device))
+        recorder = Recorder(
+            config, active=run.everyone.is_first, total_steps=steps, served=run.served
+        )
+        memory = device_memory(run.groups)
+        timeline = recorder.timeline(memory)
+        for agent in worker.agents:
+            agent.timeline = timeline
+        dump = StepDump(worker, steps)
+        loop = TrainingLoop(
+            worker=worker,
+            graph=graph,
+            sampler=sampler,
+            store=CheckpointStore(
+                Path(trainer.run_dir) / "checkpoints",
+                keep=trainer.max_ckpt_to_keep,
+                side_files=Path(config.actor_rollout_ref.model.path),
+                asynchronous=trainer.async_save,
+                everyone=run.everyone,
+            ),
+            recorder=recorder,
+            schedule=Schedule(
+                batch_size=config.gen_batch_size,
+                total_steps=steps,
+                total_epochs=counted_epochs(config),
+                save_freq=trainer.save_freq,
+                save_hf_freq=trainer.save_hf_freq,
+                test_freq=trainer.test_freq,
+                val_before_train=trainer.val_before_train,
+                resume_mode=trainer.resume_mode,
+                max_bad_steps=trainer.max_bad_steps,
+            ),
+            memory=memory,
+            between=between,
+            everyone=run.everyone,
+            passes=None if between.is_home else lambda: passes(worker),
+            hear=partial(_hear, worker),
+            watchers=(dump, *profiles(config, worker)) if between.is_home else (),
+            # A dump holds the batch of one policy.
+            keep_batch=dump.keep if between.is_home and len(worker.agents) == 1 else None,
+            parts=_saved_parts(worker),
+            late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
+            constants=isolation,
+        )
+        bound = "" if counted_epochs(config) is None else " at most"
+        for line in banner(
+            config,
+            run.groups.layout,
+            steps=f"{steps} steps{bound} of {config.data.train_batch_size} prompts x "
+            f"{config.actor_rollout_ref.rollout.n}",
+            rows=len(inputs.train.rows),
+            dropped={
+                "prompt above data.max_prompt_length": inputs.train.dropped,
+                "data.bad_rows=drop": len(inputs.train.bad),
+            },
+            validation=len(inputs.validation.rows) if inputs.validation else 0,
+            services=told + "".join(map(world_line, run.worlds[1:])),
+        ):
+            recorder.say(line)
+        for line in inputs.left_out():
+            recorder.say(line)
+        dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
+        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
+        loop.resume()
+        finished = loop.run()
+        report = recorder.close(report=True)
+        if report is not None:
+            print(f"report: {report}")
+        run.watch.quiet()
+        worker.close()
+    return finished
+
+
+def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
+    """The same with their names in a checkpoint."""
+    parts = [part for agent in worker.agents for part in (agent.kl_controller, agent.leftover)]
+    return dict(zip(saved_parts(worker.config), parts, strict=True))
+
+
+def world_line(world: World) -> str:
+    """For the banner: roles on ranks of their own."""
+    layout, ranks = world.layout, ", ".join(map(str, world.ranks))
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    return f"; {' and '.join(world.roles)} on ranks {ranks}: {sizes}"
+
+
+def between_worlds(run: Session, inputs: RunInputs) -> Between:
+    """The way from this rank's world to the others."""
+    if len(run.worlds) == 1:
+        return OneWorld()
+    return Worlds(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
+
+
+def _hear(worker: DAGWorker, others: Sequence[News]) -> None:
+    worker.elsewhere = [news.passes for news in others]
+
+
+def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
+    """For the banner: the engines, and the isolation of programs."""
+    counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
+    engines = ", ".join(
+        f"{count} {engine_keys(config, role).name} engine{'s' if count > 1 else ''}"
+        + (" of the proxy" if role == "proxy" else "")
+        for role, count in counts.items()
+    )
+    if "sandbox/isolation" not in level:
+        return f"{engines}; no sandbox of this run"
+    held = LEVELS[len(LEVELS) - 1 - int(level["sandbox/isolation"])]
+    return f"{engines}; sandbox isolation: {held}"
+
+
+async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
+    """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
+    strict; empty if no sandbox of this package judges (leaders only). UserError for a service of
+    the user's that does not answer.
+    """
+    judge = None if worker.rewards is None else worker.rewards.judge
+    if not isinstance(judge, SandboxClient):
+        return {}
+    # From the strictest to none; a service that reports no level is not from this package.
+    try:
+        levels = await judge.ping()
+    except SandboxError as error:
+        if not worker.config.sandbox.endpoint:
+            raise
+        raise UserError(
+            str(error),
+            key="sandbox.endpoint",
+            remedy="correct the address, or start a service there (ctrl-serve-sandbox)",
+        ) from error
+    reached = [LEVELS.index(level) for level in levels.values() if level in LEVELS]
+    return {"sandbox/isolation": float(len(LEVELS) - 1 - max(reached))} if reached else {}

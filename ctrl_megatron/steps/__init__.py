@@ -1,0 +1,1 @@
+"""The steps of the built-in pipelines: generation, judging, advantages and updates, as nodes."""

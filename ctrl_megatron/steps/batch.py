@@ -1,0 +1,369 @@
+"""The batch of a step: samples, the padded tensors made of them, and readers of its fields.
+
+B rows are samples of this data rank; P and R are the longest prompt and response among them, in
+tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.graph.columns import taken_rows, texts
+from ctrl_megatron.rewards import Scores
+from ctrl_megatron.types import Completion, VersionSpan
+
+Fields = Mapping[str, str | bool | int | float | None]
+"""Values of one row of the batch beyond its tokens, by the name of the field."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSize:
+    """The facts of a sample that decide which data rank trains on it."""
+
+    uid: str
+    mini_batch: int
+    prompt: int
+    """Tokens of the prompt."""
+    response: int
+    """Tokens of the response."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion of one prompt, before it is padded into the batch."""
+
+    uid: str
+    """Unique id of the group: all samples of one row in one draw."""
+    row_id: str
+    """Id of the data's row that the prompt is about."""
+    mini_batch: int
+    """Number of the optimizer step, within the training step, that trains on the sample."""
+    prompt: tuple[int, ...]
+    completion: Completion
+    """The response: in an episode the answers of the model and, between them, what it read."""
+    drawn: tuple[bool, ...] = ()
+    """Whether the model drew each token of the response; empty if it drew all of them."""
+    fields: Fields = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the model drew, which are those that it is trained on."""
+        return sum(self.drawn) if self.drawn else len(self.completion.token_ids)
+
+    @property
+    def size(self) -> SampleSize:
+        """The size and the group of the sample."""
+        prompt, response = len(self.prompt), len(self.completion.token_ids)
+        return SampleSize(
+            uid=self.uid, mini_batch=self.mini_batch, prompt=prompt, response=response
+        )
+
+
+Group = list[Sample]
+_TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
+"""Fields that follow from the tokens of the samples."""
+
+
+def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sample]:
+    """The samples with further fields, one record for each."""
+    return [
+        dataclasses.replace(sample, fields={**sample.fields, **more})
+        for sample, more in zip(samples, fields, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The samples of a training step that the engines are drawing or have drawn."""
+
+    step: int
+    """Training steps before the one that trains on them."""
+    begun: int
+    """Training steps that were finished when they were begun."""
+    rows: tuple[int, ...]
+    """Positions of the step's rows in ``worker.train``."""
+    attempt: int
+    """Number of the draw within the step."""
+    version: str
+    """The weights that began to draw."""
+    groups: Future[list[list[Completion]]] | None
+    """``rollout.n`` completions of each row of this data rank; None on ranks that are not
+    leaders."""
+
+
+class DrawsAhead:
+    """Draws that were begun before their step, by the number of steps before it."""
+
+    def __init__(self) -> None:
+        self._draws: dict[int, Draw] = {}
+
+    def keep(self, draw: Draw) -> None:
+        """Have ``draw`` taken at its step."""
+        self._draws[draw.step] = draw
+
+    def forget_before(self, step: int) -> None:
+        """Drop the draws of steps that are finished."""
+        self._draws = {number: draw for number, draw in self._draws.items() if number >= step}
+
+    def of(self, step: int) -> Draw | None:
+        """The draw for the step after ``step`` steps; None where none was begun."""
+        return self._draws.get(step)
+
+    def take(self, step: int, rows: Sequence[int]) -> Draw | None:
+        """The same, if it is of ``rows``. It is kept: a run that is stopped within the step repeats
+        it from a save.
+        """
+        draw = self.of(step)
+        return draw if draw is not None and draw.rows == tuple(rows) else None
+
+    def every(self) -> list[Draw]:
+        """All draws, the oldest first."""
+        return list(self._draws.values())
+
+
+class LeftoverGroups:
+    """Judged groups that a step did not need, oldest first; the same on every rank."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def take(self) -> list[Group]:
+        """All groups; none is left afterwards."""
+        taken, self._groups = self._groups, []
+        return taken
+
+    def keep(self, groups: list[Group]) -> None:
+        """Add groups for a later step."""
+        self._groups += groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups as JSON, for a resumed run."""
+        return {"groups": [[_state(sample) for sample in group] for group in self._groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the groups of ``state_dict``."""
+        self._groups = [[_sample(row) for row in group] for group in state["groups"]]
+
+
+def _state(sample: Sample) -> dict[str, Any]:
+    """A sample as checkpoints store it, where ``row_id`` has the batch's name ``problem_id``."""
+    state = dataclasses.asdict(sample)
+    state["problem_id"] = state.pop("row_id")
+    return state
+
+
+def _sample(state: dict[str, Any]) -> Sample:
+    return Sample(
+        uid=state["uid"],
+        row_id=state["problem_id"],
+        mini_batch=state["mini_batch"],
+        prompt=tuple(state["prompt"]),
+        completion=completion_of(state["completion"]),
+        drawn=tuple(state.get("drawn", ())),
+        fields=state["fields"],
+    )
+
+
+def completion_of(state: Mapping[str, Any]) -> Completion:
+    """The completion that ``dataclasses.asdict`` made ``state`` of."""
+    return Completion(
+        token_ids=tuple(state["token_ids"]),
+        log_probs=tuple(state["log_probs"]),
+        finish_reason=state["finish_reason"],
+        spans=tuple(VersionSpan(**span) for span in state["spans"]),
+    )
+
+
+def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
+    """The batch of a step: ``pad_rows`` of the samples, and their other values as fields.
+
+    ``response_mask`` leaves out the tokens that the model did not draw (``Sample.drawn``). Adds
+    ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
+    ``uid``, ``problem_id`` (the id of the row, ``Sample.row_id``; the name is the reward model's
+    ``id_key``), ``version`` (the weights that drew the response) and the samples' own ``fields`` as
+    columns.
+    """
+    batch = pad_rows(
+        [s.prompt for s in samples],
+        [s.completion.token_ids for s in samples],
+        pad_token_id=pad_token_id,
+    )
+    log_probs = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+    for i, sample in enumerate(samples):
+        log_probs[i, : len(sample.completion.log_probs)] = torch.tensor(sample.completion.log_probs)
+        if sample.drawn:
+            batch["response_mask"][i, : len(sample.drawn)] = torch.tensor(sample.drawn)
+    batch["rollout_log_probs"] = log_probs
+    batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
+    batch["uid"] = NonTensorStack(*[s.uid for s in samples])
+    batch["problem_id"] = NonTensorStack(*[s.row_id for s in samples])
+    batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
+    for name, column in columns([s.fields for s in samples]).items():
+        batch[name] = column
+    return batch
+
+
+def sizes_of(batch: TensorDict) -> list[SampleSize]:
+    """The size of every row of the batch (B)."""
+    attended, width = batch["attention_mask"], batch["prompts"].shape[1]
+    prompts, responses = attended[:, :width].sum(dim=1), attended[:, width:].sum(dim=1)
+    facts = (prompts.tolist(), responses.tolist(), batch["mini_batch"].tolist())
+    return [
+        SampleSize(uid=uid, mini_batch=mini_batch, prompt=prompt, response=response)
+        for uid, prompt, response, mini_batch in zip(texts(batch["uid"]), *facts, strict=True)
+    ]
+
+
+def columns(rows: Sequence[Fields]) -> dict[str, Any]:
+    """The rows' fields as fields of the batch: texts become non-tensor data, truth values bool
+    tensors, and numbers float32 tensors with NaN for None.
+    """
+    return {name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def _column(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return NonTensorStack(*values)
+    if all(isinstance(value, bool) for value in values):
+        return torch.tensor(values)
+    known = [float("nan") if value is None else float(value) for value in values]
+    return torch.tensor(known, dtype=torch.float32)
+
+
+def reward_fields(scores: Scores) -> list[Fields]:
+    """For each item ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None
+    where the reward is unknown.
+    """
+    return [
+        {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
+        for row, total in enumerate(scores.totals)
+    ]
+
+
+def pad_rows(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], *, pad_token_id: int
+) -> TensorDict:
+    """Token rows as a TensorDict of B rows: prompts padded on the left, responses on the right.
+
+    Writes ``prompts`` (B, P), ``responses`` (B, R), ``input_ids``, ``attention_mask``,
+    ``position_ids`` (B, P+R) int64 and ``response_mask`` (B, R) bool.
+    """
+    rows = len(prompts)
+    width_p, width_r = max(map(len, prompts)), max(1, max(map(len, responses)))
+    left = torch.full((rows, width_p), pad_token_id, dtype=torch.int64)
+    right = torch.full((rows, width_r), pad_token_id, dtype=torch.int64)
+    prompt_mask = torch.zeros((rows, width_p), dtype=torch.int64)
+    response_mask = torch.zeros((rows, width_r), dtype=torch.bool)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        left[i, width_p - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[i, width_p - len(prompt) :] = 1
+        right[i, : len(response)] = torch.tensor(response, dtype=torch.int64)
+        response_mask[i, : len(response)] = True
+    attention = torch.cat([prompt_mask, response_mask.long()], dim=1)
+    return TensorDict(
+        {
+            "prompts": left,
+            "responses": right,
+            "input_ids": torch.cat([left, right], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+        },
+        batch_size=[rows],
+    )
+
+
+def joined_samples(
+    parts: Sequence[Mapping[str, Any]], *, pad_token_id: int, rows: Sequence[int] | None = None
+) -> TensorDict:
+    """The batches ``parts`` as one, padded to the longest of its samples: all of their rows, or
+    those with the numbers ``rows``, in that order.
+
+    Texts are kept, and the tensors of ``joined_tensors``.
+    """
+    prompts, responses, widths = [], [], [part["responses"].shape[1] for part in parts]
+    for part, width in zip(parts, widths, strict=True):
+        attended = part["attention_mask"].bool()
+        start = attended.shape[1] - width
+        for i, row in enumerate(attended):
+            prompts.append(part["prompts"][i][row[:start]].tolist())
+            responses.append(part["responses"][i][row[start:]].tolist())
+    taken = range(len(prompts)) if rows is None else rows
+    batch = pad_rows(
+        [prompts[row] for row in taken],
+        [responses[row] for row in taken],
+        pad_token_id=pad_token_id,
+    )
+    others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
+    for name, value in taken_rows([joined_tensors(others, widths)], taken).items():
+        batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() == 2 else value
+    said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
+    for name, value in taken_rows(said, taken).items():
+        batch[name] = value
+    return batch
+
+
+def joined_tensors(
+    parts: Sequence[Mapping[str, Any]], widths: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Tensors (B,) and (B, R) of all parts, the latter filled up with zeros; others are left out,
+    because their padding is unknown. ``widths`` is R of each part.
+    """
+    longest, joined = max(widths, default=0), dict[str, torch.Tensor]()
+    for name, first in parts[0].items() if parts else ():
+        values = [part[name] for part in parts]
+        if not isinstance(first, torch.Tensor):
+            continue
+        if all(value.dim() == 1 for value in values):
+            joined[name] = torch.cat(values)
+        elif all(v.dim() == 2 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
+            filled = [
+                torch.nn.functional.pad(value, (0, longest - width))
+                for value, width in zip(values, widths, strict=True)
+            ]
+            joined[name] = torch.cat(filled)
+    return joined
+
+
+def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """The tensor fields of the batch as a plain mapping."""
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
+    """The row of the data for each row of the batch (B)."""
+    return [table.row(row_id) for row_id in texts(batch["problem_id"])]
+
+
+def known(value: torch.Tensor) -> float | None:
+    """The number in ``value`` (); None for NaN."""
+    return None if value.isnan() else float(value)
+
+
+def versions_of(completion: Completion) -> str:
+    """The version of the weights that drew the completion; if there are several, each with its
+    tokens: ``actor@2[0:17]+actor@3[17:40]``.
+    """
+    if len(completion.spans) == 1:
+        return completion.spans[0].version
+    return "+".join(f"{span.version}[{span.start}:{span.end}]" for span in completion.spans)
+
+
+def spans_of(versions: str, tokens: int) -> list[VersionSpan]:
+    """The spans of which ``versions_of`` made ``versions``, for a completion of so many tokens."""
+    found = _SPAN.findall(versions)
+    if not found:
+        return [VersionSpan(versions, 0, tokens)] if versions else []
+    return [VersionSpan(version, int(start), int(end)) for version, start, end in found]
+
+
+_SPAN = re.compile(r"([^+]*)\[(\d+):(\d+)\]")

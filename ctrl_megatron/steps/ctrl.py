@@ -1,0 +1,691 @@
+"""CTRL's training step, from prompts to new weights, in the order in which it runs.
+
+Source: CTRL (arXiv 2502.03492). The actor criticises first solutions, the frozen proxy revises them
+after the critique (``chain``), the tests of the revision give the critique its reward, and the
+actor is trained on it.
+
+B rows are the critiques of this data rank; P and R are their longest prompt and response, in
+tokens. Every function runs on all ranks of a model copy, except ``judge_revisions``, which runs on
+the leader's event loop beside the log-probs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from ctrl_megatron.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
+    ESTIMATOR_INPUTS,
+    POLICY_LOSS_REGISTRY,
+    correct_rollout,
+    estimate_advantages,
+    explained_variance,
+    explained_variance_sums,
+    get_adv_estimator,
+    groups_with_signal,
+    mismatch_metrics,
+    mismatch_sums,
+    penalise,
+    required_inputs,
+)
+from ctrl_megatron.algorithms.rollout_correction import MismatchSums
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.options import own_options
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph import node_keys
+from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph, of_policy
+from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.node_fields import DRAWN, asks_values, needs, writes
+from ctrl_megatron.graph.node_keys import reads
+from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
+from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.rewards.items import LARGEST_REWARD
+from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
+from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
+from ctrl_megatron.steps.batch import Sample, columns, tensors_of, with_fields
+from ctrl_megatron.steps.chain import (
+    REVISION_FIELDS,
+    TRAINED,
+    criticise_samples,
+    critiques_of,
+    judge,
+    revise,
+)
+from ctrl_megatron.steps.conversation import validate
+from ctrl_megatron.steps.critique_report import (
+    critique_examples,
+    critique_metrics,
+    measure_critiques,
+    revision_metrics,
+)
+from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
+from ctrl_megatron.steps.greedy_baseline import (
+    draw_greedy_critiques,
+    judge_greedy_revisions,
+    revise_greedy_critiques,
+)
+from ctrl_megatron.steps.losses import (
+    ActorLoss,
+    ValueLoss,
+    means_over_steps,
+    mini_batches,
+    select_tokens,
+)
+from ctrl_megatron.steps.masks import of_pass, scored_passes, seen_in_pass
+from ctrl_megatron.steps.model_reward import (
+    model_reward,
+    needs_of_scores,
+    total_rewards,
+    with_model_rewards,
+)
+from ctrl_megatron.steps.sampling import balance, sampled
+from ctrl_megatron.steps.worker import DAGWorker
+
+DRAWS: dict[str, Any] = {
+    "node_type": NodeType.MODEL_INFERENCE,
+    "node_role": NodeRole.ROLLOUT,
+}
+"""Keyword arguments of ``add_node`` for a node that draws from the engine."""
+JUDGES: dict[str, Any] = {
+    "node_type": NodeType.ENV_INTERACT,
+    "node_role": NodeRole.REWARD,
+}
+"""Keyword arguments of ``add_node`` for a node that rewards on the leader's event loop."""
+
+
+def ctrl_pipeline(config: Config) -> TaskGraph:
+    """The graph of CTRL's step for the configuration.
+
+    The sandbox node comes before the log-probs, and no node up to the scores depends on it, so it
+    runs while they are computed. With dynamic sampling one node draws, revises and judges until
+    enough groups contain different rewards; no other node runs beside it.
+    """
+    report = StepReport(
+        metrics=critique_metrics,
+        examples=critique_examples,
+        validate=validate if config.data.val_files else None,
+        rewards=("critic",),
+    )
+    pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
+    if config.algorithm.filter_groups.enable:
+        drawn, judged = add_dynamic_sampling(pipeline, draw_and_judge, measure_critiques)
+    else:
+        drawn, judged = _add_chain_nodes(pipeline, config)
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
+    return pipeline.build()
+
+
+def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]]:
+    """Add the nodes from prompts to verdicts; returns the last node that draws, and the nodes that
+    judge.
+    """
+    remax = config.algorithm.adv_estimator == "remax"
+    if remax and "critic" not in config.reward.reward_funcs:
+        raise ValueError(
+            "algorithm.adv_estimator=remax takes its baseline from the critic's reward of a greedy "
+            "critique, and reward.reward_funcs has no critic; add it, or take another estimator"
+        )
+    drawn, judged = "generate_critiques", ["sandbox"]
+    pipeline.add_node("generate_critiques", generate_critiques, **DRAWS)
+    if remax:
+        pipeline.add_node("greedy_critiques", draw_greedy_critiques, [drawn], **DRAWS)
+        drawn = "greedy_critiques"
+    pipeline.add_node("generate_revisions", generate_revisions, [drawn], **DRAWS)
+    pipeline.add_node("sandbox", judge_revisions, ["generate_revisions"], **JUDGES)
+    drawn = "generate_revisions"
+    if remax:
+        pipeline.add_node("greedy_revisions", revise_greedy_critiques, [drawn], **DRAWS)
+        drawn = "greedy_revisions"
+        pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
+        judged.append("greedy_sandbox")
+    return add_sharing(pipeline, config, drawn, generate_ahead), judged
+
+
+def add_sharing(
+    pipeline: Pipeline, config: Config, drawn: str, begin_next: Callable[..., NodeOutput]
+) -> str:
+    """Add the nodes after the last one that draws: ``begin_next``, where the next step's samples
+    are drawn while this one trains, and the balance of the data ranks. Returns the last node.
+    """
+    if config.actor_rollout_ref.rollout.staleness:
+        pipeline.add_node("generate_ahead", begin_next, [drawn], **DRAWS)
+        drawn = "generate_ahead"
+    pipeline.add_node("balance", balance, [drawn], **DRAWS)
+    return "balance"
+
+
+def add_update_nodes(
+    pipeline: Pipeline,
+    config: Config,
+    *,
+    drawn: str,
+    judged: list[str],
+    corrects: bool = True,
+    agent_group: int = 0,
+) -> None:
+    """Add the second half of a step: from the responses of the node ``drawn`` and the rewards of
+    the nodes ``judged`` to new weights in the engine. Every built-in pipeline ends with it.
+    ``corrects`` says whether the engine's log-probs are compared with the trainer's. The nodes of a
+    further policy, ``agent_group``, have its name before theirs: ``agent1_actor_update``.
+
+    Without a setting that needs ``old_log_probs`` before the update (``needs_old_log_prob``), the
+    update computes them itself, and the node for them is left out.
+    """
+    forward: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN, "only_forward_compute": True}
+    train: dict[str, Any] = {"node_type": NodeType.MODEL_TRAIN}
+    actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
+    added: dict[str, str] = {}
+
+    def add(name: str, function: Callable[..., NodeOutput], after: list[str], **kinds: Any) -> None:
+        added[name] = of_policy(name, agent_group)
+        deps = [added.get(node, node) for node in after]
+        pipeline.add_node(added[name], function, deps, agent_group=agent_group, **kinds)
+
+    before, drawn_last = needs_old_log_prob(config), drawn
+    if before:
+        add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
+        drawn = "old_log_prob"
+    add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
+    if config.needs_values:
+        add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
+    if config.needs_reward_model and not config.algorithm.filter_groups.enable:
+        inference: dict[str, Any] = {"node_type": NodeType.MODEL_INFERENCE}
+        add(MODEL_REWARD, model_reward, [drawn_last], node_role=NodeRole.REWARD_MODEL, **inference)
+        judged = [*judged, MODEL_REWARD]
+    add("scores", place_scores, judged, node_role=reward)
+    ready = ["advantages"]
+    if before and corrects:
+        add("rollout_correction", rollout_correction, ["scores", drawn], node_role=advantage)
+        ready.append("rollout_correction")
+    inputs = ["scores", "ref_log_prob", *(["old_log_prob"] if before else [])]
+    add("token_rewards", token_rewards, inputs, node_role=reward)
+    inputs = ["token_rewards", "values"] if config.needs_values else ["token_rewards"]
+    add("advantages", advantages, inputs, node_role=advantage)
+    if config.needs_values:
+        add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
+    add("actor_update", update_actor, ready, node_role=actor, **train)
+    if corrects and not before:
+        add("rollout_correction", rollout_correction, ["actor_update"], node_role=advantage)
+    if config.refreshes_reference:
+        add("refresh_reference", refresh_reference, ["actor_update"], node_role=actor, **train)
+    if not agent_group:
+        add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
+
+
+def needs_old_log_prob(config: Config) -> bool:
+    """Whether a setting needs ``old_log_probs`` before the update."""
+    return old_log_probs_setting(config) is not None
+
+
+def old_log_probs_setting(config: Config) -> str | None:
+    """The setting that needs ``old_log_probs`` before the update; None where there is none.
+
+    It is a second optimizer step on the batch, a KL in the reward, a correction by the engine's
+    probabilities, or a loss that chooses tokens over the whole batch.
+    """
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    family, mini = "actor_rollout_ref.actor", actor.ppo_mini_batch_size
+    if actor.ppo_epochs > 1:
+        return f"{family}.ppo_epochs={actor.ppo_epochs}"
+    if batch > mini:
+        return f"data.train_batch_size={batch} above {family}.ppo_mini_batch_size={mini}"
+    if config.algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward=true"
+    if (correcting := _correcting(config)) is not None:
+        return correcting
+    if POLICY_LOSS_REGISTRY.get(actor.policy_loss).selection is not None:
+        return f"{family}.policy_loss={actor.policy_loss}"
+    return None
+
+
+def _correcting(config: Config) -> str | None:
+    keys = config.algorithm.rollout_correction
+    for name in ("rollout_is", "rollout_rs"):
+        if getattr(keys, name) != "none":
+            return f"algorithm.rollout_correction.{name}={getattr(keys, name)}"
+    return None
+
+
+# The fields that the nodes below need (``node_fields``)
+
+
+def _needs_of_correction(config: Config) -> dict[str, str]:
+    setting = _correcting(config)
+    before = {} if setting is None else {"old_log_probs": setting}
+    return {**before, "rollout_log_probs": setting or ""}
+
+
+def _needs_of_rewards(config: Config) -> dict[str, str]:
+    found = {"token_level_scores": ""}
+    if config.algorithm.use_kl_in_reward:
+        setting = "algorithm.use_kl_in_reward=true"
+        found |= {"old_log_probs": setting, "ref_log_prob": setting}
+    return found
+
+
+def _needs_of_advantages(config: Config) -> dict[str, str]:
+    name = config.algorithm.adv_estimator
+    if name not in ADV_ESTIMATOR_REGISTRY:
+        return {}  # the check of the key reports it
+    own = required_inputs(name) & {"values", "reward_baselines"}
+    setting = f"algorithm.adv_estimator={name}"
+    return {"token_level_rewards": "", **dict.fromkeys(sorted(own), setting)}
+
+
+def _needs_of_update(config: Config) -> dict[str, str]:
+    found = {"advantages": ""}
+    if config.actor_rollout_ref.actor.use_kl_loss:
+        found["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
+    try:
+        before = old_log_probs_setting(config)
+    except ValueError:
+        return found  # the check of the key reports an unknown loss
+    if before is not None:
+        found["old_log_probs"] = before
+    correcting = _correcting(config)
+    if correcting is not None:
+        found["loss_mask"] = correcting
+    return found
+
+
+# Critiques, revisions and their verdicts
+
+
+@writes(*DRAWN, "task", "critique", "valid", "judged_correct", "problem_id")
+def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """From ``row`` (positions of the global batch) to the batch of this data rank's critiques."""
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    samples, _ = criticise_samples(worker, batch["row"].tolist(), mini_batch_size=size)
+    return sampled(worker, samples, measure_critiques)
+
+
+def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Begins the next step's critiques, with the actor's weights before this step's update."""
+    begin_ahead(worker, TRAINED.listener(worker))
+    return report_staleness(worker, batch)
+
+
+@reads(*node_keys.REVISIONS)
+@writes("revision", *REVISION_FIELDS)
+def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """From ``critique``, ``valid`` to ``revision`` (B,) text by the frozen proxy, empty for invalid
+    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none;
+    ``revision_fits`` (B,) bool, False where the proxy had no room for a revision;
+    ``revision_failure`` (B,) text, the proxy's failure; and ``revision_version`` (B,) text, the
+    weights that drew the revision.
+    """
+    critiques = revise(worker, critiques_of(worker, batch))
+    fields = columns([critique.revised for critique in critiques])
+    revised = torch.tensor([critique.is_revised for critique in critiques])
+    metrics = worker.means(revision_metrics(fields, revised))
+    return NodeOutput(fields=fields, metrics=metrics)
+
+
+@reads(*node_keys.REWARDS)
+@writes("score", "pass_rate", "cached", "detail")
+async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """From ``critique``, ``revision`` to the fields of ``score_fields``. Runs beside the
+    log-probs.
+    """
+    return NodeOutput(fields=columns(await judge(worker, critiques_of(worker, batch))))
+
+
+@reads(*node_keys.REVISIONS, *node_keys.REWARDS, *node_keys.REWARD_MODEL)
+def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """The work of the three nodes above, for dynamic sampling. Collective."""
+    samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    critiques = revise(worker, critiques)
+    scored = worker.ask(lambda: judge(worker, critiques), "the judging of revisions")
+    samples = with_model_rewards(worker, samples)
+    revised = with_fields(samples, [critique.revised for critique in critiques])
+    return with_fields(revised, scored)
+
+
+# Log-probs and values
+
+
+@writes("old_log_probs")
+def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``old_log_probs`` (B, R) float32: the actor's log-probs before the update; of a
+    masked-diffusion model its coupled scores, for every pass of the update (``pipeline.masks``).
+    """
+    config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
+    for number in scored_passes(batch, config):
+        rows = tensors_of(seen_in_pass(batch, number, config))
+        fields[of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
+            rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
+        )
+        entropies.append(entropy[batch["response_mask"]])
+    return NodeOutput(fields=fields, metrics=worker.means({"actor/entropy": torch.cat(entropies)}))
+
+
+@needs(lambda config: {"input_ids": "", "response_mask": ""})
+@writes("ref_log_prob")
+def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
+    no KL. A masked-diffusion model has scores for every pass, as in ``old_log_prob``.
+    """
+    if worker.reference is None:
+        return NodeOutput()
+    fields = {}
+    for number in scored_passes(batch, worker.config):
+        rows = tensors_of(seen_in_pass(batch, number, worker.config))
+        log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
+        fields[of_pass("ref_log_prob", number)] = log_probs
+    if worker.config.actor_rollout_ref.actor.megatron.param_offload and worker.has_actor:
+        worker.reference.offload("weights")
+    return NodeOutput(fields=fields)
+
+
+@reads(*node_keys.VALUES)
+@needs(lambda config: {"input_ids": "", "response_mask": ""})
+@writes("values")
+@asks_values
+def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``values`` (B, R) float32: the return that the value model expects before each response
+    token.
+    """
+    return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
+
+
+def value_model(worker: DAGWorker) -> ValueModel:
+    """The worker's value model. Raises RuntimeError where the run has none."""
+    if worker.value is None:
+        raise RuntimeError("a node of the pipeline uses a value model; set critic.enable=true")
+    return worker.value
+
+
+# Rewards and advantages
+
+
+@needs(needs_of_scores)
+@writes("token_level_scores", "rewarded", "response_mask", "uid")
+def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``token_level_scores`` (B, R) float32: the weighted sum of rewards (``total_rewards``) on the
+    last token of each response that the model drew.
+
+    The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
+    without a reward (its sandbox failed) leaves the loss and its group: ``rewarded`` (B,) is False,
+    its mask is emptied, and its uid is made unique. Raises ServiceFault where the service that
+    judges failed too often (``RolloutWorker.take_judging``), and UserError where no row has a
+    reward.
+    """
+    judging = worker.take_judging()
+    mask, total = batch["response_mask"], total_rewards(worker, batch)
+    if len(huge := total[total.abs() > LARGEST_REWARD]):
+        raise UserError(
+            f"the field score contains {float(huge[0]):g}, and a reward may be at most "
+            f"{LARGEST_REWARD:g} in size",
+            remedy="correct the node that writes it; NaN marks an unknown reward",
+        )
+    rewarded = ~total.isnan()
+    if "reward_baselines" in batch:
+        rewarded &= ~batch["reward_baselines"].isnan()
+    scores = torch.zeros(mask.shape, dtype=torch.float32)
+    # The first place of the largest count is the last token of the mask; 0 in an empty one.
+    scores[torch.arange(len(mask)), mask.cumsum(dim=1).argmax(dim=1)] = total
+    uids = [
+        uid if ok else f"{uid}/unjudged/{i}"
+        for i, (uid, ok) in enumerate(zip(texts(batch["uid"]), rewarded.tolist(), strict=True))
+    ]
+    parts = {n: batch[n] for n in map("reward/{}".format, worker.reward_weights) if n in batch}
+    first, *others = parts or {"score": total}
+    measured = {"reward/mean": batch[first], "reward/masked_rate": (~rewarded).float()}
+    measured |= {name: parts[name] for name in others}
+    measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
+    if others:
+        measured["reward/total"] = total[rewarded]
+    metrics = {**worker.means(measured), **judging}
+    if metrics["reward/masked_rate"] == 1:
+        known = {first: "reward/mean", **{name: name for name in others}}
+        silent = [name for name in parts if known[name] not in metrics]
+        refuse_without_rewards([name.removeprefix("reward/") for name in silent])
+    return NodeOutput(
+        fields={
+            "token_level_scores": torch.where(rewarded[:, None], scores, 0.0),
+            "response_mask": mask & rewarded[:, None],
+            "rewarded": rewarded,
+            "uid": NonTensorStack(*uids),
+        },
+        metrics=metrics,
+    )
+
+
+def reward_spread(
+    rewards: torch.Tensor, scores: torch.Tensor, uids: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Vectors whose means are the shares of a histogram of ``rewards``, and the share of groups
+    whose ``scores`` are all equal. ``rewards`` and ``scores`` (B,) are NaN where unknown.
+    """
+    known = ~scores.isnan()
+    groups = [uid for uid, judged in zip(uids, known.tolist(), strict=True) if judged]
+    earned = rewards[~rewards.isnan()]
+    within = (earned > 0) & (earned < 1)
+    shares = {
+        "zero": earned == 0,
+        "up_to_half": within & (earned <= 0.5),
+        "below_one": within & (earned > 0.5),
+        "one": earned == 1,
+        "elsewhere": (earned < 0) | (earned > 1),
+    }
+    signal = groups_with_signal(scores[known], groups).tolist() if groups else []
+    same = [float(not teaches) for teaches in dict(zip(groups, signal, strict=True)).values()]
+    return {f"reward_share/{name}": share.float() for name, share in shares.items()} | {
+        "advantage/zero_std_rate": torch.tensor(same)
+    }
+
+
+@reads(*node_keys.CORRECTION)
+@needs(_needs_of_correction)
+@writes("loss_mask", "rollout_is_weights")
+def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``loss_mask`` (B, R) bool and, where enabled, ``rollout_is_weights`` (B, R) float32.
+
+    Metrics compare the engine's probabilities with the trainer's. They are missing in steps of
+    ``trainer.critic_warmup`` without the node ``old_log_prob``: the trainer computes none there.
+    """
+    if "old_log_probs" not in batch:
+        return NodeOutput()
+    keys = worker.config.algorithm.rollout_correction
+    given = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    correction = correct_rollout(*given, **dataclasses.asdict(keys))
+    mine = mismatch_sums(*given, correction, keys.rollout_is_threshold)
+    total = MismatchSums(
+        sums=worker.groups.sum_over_data(mine.sums),
+        largest=torch.tensor(max(worker.groups.from_data_ranks(float(mine.largest)))),
+    )
+    fields = {"loss_mask": correction.response_mask}
+    if correction.weights is not None:
+        fields["rollout_is_weights"] = correction.weights.float()
+    return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
+
+
+@reads(*node_keys.KL_IN_REWARD)
+@needs(_needs_of_rewards)
+@writes("token_level_rewards")
+def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``token_level_rewards`` (B, R) float32: the scores, minus beta times the KL where the KL is
+    in the reward.
+    """
+    algorithm, mask = worker.config.algorithm, batch["response_mask"]
+    metrics: dict[str, float] = {}
+    rewards = batch["token_level_scores"]
+    if "ref_log_prob" in batch and "old_log_probs" in batch:
+        metrics = kl_to_reference(worker, batch, batch["old_log_probs"])
+    if algorithm.use_kl_in_reward:
+        beta = worker.kl_controller.value
+        rewards, kl = penalise(
+            rewards,
+            batch["old_log_probs"],
+            batch["ref_log_prob"],
+            mask,
+            beta=beta,
+            kl_penalty=algorithm.kl_penalty,
+        )
+        mean = worker.means({"kl": kl[mask]})["kl"]
+        rows = worker.config.data.train_batch_size * worker.config.actor_rollout_ref.rollout.n
+        worker.kl_controller.update(current_kl=mean, n_steps=rows)
+        metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": beta}
+    return NodeOutput(fields={"token_level_rewards": rewards}, metrics=metrics)
+
+
+def kl_to_reference(
+    worker: DAGWorker, batch: TensorDict, log_probs: torch.Tensor
+) -> dict[str, float]:
+    """``actor/kl_to_reference``: mean over tokens of ``log_probs`` (B, R), the actor's, minus the
+    reference's.
+    """
+    gap = (log_probs - batch["ref_log_prob"])[batch["response_mask"]]
+    return worker.means({"actor/kl_to_reference": gap})
+
+
+@reads(*node_keys.ADVANTAGES)
+@needs(_needs_of_advantages)
+@writes("advantages", "returns")
+def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """``advantages``, ``returns`` (B, R) float32 by the configured estimator, which gets the inputs
+    that it has parameters for, and its own options. Every group is whole on its data rank.
+    """
+    algorithm, mask = worker.config.algorithm, batch["response_mask"]
+    offered = {
+        "token_level_rewards": batch["token_level_rewards"],
+        "response_mask": mask,
+        "index": texts(batch["uid"]),
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
+    }
+    for name in ("values", "reward_baselines"):
+        if name in batch:
+            offered[name] = batch[name]
+    offered |= own_options(
+        get_adv_estimator(algorithm.adv_estimator),
+        algorithm.adv_estimator_options,
+        "algorithm.adv_estimator_options",
+        inputs=ESTIMATOR_INPUTS,
+    )
+    estimates, returns = estimate_advantages(
+        algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
+    )
+    metrics = worker.means({"advantage/mean_abs": estimates[mask].abs()})
+    return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
+
+
+# The update
+
+
+@reads(*node_keys.VALUES)
+@needs(lambda config: dict.fromkeys(("values", "returns", "response_mask", "mini_batch"), ""))
+@writes()
+@asks_values
+def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Train the value model for ``critic.ppo_epochs`` passes over the mini-batches; metrics are
+    means over the optimizer steps.
+
+    ``critic/explained_variance`` is computed from the values before the update.
+    """
+    config, model = worker.config, value_model(worker)
+    steps = []
+    loss = ValueLoss(
+        config.critic.cliprange_value,
+        loss_agg_mode=config.actor_rollout_ref.actor.loss_agg_mode,
+        response_limit=config.data.max_response_length,
+    )
+    # Tokens that the rollout correction removes from the actor's loss still have returns to learn.
+    learned = batch.exclude("loss_mask")
+    for _ in range(config.value_epochs):
+        steps += [model.step(rows, loss) for rows in mini_batches(learned, worker.groups)]
+    sums = worker.groups.sum_over_data(
+        explained_variance_sums(batch["values"], batch["returns"], batch["response_mask"])
+    )
+    metrics = means_over_steps(steps, "critic")
+    explained = explained_variance(sums)
+    if explained == explained:
+        # NaN where the returns do not vary.
+        metrics["critic/explained_variance"] = explained
+    return NodeOutput(metrics=metrics)
+
+
+@reads(*node_keys.LOSS)
+@needs(_needs_of_update)
+@writes("old_log_probs")
+def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Train the actor for ``ppo_epochs`` passes over the mini-batches; metrics are means over the
+    optimizer steps.
+
+    ``actor/ppo_kl_first`` is the first step's ``ppo_kl``, which must be 0: its weights are those
+    that computed ``old_log_probs``. Without ``old_log_probs`` in the batch there is one optimizer
+    step, and the field gets the log-probs of that step. During ``trainer.critic_warmup`` the actor
+    is not trained. An optimizer step that is skipped (``ParallelModel.train_step``) has no metrics.
+    """
+    if not worker.actor_learns:
+        return NodeOutput()
+    actor, steps = worker.config.actor_rollout_ref.actor, []
+    loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
+    loss.check(batch)
+    if "old_log_probs" not in batch:
+        if needs_old_log_prob(worker.config):
+            raise ValueError(
+                "the batch has no old_log_probs, which this configuration needs before the update; "
+                "add the node old_log_prob to the pipeline"
+            )
+        step, log_probs, entropy = worker.policy.step_with_log_probs(
+            tensors_of(seen_in_pass(batch, 0, worker.config)), loss, worker.temperature
+        )
+        metrics = means_over_steps([step], "actor") | first_kl([step])
+        metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
+        if "ref_log_prob" in batch:
+            metrics |= kl_to_reference(worker, batch, log_probs)
+        return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
+    for number in range(actor.ppo_epochs):
+        seen = seen_in_pass(batch, number, worker.config)
+        for rows in mini_batches(seen, worker.groups):
+            rows |= select_tokens(worker, batch, rows, draw=len(steps))
+            steps.append(worker.policy.step(rows, loss, worker.temperature))
+    metrics = means_over_steps(steps, "actor")
+    return NodeOutput(metrics=metrics | first_kl(steps))
+
+
+def first_kl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``actor/ppo_kl_first`` of the optimizer steps; nothing where the first one was skipped."""
+    return {"actor/ppo_kl_first": steps[0]["actor/ppo_kl"]} if steps[0] else {}
+
+
+@reads(*node_keys.REFRESH)
+@writes()
+def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """After every ``ref.sync_steps`` steps the reference becomes ``ref.sync_mix`` of the actor's
+    weights and the rest of its own, on the ranks that have both.
+    """
+    keys, reference = worker.config.actor_rollout_ref.ref, worker.refreshed_reference
+    if reference is None or not keys.sync_steps or (worker.step + 1) % keys.sync_steps:
+        return NodeOutput()
+    reference.approach(worker.policy, keys.sync_mix)
+    if worker.config.actor_rollout_ref.actor.megatron.param_offload:
+        reference.offload("weights")
+    return NodeOutput()
+
+
+@writes()
+def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Reports what all pushes of the step moved.
+
+    The actor's new weights are pushed before the engine draws from them, with or without this node;
+    until then the trainer may need the device, for a save for example.
+    """
+    reports = worker.device.take_reports()
+    metrics = {"sync/pushes": float(len(reports))}
+    if reports:  # none where the engine already had the right weights
+        moved = [report for report in reports if report.num_bytes]
+        gigabytes = sum(report.num_bytes for report in moved) / 1e9
+        metrics |= {"sync/seconds": sum(r.seconds for r in reports), "sync/gigabytes": gigabytes}
+        if moved:
+            metrics["sync/gigabytes_per_second"] = gigabytes / sum(r.seconds for r in moved)
+    return NodeOutput(metrics=metrics)

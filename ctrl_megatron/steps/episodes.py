@@ -1,0 +1,467 @@
+"""Episodes: the actor acts in an environment for several turns, and is trained on its own tokens.
+
+A row's response is then the whole episode, token by token as it was generated: the answers of the
+model and, between them, what the environment showed. ``response_mask`` is on for the answers only,
+so log-probs, losses, advantages and the KL are those of the model's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.background import gathered
+from ctrl_megatron.config import Config
+from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
+from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.node_fields import DRAWN, writes
+from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.steps.batch import Fields, Sample, known, rows_of
+from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
+from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sampling import (
+    EXAMPLES_PER_STEP,
+    answered,
+    balance,
+    draw_seed,
+    greedy_params,
+    group_uid,
+    length_metrics,
+    rates_by_set,
+    require_version,
+    sampled,
+    sampling_params,
+    share_prompts,
+    validation_batches,
+)
+from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.types import Completion, FinishReason, Message, SamplingParams, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """An environment's reply to an action."""
+
+    text: str = ""
+    """The next message to the model; not used where the episode is over."""
+    done: bool = False
+    """Whether the episode is over."""
+    score: float | None = None
+    """The score of the episode if it ends here; None where it is unknown, which leaves the episode
+    out of the loss."""
+    fields: Fields = field(default_factory=dict)
+    """Further columns of the batch, of which those of the last observation count. All episodes of a
+    run have the same."""
+
+
+class Environment(Protocol):
+    """The world of one episode. Many are in use at once, on one event loop, which no method may
+    block: long work belongs into a thread or another process.
+    """
+
+    async def reset(self) -> Sequence[Message]:
+        """The conversation that the first action answers; ``row.prompt`` is the row's own."""
+        ...
+
+    async def step(self, action: str) -> Observation:
+        """The reply to the model's answer."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode holds. Called once, also after an error."""
+        ...
+
+
+EnvironmentMaker = Callable[[RolloutWorker, Row, int], Environment]
+"""Takes the worker, the row and a seed; returns the environment of one episode of the row. The seed
+depends on the run's seed, the step, the row and the episode's number in its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """The most that an episode may be."""
+
+    turns: int
+    """Answers of the model."""
+    turn_tokens: int
+    """Tokens of one answer."""
+    prompt: int
+    """Tokens of the first prompt."""
+    response: int
+    """Tokens of all answers and observations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """An episode that has ended."""
+
+    prompt: tuple[int, ...]
+    response: Completion
+    """All tokens after the prompt. Observations have the log-prob 0."""
+    drawn: tuple[bool, ...]
+    """Whether the model drew each of them."""
+    answers: tuple[str, ...]
+    """What the model said, turn by turn."""
+    observations: tuple[Observation, ...]
+    """The environment's replies, as many."""
+
+    @property
+    def last(self) -> Observation:
+        """The reply to the last answer."""
+        return self.observations[-1]
+
+    @property
+    def fields(self) -> Fields:
+        """The columns of the batch."""
+        first, count = self.observations[0], len(self.drawn)
+        replies = [f"\n\n{seen.text}\n\n" for seen in self.observations[:-1]]
+        return {
+            "episode": "".join(chain(*zip(self.answers, [*replies, ""], strict=True))),
+            "turns": len(self.answers),
+            "done": self.last.done,
+            "observed_tokens": count - sum(self.drawn),
+            "first_score": first.score,
+            "score": self.last.score,
+            **self.last.fields,
+        }
+
+
+EPISODE_FIELDS = ("episode", "turns", "done", "observed_tokens", "first_score", "score")
+"""The fields of the batch that every episode has, beside those of its environment."""
+
+
+async def play(
+    environment: Environment,
+    engine: Engine,
+    codec: TextCodec,
+    limits: EpisodeLimits,
+    params: SamplingParams,
+    name: str,
+) -> Episode:
+    """One episode. ``params`` are those of every turn, but for its room and for the name of its
+    draw, which is made of ``name`` and the number of the turn.
+
+    It ends when the environment is done, after ``limits.turns`` answers, or where the next
+    observation would leave no room for an answer. UserError for a first prompt that is too long.
+    """
+    try:
+        prompt = codec.encode_chat(await environment.reset())
+        if len(prompt) > limits.prompt:
+            raise UserError(
+                f"the environment of {name} begins with {len(prompt)} tokens",
+                key=f"data.max_prompt_length={limits.prompt}",
+                remedy="raise it, or shorten what reset returns",
+            )
+        tokens, log_probs, drawn = list[int](), list[float](), list[bool]()
+        answers, observations = list[str](), list[Observation]()
+        versions = list[VersionSpan]()
+        reason: FinishReason = "stop"
+        while True:
+            room = min(limits.turn_tokens, limits.response - len(tokens))
+            turn = dataclasses.replace(
+                params, n=1, max_tokens=room, rows=(f"{name}/{len(answers)}",)
+            )
+            ((completion,),) = await engine.generate([[*prompt, *tokens]], turn)
+            start, new = len(tokens), completion.token_ids
+            tokens += new
+            log_probs += completion.log_probs or [0.0] * len(new)
+            drawn += [True] * len(new)
+            versions += [
+                VersionSpan(span.version, start + span.start, start + span.end)
+                for span in completion.spans
+            ]
+            answers.append(codec.decode(new))
+            observations.append(await environment.step(answers[-1]))
+            if observations[-1].done or len(answers) == limits.turns:
+                break
+            ended = completion.finish_reason == "stop"
+            reply = codec.encode_reply(observations[-1].text, ended=ended)
+            if len(tokens) + len(reply) >= limits.response:
+                reason = "length"
+                break
+            tokens += reply
+            log_probs += [0.0] * len(reply)
+            drawn += [False] * len(reply)
+    finally:
+        await environment.close()
+    return Episode(
+        prompt=tuple(prompt),
+        response=Completion(
+            token_ids=tuple(tokens),
+            log_probs=tuple(log_probs),
+            finish_reason=reason,
+            spans=_joined(versions, len(tokens)),
+        ),
+        drawn=tuple(drawn),
+        answers=tuple(answers),
+        observations=tuple(observations),
+    )
+
+
+def _joined(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    """One span over all tokens where one version drew all answers."""
+    versions = {span.version for span in spans}
+    if len(versions) != 1:
+        return tuple(spans)
+    return (VersionSpan(versions.pop(), 0, tokens),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """How a pipeline makes episodes: its nodes and its validation."""
+
+    make: EnvironmentMaker
+    turns: int
+    turn_tokens: int | None = None
+    """Most tokens of one answer; None for as many as the response has room for."""
+    reads: tuple[str, ...] = ()
+    """Keys that the environments read (``node_keys.reads``)."""
+    fields: tuple[str, ...] = ()
+    """Columns of the batch that the environments write."""
+
+    def limits(self, config: Config) -> EpisodeLimits:
+        """The limits of an episode."""
+        response = config.data.max_response_length
+        return EpisodeLimits(
+            turns=self.turns,
+            turn_tokens=self.turn_tokens or response,
+            prompt=config.data.max_prompt_length,
+            response=response,
+        )
+
+    def play_all(
+        self,
+        worker: RolloutWorker,
+        rows: Sequence[Row],
+        params: SamplingParams,
+        purpose: str,
+        *numbers: int,
+    ) -> list[list[Episode]]:
+        """``params.n`` episodes of each row from the actor's weights, all at once. Collective.
+
+        The seed of an environment is made of ``purpose``, the ``numbers``, the row and the number
+        of the episode. Raises RuntimeError if other weights drew any token, and UserError for
+        environments that do not have the same fields.
+        """
+        config, limits = worker.config, self.limits(worker.config)
+        seed = config.actor_rollout_ref.rollout.seed
+
+        async def one(row: Row, number: int) -> Episode:
+            assert worker.engine is not None
+            name = f"{row.id}/{number}"
+            environment = self.make(worker, row, draw_seed(seed, f"{purpose}/{name}", *numbers))
+            return await play(environment, worker.engine, worker.codec, limits, params, name)
+
+        async def ask() -> list[Episode]:
+            return await gathered(
+                [partial(one, row, number) for row in rows for number in range(params.n)]
+            )
+
+        worker.settle()
+        version, played = answered(
+            worker,
+            lambda: worker.device.to_engine(worker.role, worker.step),
+            ask,
+            f"{len(rows) * params.n} episodes of the actor",
+        )
+        require_version([[episode.response for episode in played]], version)
+        _check_fields(played)
+        return [played[i : i + params.n] for i in range(0, len(played), params.n)]
+
+    def draw(
+        self, worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+    ) -> list[Sample]:
+        """The samples of this data rank's share of ``rows`` (positions in ``worker.train``), with
+        ``Episode.fields``. Collective.
+        """
+        mine = share_prompts(len(rows), mini_batch_size, worker.groups)
+        table = [worker.train.rows[rows[prompt]] for prompt, _ in mine]
+        params = sampling_params(worker, [], step=worker.step, attempt=attempt)
+        played = self.play_all(worker, table, params, "environment", worker.step, attempt)
+        return [
+            Sample(
+                uid=group_uid(worker, worker.step, attempt, prompt),
+                row_id=row.id,
+                mini_batch=mini_batch,
+                prompt=episode.prompt,
+                completion=episode.response,
+                drawn=episode.drawn,
+                fields=episode.fields,
+            )
+            for (prompt, mini_batch), row, group in zip(mine, table, played, strict=True)
+            for episode in group
+        ]
+
+    def node(self) -> Callable[..., NodeOutput]:
+        """The node that plays a step's episodes."""
+
+        def generate_episodes(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+            """From ``row`` (positions of the global batch) to the batch of this data rank's
+            episodes with the fields of ``Episode.fields``.
+            """
+            size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+            samples = self.draw(worker, batch["row"].tolist(), mini_batch_size=size)
+            return sampled(worker, samples, measure_episodes)
+
+        generate_episodes.reads = self.reads  # type: ignore[attr-defined]
+        return writes(*DRAWN, *EPISODE_FIELDS, *self.fields, "problem_id")(generate_episodes)
+
+    def validation(self) -> Callable[[RolloutWorker], dict[str, float]]:
+        """The validation: the mean score, turns and share of finished ones of one greedy episode
+        for every validation row; ``unjudged`` counts those without a score.
+        """
+
+        def validate_episodes(worker: RolloutWorker) -> dict[str, float]:
+            table = worker.validation
+            assert table is not None
+            params = greedy_params(worker.codec, worker.config.data.max_response_length)
+            mine = list[tuple[str, Episode]]()
+            with worker.timeline.phase("validate_episodes"):
+                for places in validation_batches(worker):
+                    rows = [table.rows[place] for place in places]
+                    played = self.play_all(worker, rows, params, "validation")
+                    mine += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
+            worker.take_judging()
+            own = [(id_, episode.fields) for id_, episode in mine]
+            results = [result for part in worker.groups.from_data_ranks(own) for result in part]
+            return rates_by_set(table.sets, results, mean_scores)
+
+        validate_episodes.reads = self.reads  # type: ignore[attr-defined]
+        return validate_episodes
+
+
+def _check_fields(played: Sequence[Episode]) -> None:
+    """UserError unless all environments write the same fields, none of ``EPISODE_FIELDS``."""
+    names = {tuple(episode.last.fields) for episode in played}
+    reserved = sorted({name for own in names for name in own} & set(EPISODE_FIELDS))
+    if len(names) > 1 or reserved:
+        shown = " or ".join(f"({', '.join(own)})" for own in sorted(names))
+        raise UserError(
+            f"the episodes' last observations have the fields {shown}",
+            remedy="let every observation have the same fields, with names other than "
+            f"{', '.join(EPISODE_FIELDS)}",
+        )
+
+
+def mean_scores(results: Sequence[Fields]) -> dict[str, float]:
+    """The rates of validation over the fields of its episodes."""
+    scores = [float(s) for one in results if (s := one["score"]) is not None]
+    rates = {"unjudged": float(len(results) - len(scores))}
+    if scores:
+        rates["episode_score"] = sum(scores) / len(scores)
+    if results:
+        rates["episode_turns"] = sum(float(one["turns"] or 0) for one in results) / len(results)
+    return rates
+
+
+def measure_episodes(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported."""
+
+    def column(name: str) -> torch.Tensor:
+        found = [sample.fields[name] for sample in samples]
+        return torch.tensor([float("nan") if v is None else float(v) for v in found])
+
+    gained = column("score") - column("first_score")
+    return {
+        **length_metrics(samples, "response"),
+        "episode/turns": column("turns"),
+        "episode/done_rate": column("done"),
+        "episode/observed_tokens": column("observed_tokens"),
+        "episode/gain": gained,
+    }
+
+
+def episode_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first episode of each group with its score."""
+    examples = dict[str, dict[str, Any]]()
+    rows, said = rows_of(worker.train, batch), texts(batch["episode"])
+    for i, uid in enumerate(texts(batch["uid"])):
+        record = {
+            "id": rows[i].id,
+            "prompt": rows[i].prompt[-1]["content"],
+            "episode": said[i],
+            "turns": float(batch["turns"][i]),
+            "score": known(batch["score"][i]),
+        }
+        examples.setdefault(uid, record)
+    return list(examples.values())[:EXAMPLES_PER_STEP]
+
+
+def environment_pipeline(
+    config: Config, *, environment: str, turns: int = 4, turn_tokens: int | None = None
+) -> TaskGraph:
+    """GRPO or PPO on episodes in an environment of the user's: ``environment`` is the import path
+    of an ``EnvironmentMaker``. An episode has up to ``turns`` answers of up to ``turn_tokens``
+    tokens, and up to ``data.max_response_length`` tokens together with what the model reads.
+    """
+    make = imported(environment, "dag.options.environment")
+    episodes = Episodes(
+        make=make,
+        turns=turns,
+        turn_tokens=turn_tokens,
+        reads=tuple(getattr(make, "reads", ())),
+        fields=tuple(getattr(make, "writes", ())),
+    )
+    return pipeline_of("environment_pipeline", config, episodes)
+
+
+def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
+    """The graph of a step: episodes, whose environments score them, and the update.
+
+    UserError for settings that episodes do not support.
+    """
+    check_episodes(config, episodes)
+    report = episodes_report(config, episodes)
+    pipeline = Pipeline(name, "act in environments, update", report=report)
+    pipeline.add_node("generate_episodes", episodes.node(), **DRAWS)
+    pipeline.add_node("balance", balance, ["generate_episodes"], **DRAWS)
+    add_update_nodes(pipeline, config, drawn="balance", judged=["balance"])
+    return pipeline.build()
+
+
+def episodes_report(config: Config, episodes: Episodes) -> StepReport:
+    """What a pipeline of episodes reports of its steps."""
+    return StepReport(
+        metrics=step_performance,
+        examples=episode_examples,
+        validate=episodes.validation() if config.data.val_files else None,
+    )
+
+
+def check_episodes(config: Config, episodes: Episodes) -> None:
+    """UserError for settings that episodes do not support."""
+    rollout = config.actor_rollout_ref.rollout
+    for option, value in (("turns", episodes.turns), ("turn_tokens", episodes.turn_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"is {value}", key=f"dag.options.{option}", remedy="give 1 or more")
+    if rollout.staleness:
+        raise UserError(
+            "episodes are not drawn ahead",
+            key=f"actor_rollout_ref.rollout.staleness={rollout.staleness}",
+            remedy="set it to 0",
+        )
+    if ENGINES[rollout.name].denoises:
+        raise UserError(
+            "a masked-diffusion model has no conversation of several turns",
+            key=f"actor_rollout_ref.rollout.name={rollout.name}",
+            remedy="take an engine of autoregressive models",
+        )
+    if config.algorithm.filter_groups.enable or config.algorithm.adv_estimator == "remax":
+        raise UserError(
+            "episodes support neither dynamic sampling nor remax",
+            key="algorithm.filter_groups, algorithm.adv_estimator",
+            remedy="turn filter_groups off, or take another estimator",
+        )

@@ -1,0 +1,281 @@
+"""GRPO without critiques: prompts, completions, reward functions, update.
+
+Source: DeepSeekMath (arXiv 2402.03300). The column ``prompt`` of the data is the question; any
+functions of ``reward.reward_funcs`` reward the completion: ``code``, ``binary_code`` and
+``code_format`` of this package, or your own as ``module:function``. The nodes after the rewards are
+those of CTRL's step (``add_update_nodes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
+from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.node_fields import DRAWN, writes
+from ctrl_megatron.graph.node_keys import REWARD_MODEL, REWARDS, reads
+from ctrl_megatron.graph.siirl_names import NodeType
+from ctrl_megatron.rewards import RewardItem, RewardSum
+from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
+from ctrl_megatron.steps.batch import Sample, columns, known, reward_fields, rows_of, with_fields
+from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes
+from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
+from ctrl_megatron.steps.masks import seed_masks
+from ctrl_megatron.steps.model_reward import model_parts, with_model_rewards
+from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sampling import (
+    EXAMPLES_PER_STEP,
+    begin_judging,
+    by_row,
+    draw_samples,
+    generate,
+    greedy_params,
+    length_metrics,
+    rates_by_set,
+    sampled,
+    validation_batches,
+)
+from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
+from ctrl_megatron.types import Completion
+
+
+def grpo_pipeline(config: Config) -> TaskGraph:
+    """The graph of a step for the configuration. Raises ValueError for settings that only CTRL's
+    pipeline supports.
+    """
+    return _of_completions("grpo_training_pipeline", config)
+
+
+def ppo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` with a value model, under its name in siiRL's guide; UserError without
+    one."""
+    if not config.needs_values:
+        raise UserError(
+            "ppo_pipeline trains a value model, and no estimator reads values",
+            key=f"algorithm.adv_estimator={config.algorithm.adv_estimator}",
+            remedy="set algorithm.adv_estimator=gae, or take grpo_pipeline",
+        )
+    return _of_completions("ppo_training_pipeline", config)
+
+
+def dapo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` with dynamic sampling, under its name in siiRL's guide; UserError without
+    it."""
+    if not config.algorithm.filter_groups.enable:
+        raise UserError(
+            "dapo_pipeline samples groups until enough have different rewards",
+            key="algorithm.filter_groups.enable=false",
+            remedy="set it to true, or take grpo_pipeline",
+        )
+    return _of_completions("dapo_training_pipeline", config)
+
+
+def _of_completions(name: str, config: Config) -> TaskGraph:
+    if "critic" in config.reward.reward_funcs:
+        raise ValueError(
+            "reward.reward_funcs: critic rewards critiques by their revisions, and this pipeline "
+            "has neither; name functions of completions: [code], [my_module:my_function]"
+        )
+    if config.algorithm.adv_estimator == "remax":
+        raise ValueError(
+            "algorithm.adv_estimator=remax needs a greedy baseline, which only ctrl_pipeline draws"
+        )
+    pipeline = Pipeline(name, "draw, reward, update", report=_report(config))
+    drawn, judged = _add_drawing_nodes(pipeline, config)
+    add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
+    return pipeline.build()
+
+
+def coupled_grpo_pipeline(config: Config) -> TaskGraph:
+    """``grpo_pipeline`` for a masked-diffusion model, on the coupled scores of its completions.
+
+    Source: DiffuCoder (arXiv 2506.20639). The engine ``diffusion`` draws; before the first score
+    every row gets the masks of all passes (``masks.seed_masks``). Nothing compares the scores with
+    the engine's log-probs, which are no estimates of the same number.
+    """
+    pipeline = Pipeline(
+        "coupled_grpo_pipeline", "draw, reward, mask, update", report=_report(config)
+    )
+    drawn, judged = _add_drawing_nodes(pipeline, config)
+    pipeline.add_node("masks", seed_masks, [drawn], node_type=NodeType.COMPUTE)
+    add_update_nodes(pipeline, config, drawn="masks", judged=judged, corrects=False)
+    return pipeline.build()
+
+
+def _report(config: Config) -> StepReport:
+    return StepReport(
+        metrics=step_performance,
+        examples=completion_examples,
+        validate=validate_completions if config.data.val_files else None,
+    )
+
+
+def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]]:
+    """Add the nodes from prompts to rewards; returns the last node that draws, and the nodes that
+    judge.
+    """
+    if config.algorithm.filter_groups.enable:
+        drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
+    else:
+        judged = ["function_reward"]
+        pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
+        pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
+        drawn = add_sharing(pipeline, config, "rollout_actor", generate_ahead)
+    return drawn, judged
+
+
+@writes(*DRAWN, "completion", "problem_id")
+def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """From ``row`` (positions of the global batch) to the batch of this data rank with the field
+    ``completion`` (B,) text.
+    """
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
+    return sampled(worker, samples, measure_completions)
+
+
+def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Begins the next step's completions, with the actor's weights before this step's update."""
+    begin_ahead(worker, partial(_begin_reward, worker))
+    return report_staleness(worker, batch)
+
+
+@reads(*REWARDS)
+@writes("score")
+async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """From ``completion`` to ``score`` and every function's ``reward/NAME``, (B,) float32 each.
+    Runs beside the log-probs.
+    """
+    sizes = batch["response_mask"].sum(dim=1).tolist()
+    items = completion_items(rows_of(worker.train, batch), texts(batch["completion"]), sizes)
+    return NodeOutput(fields=columns(reward_fields(await worker.score(items))))
+
+
+@reads(*REWARDS, *REWARD_MODEL)
+def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+    """The work of the two nodes above, for dynamic sampling. Collective."""
+    samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
+    items = completion_items(
+        [worker.train.row(sample.row_id) for sample in samples],
+        [str(sample.fields["completion"]) for sample in samples],
+        [len(sample.completion.token_ids) for sample in samples],
+    )
+    scores = worker.ask(lambda: worker.score(items), "the judging of texts")
+    return with_model_rewards(worker, with_fields(samples, reward_fields(scores)))
+
+
+def draw_completions(
+    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
+) -> list[Sample]:
+    """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
+    drawn = draw_samples(
+        worker,
+        rows,
+        mini_batch_size=mini_batch_size,
+        attempt=attempt,
+        heard=partial(_begin_reward, worker),
+    )
+    decode = worker.codec.decode
+    return with_fields(drawn, [{"completion": decode(s.completion.token_ids)} for s in drawn])
+
+
+def _begin_reward(worker: RolloutWorker, row: Row, completion: Completion) -> None:
+    """Start to judge the completion, on the leader's event loop."""
+
+    def start(rewards: RewardSum) -> None:
+        tokens = completion.token_ids
+        rewards.begin(RewardItem(text=worker.codec.decode(tokens), row=row, length=len(tokens)))
+
+    begin_judging(worker, start)
+
+
+def completion_items(
+    rows: Sequence[Row], completions: Sequence[str], lengths: Sequence[int]
+) -> list[RewardItem]:
+    """The items for the reward functions; ``lengths`` are in tokens."""
+    return [
+        RewardItem(text=text, row=row, length=length)
+        for row, text, length in zip(rows, completions, lengths, strict=True)
+    ]
+
+
+def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported: lengths of the completions."""
+    return length_metrics(samples, "response")
+
+
+def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
+    """The first completion of each group with its rewards."""
+    completions, versions = texts(batch["completion"]), texts(batch["version"])
+    rows, examples = rows_of(worker.train, batch), dict[str, dict[str, Any]]()
+    for i, uid in enumerate(texts(batch["uid"])):
+        rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
+        examples.setdefault(
+            uid,
+            {
+                "id": rows[i].id,
+                "prompt": rows[i].prompt[-1]["content"],
+                "completion": completions[i],
+                **rewards,
+                "versions": f"completion by {versions[i]}",
+            },
+        )
+    return list(examples.values())[:EXAMPLES_PER_STEP]
+
+
+@reads(*REWARDS, *REWARD_MODEL)
+def validate_completions(worker: RolloutWorker) -> dict[str, float]:
+    """Mean of every reward over one greedy completion per validation row. Collective.
+
+    ``unjudged`` counts rewards that are unknown because a service failed. The reward of a model on
+    the ranks of another world is not measured. With several validation
+    files, each has means of its own too.
+    """
+    table = worker.validation
+    assert table is not None
+    params = greedy_params(worker.codec, worker.config.data.max_response_length)
+    items: list[RewardItem] = []
+    ids: list[str] = []
+    with worker.timeline.phase("validate_completions"):
+        for batch in validation_batches(worker):
+            rows = [table.rows[row] for row in batch]
+            drawn = generate(
+                worker,
+                worker.role,
+                [table.prompts[row] for row in batch],
+                params,
+                finished=by_row(rows, params.n, partial(_begin_reward, worker)),
+            )
+            answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
+            sizes = [len(group[0].token_ids) for group in drawn]
+            items += completion_items(rows, answers, sizes)
+            ids += [row.id for row in rows]
+    with worker.timeline.phase("validate_rewards"):
+        mine = worker.ask(lambda: worker.score(items), "the judging of texts").parts
+        worker.take_judging()
+        mine |= model_parts(worker, items)
+    own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
+    results = [result for part in worker.groups.from_data_ranks(own) for result in part]
+    return rates_by_set(table.sets, results, mean_rewards)
+
+
+def mean_rewards(rewards: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """``reward/NAME``: the mean of every function over the texts that it could judge; ``unjudged``
+    counts the others.
+    """
+    means = {"unjudged": 0.0}
+    for name in rewards[0] if rewards else ():
+        judged = [r for of_text in rewards if (r := of_text[name]) is not None]
+        means["unjudged"] += len(rewards) - len(judged)
+        if judged:
+            means[f"reward/{name}"] = sum(judged) / len(judged)
+    return means

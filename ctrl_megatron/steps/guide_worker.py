@@ -1,0 +1,149 @@
+"""The worker of a run with the methods of siiRL's ``DAGWorker`` (section 5.5 of its guide).
+
+A graph that was written after the guide names them ``ctrl_megatron.pipeline:DAGWorker.generate``.
+They are the functions of ``grpo`` and ``ctrl``; some do the work of several of these, one after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.config import Config
+from ctrl_megatron.graph import node_keys
+from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.node_fields import needs, writes
+from ctrl_megatron.graph.node_keys import reads
+from ctrl_megatron.steps.ctrl import (
+    advantages,
+    compute_values,
+    old_log_prob,
+    place_scores,
+    ref_log_prob,
+    sync_weights,
+    token_rewards,
+    update_actor,
+    update_critic,
+)
+from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
+from ctrl_megatron.steps.grpo import (
+    draw_and_reward,
+    generate_completions,
+    measure_completions,
+    reward_completions,
+)
+from ctrl_megatron.steps.model_reward import model_reward
+from ctrl_megatron.steps.worker import DAGWorker as BaseWorker
+
+Step = Callable[[Any, TensorDict], NodeOutput]
+
+
+def one_after_another(*steps: Step) -> Step:
+    """A node's function that calls others in turn, each with the fields of those before it; it
+    declares what they declare.
+    """
+
+    @reads(*(key for step in steps for key in getattr(step, "reads", ())))
+    @needs(lambda config: _needed(steps, config))
+    @writes(*dict.fromkeys(name for step in steps for name in _written(step)))
+    def every_step(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+        # Coroutine functions that were started earlier may still read the batch.
+        seen, fields, metrics = batch.copy(), dict[str, Any](), dict[str, float]()
+        for step in steps:
+            output = step(worker, seen)
+            for name, value in output.fields.items():
+                seen[name] = fields[name] = value
+            metrics |= output.metrics
+        return NodeOutput(fields=fields, metrics=metrics)
+
+    return every_step
+
+
+def _needed(steps: tuple[Step, ...], config: Config) -> dict[str, str]:
+    """The fields that a step needs and none before it writes, as ``node_fields.needs`` has them."""
+    found, made = dict[str, str](), set[str]()
+    for step in steps:
+        own = getattr(step, "needs", lambda config: {})(config)
+        found |= {name: why for name, why in own.items() if name not in made}
+        made |= {*_written(step)}
+    return found
+
+
+def _written(step: Step) -> tuple[str, ...]:
+    return getattr(step, "writes", ())
+
+
+@reads(*node_keys.REWARDS)
+@writes("score")
+def rewarded(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """``reward_completions`` and its end; nothing where dynamic sampling has judged already.
+    Collective.
+    """
+    if "score" in batch:
+        return NodeOutput()
+    return worker.ask(lambda: reward_completions(worker, batch), "the judging of texts")
+
+
+_REWARD = one_after_another(rewarded, model_reward, place_scores, token_rewards)
+_REWARDED_LATER = "rewarded_later"
+"""A field of an empty batch that asks for the work of ``_REWARD`` behind the draw."""
+
+
+@writes(*getattr(generate_completions, "writes", ()))
+def completions(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """``generate_completions``; nothing in a step whose rows dynamic sampling draws. Collective."""
+    # The rows of all ranks.
+    return generate_completions(worker, batch) if len(batch["row"]) else NodeOutput()
+
+
+@reads(*getattr(_REWARD, "reads", ()))
+@needs(lambda config: _needed((_REWARD,), config))
+@writes(*_written(_REWARD))
+def scored(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """The rewards on their tokens; for a step whose rows dynamic sampling has still to draw, the
+    wish that it computes them. Collective.
+    """
+    if "response_mask" in batch:
+        return _REWARD(worker, batch)
+    return NodeOutput(fields={_REWARDED_LATER: torch.zeros(0)})
+
+
+_SAMPLING = DynamicSampling(draw_and_reward, measure_completions)
+
+
+@reads(*_SAMPLING.reads)
+@writes(*_SAMPLING.writes)
+def drawn_groups(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
+    """Completions of groups with different rewards, judged; with the rewards on their tokens if the
+    node that computes them came before, as the guide has it. Collective.
+    """
+    output = _SAMPLING(worker, batch)
+    if _REWARDED_LATER not in batch:
+        return output
+    assert output.batch is not None
+    placed = _REWARD(worker, output.batch)
+    metrics = {**output.metrics, **placed.metrics}
+    return NodeOutput(batch=output.batch, fields=placed.fields, metrics=metrics)
+
+
+class GuideWorker(BaseWorker):
+    """The worker of a run; ``DAGWorker`` of ``ctrl_megatron.pipeline``."""
+
+    generate = completions
+    compute_reward = scored
+    compute_model_reward = model_reward
+    dynamic_sampling = drawn_groups
+    compute_value = compute_values
+    compute_advantage = advantages
+    compute_old_log_prob = old_log_prob
+    compute_ref_log_prob = ref_log_prob
+    train_actor = one_after_another(update_actor, sync_weights)
+    train_critic = update_critic
+
+
+DAGWorker = GuideWorker
+"""The guide's name."""

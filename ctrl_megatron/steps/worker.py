@@ -1,0 +1,333 @@
+"""The worker of one rank: models, services and state; the first argument of every node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
+from ctrl_megatron.background import BackgroundLoop
+from ctrl_megatron.checkpoint.store import POLICY_FOLDER, REFERENCE_FOLDER, VALUE_FOLDER
+from ctrl_megatron.config import Config
+from ctrl_megatron.data.prompt_table import PromptTable
+from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.errors import ServiceFault, ServiceLost, UserError
+from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.models.parallel_model import ParallelModel
+from ctrl_megatron.models.policy import BasePolicy, Policy
+from ctrl_megatron.models.value import ValueModel
+from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.stop import StopFlag
+from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.resharding.device import DeviceOwner, Role
+from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
+from ctrl_megatron.rollout.counters import Counters
+from ctrl_megatron.rollout.engine import CountedEngine
+from ctrl_megatron.steps.batch import DrawsAhead, LeftoverGroups
+from ctrl_megatron.steps.reward_reader import RewardReader
+from ctrl_megatron.types import FinishReason, Message
+
+T = TypeVar("T")
+Conversation = Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The proxy's answer to a conversation."""
+
+    text: str
+    tokens: int | None
+    """Length in the proxy's tokens; None where its server does not report it."""
+    version: str
+    """The weights that drew it: ``proxy``, ``proxy:NAME`` or ``api:MODEL``."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The proxy was asked and gave no answer, in any attempt."""
+
+    error: str
+
+
+ProxyListener = Callable[[int, Answer | Failure | None], None]
+"""Called with every answer as soon as it is there: (the conversation's number, the answer)."""
+
+
+class Proxy(Protocol):
+    """A frozen model that answers conversations greedily."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether it can answer while the actor's engines draw."""
+        ...
+
+    async def greet(self) -> str:
+        """The servers of the proxy and their model, for the first lines of a run; empty where the
+        run's own engines answer. UserError where no server can be used (leaders only).
+        """
+        ...
+
+    def prepare(self, step: int) -> None:
+        """Get ready to answer, until the actor's engines draw again. ``step`` is the number of
+        training steps that are finished. Collective.
+        """
+        ...
+
+    async def answer(
+        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+    ) -> list[Answer | Failure | None]:
+        """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
+        conversation leaves no room for one in the proxy's context. Leaders only. ``heard`` has been
+        called with every answer when it returns.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections of its own (leaders only)."""
+        ...
+
+
+class Elsewhere:
+    """Stands for a part of the run that is on the ranks of another world."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"a node uses {self._what}, which is on the ranks of another world",
+            key="placement",
+            remedy="give the node a role whose world has it, or let both share a world",
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutWorker:
+    """The parts of a rank that generate texts and judge them."""
+
+    config: Config
+    groups: ProcessGroups
+    background: BackgroundLoop
+    stop: StopFlag
+    codec: TextCodec
+    engine: CountedEngine | None
+    """All engines of the run; None on ranks that are not leaders."""
+    device: DeviceOwner
+    """Who has the device, engine or trainer, and which weights the engines have."""
+    role: Role = "actor"
+    """The policy whose weights the engines draw with for this worker."""
+    max_model_len: int
+    """Longest sequence of the engine, in tokens."""
+    proxy: Proxy | None = None
+    """The source of revisions; None if no node asks for revisions."""
+    rewards: RewardSum | None
+    """Every reward function of the run; None on ranks that are not leaders, and if no node reads
+    ``reward``."""
+    reward_weights: Mapping[str, float]
+    """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
+    validation: PromptTable | None
+    begun: dict[str, asyncio.Task[Answer | Failure | None]] = field(default_factory=dict)
+    """The proxy's answers that were asked for before ``chain.revise`` needs them, by the text of
+    their conversation (leaders only)."""
+    timeline: Timeline = field(default_factory=Timeline)
+    restarts: Callable[[], dict[str, float]] = dict
+    """How often this rank has started services again, by the metric's name."""
+    step: int = 0
+    """Training steps that are finished."""
+
+    @property
+    def waiting(self) -> Waiting:
+        """The conditions under which all ranks wait together."""
+        limit = self.config.trainer.wait_timeout
+        return Waiting(groups=self.groups, stop=self.stop, limit=limit)
+
+    def ask(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        what: str = "work of the leaders",
+        *,
+        stoppable: bool = True,
+    ) -> T:
+        """The result of ``work`` on the leader, on all ranks of its model copy. Collective.
+
+        ``what`` names it in the log if it takes long. Raises StopRequested, on all ranks, if a stop
+        is requested while any leader waits, unless ``stoppable`` is false, ServiceLost, on all
+        ranks, if the engines that it asks are lost, and WaitedTooLong after
+        ``trainer.wait_timeout``.
+        """
+        return self.wait(self.begin(work), what, stoppable=stoppable)
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
+        """Start ``work`` on the leader; ``wait`` returns its result."""
+        return self.background.submit(work()) if self.groups.is_leader else None
+
+    def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
+        """The result of what ``begin`` started; as ``ask`` otherwise."""
+        return self.groups.from_leader(self.waiting.together(begun, what, stoppable=stoppable))
+
+    def settle(self) -> None:
+        """Wait until the engines draw nothing for a later step, so that their weights may change.
+        Collective.
+        """
+
+    async def score(self, items: Sequence[RewardItem]) -> Scores:
+        """The rewards of the items from every reward function (leaders only)."""
+        if self.rewards is None:
+            raise UserError(
+                "worker.score: no node of the pipeline says that it reads the group reward",
+                remedy="put @node_keys.reads(*node_keys.REWARDS) on the function (node_keys of "
+                "ctrl_megatron.pipeline)",
+            )
+        return await self.rewards.score(items)
+
+    def check_judging(self) -> Judging:
+        """What the services that judge were asked since ``take_judging``, over all ranks.
+        Collective.
+
+        Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
+        ``reward.max_failed_share`` of it. What the cache answers they were not asked, and to refuse
+        the tests of a row is no failure.
+        """
+        mine = Judging() if self.rewards is None else self.rewards.judging
+        found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
+        limit = self.config.reward.max_failed_share
+        if found.failed > limit * found.asked or 0 < found.failed == found.asked:
+            raise ServiceFault(
+                f"{found.failed} of {found.asked} programs could not be judged, and "
+                f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "
+                "Repair the service and start the run again: it continues from its newest "
+                "checkpoint"
+            )
+        return found
+
+    def take_judging(self) -> dict[str, float]:
+        """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
+        the cache answered or the tests of whose rows were refused, that were judged, and
+        ``reward/unjudgeable_rate``; nothing where there was none. The count begins anew.
+        Collective; raises as that.
+        """
+        found = self.check_judging()
+        if self.rewards is not None:
+            self.rewards.take_judging()
+        every = found.asked + found.cached + found.refused
+        unknown = found.failed + found.refused
+        if not every:
+            return {}
+        rates = {"judged_rate": 1 - unknown / every, "unjudgeable_rate": found.unjudgeable / every}
+        return {f"reward/{name}": rate for name, rate in rates.items()}
+
+    def close(self) -> None:
+        """Close connections and end the background loop."""
+        if self.engine is not None:
+            self.background.run_last(self.engine.close())
+        if self.proxy is not None and self.groups.is_leader:
+            self.background.run_last(self.proxy.close())
+        self.device.close()
+        if self.rewards is not None:
+            self.background.run_last(self.rewards.close())
+        self.background.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class DAGWorker(RolloutWorker):
+    """Models, services and state of one rank. Every rank has one; there is no controller."""
+
+    train: PromptTable
+    draw: Callable[[int], list[int]]
+    """n -> positions of the next n rows of the data, the same on every rank."""
+    peek: Callable[[int, int], list[list[int]]] | None = None
+    """(n, count) -> what the next ``count`` calls of ``draw(n)`` will return; None where nothing
+    draws."""
+    total_steps: int = 0
+    """Training steps of the whole run."""
+    ahead: DrawsAhead = field(default_factory=DrawsAhead)
+    """What is drawn for later steps while one trains (``rollout.staleness``)."""
+    counted: dict[str, Counters] = field(default_factory=dict)
+    """What the engines had counted at the end of the last step (rank 0)."""
+    leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
+    """Groups that dynamic sampling has not used yet."""
+    policy: Policy
+    reference: Policy | BasePolicy | None
+    """The frozen reference of the KL; None if the objective has no KL, or if another world has
+    it."""
+    value: ValueModel | None
+    """The value model, if the estimator reads values."""
+    reward_model: RewardReader | None = None
+    """The model that rewards texts; None if the run has none, or if another world has it."""
+    kl_controller: FixedKLController | AdaptiveKLController
+    peak_flops: float
+    """Peak of one device, in flop/s."""
+    elsewhere: Sequence[tuple[float, float]] = ()
+    """``performance.passes`` of the other worlds in the last step."""
+    agents: list[DAGWorker] = field(default_factory=list, repr=False, compare=False)
+    """The workers of all policies that learn, by the number of their ``agent_group``; they share
+    this list, services and rows."""
+
+    def __post_init__(self) -> None:
+        self.agents.append(self)
+
+    def settle(self) -> None:
+        for draw in self.ahead.every():
+            # One whose engines are lost is begun anew when its step comes.
+            with suppress(ServiceLost):
+                self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of all log-probs: the sampling temperature, or 1 if sampling is greedy."""
+        return self.config.actor_rollout_ref.rollout.temperature or 1.0
+
+    @property
+    def trained(self) -> dict[str, ParallelModel]:
+        """The models of this policy that learn, by the name of their folder in a checkpoint."""
+        folder = POLICY_FOLDER if self.role == "actor" else self.role
+        models = {folder: self.policy, VALUE_FOLDER: self.value}
+        return {
+            name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
+        }
+
+    @property
+    def refreshed_reference(self) -> Policy | None:
+        """The reference, if it gets the actor's weights every few steps."""
+        refreshed = self.config.refreshes_reference and isinstance(self.reference, Policy)
+        return self.reference if refreshed else None  # type: ignore[return-value]
+
+    @property
+    def saved(self) -> dict[str, ParallelModel]:
+        """The models of this policy that a checkpoint contains, by the name of their folder: those
+        of ``trained``, and a reference that changes."""
+        reference = self.refreshed_reference
+        return self.trained | ({} if reference is None else {REFERENCE_FOLDER: reference})
+
+    @property
+    def has_actor(self) -> bool:
+        """Whether the actor, whose engines may need the device, is on this rank."""
+        return not isinstance(self.policy, Elsewhere)
+
+    @property
+    def actor_learns(self) -> bool:
+        """False in the steps of ``trainer.critic_warmup``."""
+        return self.step >= self.config.trainer.critic_warmup
+
+    def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.
+
+        A name without a value on any rank is left out.
+        """
+        names = sorted(values)
+        known = [values[n][~values[n].isnan()] for n in names]
+        local = torch.tensor(
+            [[float(v.double().sum()), float(v.numel())] for v in known], dtype=torch.float64
+        ).reshape(-1, 2)
+        totals = self.groups.sum_over_data(local).tolist()
+        return {n: s / c for n, (s, c) in zip(names, totals, strict=True) if c}

@@ -1,0 +1,210 @@
+"""Greedy revisions of the same dialogue are written once, and those that do not fit not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ctrl_megatron.config import load_config
+from ctrl_megatron.rewards import Judging, Scores
+from ctrl_megatron.steps.batch import columns
+from ctrl_megatron.steps.chain import Critique, critiques_of, judge, revise
+from ctrl_megatron.steps.conversation import VALIDATED
+from ctrl_megatron.steps.critique_report import revision_metrics
+from ctrl_megatron.steps.proxy import SharedProxy
+from ctrl_megatron.steps.worker import Answer, Conversation, Failure
+from ctrl_megatron.types import Attempt, Completion, Problem, VersionSpan
+
+CRITIQUES = ["the sign", "the sign", "no judgment", "the loop", "the sign"]
+
+
+def row(number: int) -> Any:
+    problem = Problem(
+        id=str(number),
+        statement=f"problem {number}",
+        prompter_type="code_contests",
+        selected_uts="[]",
+    )
+    return SimpleNamespace(
+        solution="```python\npass\n```",
+        task="critique",
+        attempt=lambda: Attempt(id="0", problem=problem, solution="pass", pass_rate=0.0),
+    )
+
+
+def critiques(rows: list[Any], texts: list[str], valid: list[bool]) -> list[Critique]:
+    return [
+        Critique(row=row, text=text, judgment=False if ok else None, tokens=1)
+        for row, text, ok in zip(rows, texts, valid, strict=True)
+    ]
+
+
+def left_out(revised: list[Critique]) -> list[float]:
+    valid = torch.tensor([critique.judgment is not None for critique in revised])
+    fields = columns([critique.revised for critique in revised])
+    return revision_metrics(fields, valid)["revision/left_out_rate"].tolist()
+
+
+class Scripted:
+    """A proxy that numbers its answers. It fails at a conversation with ``fails`` in it, and has no
+    room for one that is longer than ``room`` characters.
+    """
+
+    label = "scripted"
+
+    def __init__(self, room: int = 10_000, fails: str = "never") -> None:
+        self.room, self.fails = room, fails
+        self.asked: list[str] = []
+
+    beside = False
+
+    def prepare(self, step: int) -> None:
+        """It is always ready."""
+
+    async def answer(self, conversations: Any, max_tokens: int, heard: Any) -> list[Any]:
+        found = [self._answer(str(messages)) for messages in conversations]
+        for numbered in enumerate(found):
+            heard(*numbered)
+        return found
+
+    def _answer(self, text: str) -> Answer | Failure | None:
+        self.asked.append(text)
+        if self.fails in text:
+            return Failure(error="down")
+        if len(text) > self.room:
+            return None
+        number = len(self.asked)
+        answer = f"revision {number}"
+        return Answer(text=answer, tokens=number, version="proxy:x", finish_reason="stop")
+
+    async def close(self) -> None:
+        """There are no connections."""
+
+
+def working(proxy: Scripted) -> Any:
+    rewards: Any = SimpleNamespace(judging=Judging(), begin=lambda item: None)
+    rewards.begin_solution = lambda text, row: None
+    return SimpleNamespace(
+        config=load_config(None, [], "none"),
+        proxy=proxy,
+        begun={},
+        step=0,
+        ask=lambda work, what: asyncio.run(work()),
+        rewards=rewards,
+        reward_weights={"critic": 1.0},
+    )
+
+
+def test_equal_critiques_of_one_solution_are_answered_once() -> None:
+    proxy = Scripted()
+    worker = working(proxy)
+    rows = [row(0), row(0), row(0), row(0), row(1)]
+    valid = [True, True, False, True, True]
+    revised = revise(worker, critiques(rows, CRITIQUES, valid))
+    # The last critique is the first one's text, about another problem.
+    assert [c.revision for c in revised] == [
+        *("revision 1", "revision 1", "", "revision 2", "revision 3")
+    ]
+    assert [c.revision_tokens for c in revised] == [1, 1, None, 2, 3]
+    assert [c.revised_by for c in revised] == ["proxy:x", "proxy:x", "", "proxy:x", "proxy:x"]
+    assert all(critique.fits for critique in revised)
+    assert len(proxy.asked) == 3 and "problem 1" in proxy.asked[2]
+    assert left_out(revised) == [0.0] * 4
+    # An evaluation revises what contains no judgment too.
+    every = revise(worker, critiques(rows, CRITIQUES, valid), VALIDATED)
+    assert len(proxy.asked) == 7 and all(critique.revision for critique in every)
+
+
+def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_is_counted() -> (
+    None
+):
+    short, long, failing = "the sign", "the sign" * 400, "the loop"
+    proxy = Scripted(room=2_500, fails=failing)
+    worker, scored = working(proxy), list[str]()
+
+    async def score(items: Any) -> Scores:
+        scored.extend(item.critique for item in items)
+        rewards: Any = [1.0] * len(items)
+        return Scores(parts={"critic": rewards}, totals=rewards, outcomes=[None] * len(items))
+
+    worker.score = score
+    texts = [short, long, long, short, failing]
+    revised = revise(worker, critiques([row(0)] * 5, texts, [True, True, False, True, True]))
+    assert [c.revision for c in revised] == ["revision 1", "", "", "revision 1", ""]
+    assert [c.fits for c in revised] == [True, False, True, True, True]
+    assert left_out(revised) == [0.0, 1.0, 0.0, 0.0]
+    # The fields of the batch carry all of it from node to node.
+    fields = columns([critique.revised for critique in revised])
+    batch: Any = {
+        **columns([critique.drawn for critique in revised]),
+        **fields,
+        "response_mask": torch.ones(5, 1),
+        "problem_id": ["0"] * 5,
+    }
+    again = critiques_of(_with_rows(worker), TensorDict(batch, batch_size=[5]))
+    assert [(c.fits, c.failure, c.revised_by) for c in again] == [
+        (c.fits, c.failure, c.revised_by) for c in revised
+    ]
+    for known in (revised, again):
+        scored.clear()
+        worker.rewards.judging = Judging()
+        fields = asyncio.run(judge(worker, known))
+        assert scored == [short, long, short]  # an invalid critique earns its zero
+        assert [f["score"] for f in fields] == [1.0, None, 1.0, 1.0, None]
+        assert fields[1]["reward/critic"] is None and "too long" in str(fields[1]["detail"])
+        assert fields[4]["reward/critic"] is None and fields[4]["detail"] == "down"
+        assert worker.rewards.judging == Judging(asked=1, failed=1, error="the proxy: down")
+
+
+class Codec:
+    """A tokenizer whose tokens are characters."""
+
+    eos_token_ids = (0,)
+
+    def encode_chat(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        return [ord(c) for c in str(messages)]
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def test_engines_get_only_the_prompts_that_fit() -> None:
+    talks: list[Conversation] = [[{"role": "user", "content": "x" * n}] for n in (3, 30, 4)]
+    room = len(str(talks[2])) + 5
+
+    class Engine:
+        async def generate(self, prompts: list[list[int]], params: Any, *, finished: Any) -> Any:
+            assert max(map(len, prompts), default=0) + params.max_tokens <= room
+            assert params.temperature == 0.0 and params.stop_token_ids == (0,) and params.n == 1
+            spans = (VersionSpan("proxy", 0, 1),)
+            groups = [
+                [Completion(token_ids=(len(p),), log_probs=(), finish_reason="stop", spans=spans)]
+                for p in prompts
+            ]
+            for place, (completion,) in reversed([*enumerate(groups)]):
+                finished(place, completion)
+            return groups
+
+    def answers(longest: int) -> list[Any]:
+        parts: Any = (Engine(), None, Codec())
+        return asyncio.run(SharedProxy(*parts, max_model_len=longest).answer(talks, 5, hear))
+
+    heard: dict[int, Any] = {}
+    hear = heard.__setitem__
+    short, long, exact = answers(room)
+    assert long is None
+    assert [heard[place] for place in range(3)] == [short, long, exact]
+    for answer, talk in ((short, talks[0]), (exact, talks[2])):
+        assert isinstance(answer, Answer)
+        assert (answer.text, answer.tokens) == (chr(len(str(talk))), 1)
+        assert answer.version == "proxy"
+    assert answers(5) == [None] * 3
+
+
+def _with_rows(worker: Any) -> Any:
+    worker.train = SimpleNamespace(rows=[row(0)], number_of={"0": 0}, row=lambda _: row(0))
+    return worker

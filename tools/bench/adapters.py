@@ -1,0 +1,100 @@
+"""Compare a run that trains adapters with one that trains all weights: ``python
+tools/bench/adapters.py``.
+
+Three short runs of ``examples/own_pipeline.py`` (the reward is a completion's share of vowels) from
+the same seed, one after the other, with the ``hf`` engine and the reference of a KL: all weights;
+adapters that are merged into each push; adapters that are pushed alone. Prints the bytes and
+seconds of the pushes after the first, the trainer's host memory at the last step beside what the
+memory plan says of the models, and the largest distance of rewards between both kinds of push.
+Model, data and all other keys are those of ``examples/ctrl_smollm2_cpu.yaml``, whose first lines
+say how they are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from ctrl_megatron.memory.model_state import frozen_state, trained_state
+from ctrl_megatron.models.hf_config import read_model_shape
+from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.types import Lora
+
+# In float32 both kinds of push give the engine the same model up to the order of sums.
+COMMON = (
+    *(
+        "dag.custom_pipeline_fn=examples.own_pipeline:build",
+        "data.train_files=runs/data/solve.parquet",
+    ),
+    *("trainer.n_gpus_per_node=1", "actor_rollout_ref.model.dtype=float32"),
+    *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=4"),
+    *("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+    *("data.max_prompt_length=192", "data.max_response_length=24"),
+    *("actor_rollout_ref.actor.optim.lr=1e-4", "trainer.resume_mode=disable"),
+)
+
+
+def main() -> None:
+    """Runs, prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_adapters"))
+    parser.add_argument("overrides", nargs="*", help="after --: KEY=VALUE of every run")
+    args = parser.parse_args()
+    lora = f"actor_rollout_ref.model.lora_rank={args.rank}"
+    alone = "actor_rollout_ref.rollout.adapter_push=true"
+    kinds = {"all weights": (), "adapters merged": (lora,), "adapters alone": (lora, alone)}
+    runs = {kind: run(kind.replace(" ", "_"), keys, args) for kind, keys in kinds.items()}
+    planned = planned_gib(Path("runs/models/smollm2"), args.rank)
+    for kind, steps in runs.items():
+        pushes = [step for step in steps[1:] if step["sync/gigabytes"]]
+        rewards = ", ".join(f"{step['reward/vowels']:.3f}" for step in steps)
+        print(
+            f"{kind:15} push {statistics.median(s['sync/gigabytes'] for s in pushes) * 1e3:7.1f} MB"
+            f" in {statistics.median(s['sync/seconds'] for s in pushes):5.2f} s; host memory "
+            f"{steps[-1]['memory/host_gib']:.2f} GiB, planned for actor and reference "
+            f"{planned[bool(kinds[kind])]:.2f} GiB; rewards {rewards}"
+        )
+    merged, apart = runs["adapters merged"], runs["adapters alone"]
+    for name in ("reward/vowels", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"):
+        gap = max(abs(one[name] - other[name]) for one, other in zip(merged, apart, strict=True))
+        print(f"largest distance of {name} between the pushes: {gap:.2g}")
+
+
+def run(name: str, keys: tuple[str, ...], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The metrics of the steps of a run with this name."""
+    command = [sys.executable, str(ROOT / "tools/train_rl.py"), "--nproc-per-node", "1"]
+    command += ["--config", str(ROOT / "examples/ctrl_smollm2_cpu.yaml"), *COMMON, *keys]
+    command += [f"trainer.total_training_steps={args.steps}", *args.overrides]
+    command += [f"trainer.default_local_dir={args.out}", f"trainer.experiment_name={name}"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    lines = (args.out / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["metrics"] for line in lines]
+
+
+def planned_gib(model: Path, rank: int) -> dict[bool, float]:
+    """GiB of the actor and its reference in float32, without adapters (False) and with (True)."""
+    shape, layout = read_model_shape(model), Layout()
+    lora = Lora(rank=rank, alpha=1.0, targets=("all-linear",))
+    found = {}
+    for has_adapters, own in {False: shape, True: adapted(shape, lora)}.items():
+        state = trained_state(own, layout, pp=0, dtype="float32", distributed=True)
+        held = state.parameters + state.gradients + state.optimizer
+        if not has_adapters:
+            held += frozen_state(shape, layout, pp=0, dtype="float32").parameters
+        found[has_adapters] = held / 2**30
+    return found
+
+
+if __name__ == "__main__":
+    main()

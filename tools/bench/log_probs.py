@@ -1,0 +1,74 @@
+"""Measure memory and time of log-probs and entropies over a vocabulary, forward and backward:
+``python tools/bench/log_probs.py``.
+
+Memory is the process's largest resident size during the computation, minus its size when hidden
+states, output weight and the weight's float32 gradient exist.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from ctrl_megatron.config.flags import ToolParser
+from ctrl_megatron.parallel import host_memory
+from ctrl_megatron.parallel.vocab import linear_log_probs
+
+
+def resident(name: str) -> int:
+    """Resident bytes of the process: current (VmRSS) or largest (VmHWM)."""
+    status = Path("/proc/self/status").read_text().split()
+    return int(status[status.index(f"{name}:") + 1]) << 10
+
+
+def forget_peak() -> None:
+    """Restart the count of ``VmHWM``."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main() -> None:
+    """Entry point."""
+    parser = ToolParser(__doc__)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--vocabulary", type=int, default=152064)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument(
+        "--chunk", type=int, default=1024, help="tokens whose logits are computed together"
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    host_memory.keep()
+    dtype = getattr(torch, options.dtype)
+    hidden = torch.randn(options.tokens, options.hidden, dtype=dtype).requires_grad_()
+    weight = (torch.randn(options.vocabulary, options.hidden, dtype=dtype) / 32).requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    targets = torch.randint(0, options.vocabulary, (options.tokens,))
+    # Allocates the buffers that matrix products keep.
+    linear_log_probs(hidden[:64], weight, targets[:64], vocab_size=options.vocabulary)[0].sum()
+    host_memory.give_back()
+    forget_peak()
+    before, began = resident("VmRSS"), time.perf_counter()
+    log_probs, entropy = linear_log_probs(
+        hidden, weight, targets, vocab_size=options.vocabulary, chunk=options.chunk
+    )
+    forward = time.perf_counter()
+    (log_probs.sum() + 0.01 * entropy.sum()).backward()
+    took = forward - began, time.perf_counter() - forward
+    peak = resident("VmHWM") - before
+    states = hidden.numel() * hidden.element_size()
+    chunk = 4 * options.chunk * options.vocabulary
+    print(f"forward {took[0]:.1f} s, backward {took[1]:.1f} s")
+    print(
+        f"peak {peak / 2**20:.0f} MiB; hidden states {states / 2**20:.0f} MiB, a chunk of logits "
+        f"{chunk / 2**20:.0f} MiB; the peak is {peak / states:.2f} times the hidden states, "
+        f"{(peak - chunk) / states:.2f} times without the chunk"
+    )
+
+
+if __name__ == "__main__":
+    main()

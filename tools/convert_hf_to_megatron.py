@@ -1,0 +1,11 @@
+"""``ctrl-convert-hf-to-megatron`` from a checkout, without an installation."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ctrl_megatron.commands.convert_hf_to_megatron import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

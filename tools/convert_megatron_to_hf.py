@@ -1,0 +1,11 @@
+"""``ctrl-convert-megatron-to-hf`` from a checkout, without an installation."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ctrl_megatron.commands.convert_megatron_to_hf import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
