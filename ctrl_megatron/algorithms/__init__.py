@@ -55,7 +55,6 @@ from ctrl_megatron.algorithms.registry import (
     get_adv_estimator,
     register_adv_est,
     register_policy_loss,
-    register_policy_loss_terms,
     required_inputs,
 )
 from ctrl_megatron.algorithms.rollout_correction import (

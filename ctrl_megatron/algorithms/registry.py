@@ -205,7 +205,3 @@ def register_policy_loss(
         return function
 
     return keep
-
-
-register_policy_loss_terms = register_policy_loss
-"""The earlier name of ``register_policy_loss`` for functions that return ``PolicyLossTerms``."""

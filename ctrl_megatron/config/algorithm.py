@@ -244,15 +244,15 @@ class Reward:
     """Seconds without a sign of life from the sandbox or provider after which a request has failed,
     all its attempts together; one attempt may take half of it. Waiting in its queue does not
     count."""
-    provider: Literal["local", "sandbox_fusion", "e2b", "morph", "piston"] = "local"
+    provider: Literal["local", "sandbox_fusion", "e2b", "morph"] = "local"
     """The service that runs programs: the sandbox of this package, or an external one."""
     provider_options: dict[str, Any] = key(
         {},
-        read=when(".provider", "sandbox_fusion", "e2b", "morph", "piston"),
+        read=when(".provider", "sandbox_fusion", "e2b", "morph"),
         secret=Secret(
             whole=True,
-            instead="set the provider's variable (E2B_API_KEY, MORPH_API_KEY, PISTON_ENDPOINT, "
-            "PISTON_API_KEY, SANDBOX_FUSION_ENDPOINT)",
+            instead="set the provider's variable (E2B_API_KEY, MORPH_API_KEY, "
+            "SANDBOX_FUSION_ENDPOINT)",
         ),
     )
     """Options of the provider's class; keys and addresses are environment variables. No file of the

@@ -35,7 +35,6 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _PROVIDERS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "e2b": ({"api_key": "E2B_API_KEY"}, {}),
     "morph": ({"api_key": "MORPH_API_KEY"}, {}),
-    "piston": ({"endpoint": "PISTON_ENDPOINT"}, {"api_key": "PISTON_API_KEY"}),
     "sandbox_fusion": ({"endpoint": "SANDBOX_FUSION_ENDPOINT"}, {}),
 }
 """Provider -> (required options, optional ones), each with its variable."""

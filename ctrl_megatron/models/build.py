@@ -154,7 +154,7 @@ def _attention_settings(
         case MultiLatentAttention():
             scaled = {}
             if isinstance(rope.scaling, Yarn):
-                # Megatron computes ``Yarn.score_factor`` from them.
+                # Megatron computes the factor of all scores from them.
                 scaled["rotary_scaling_factor"] = rope.scaling.factor
                 scaled["mscale_all_dim"] = rope.scaling.mscale_all_dim
             return MLATransformerConfig, settings | scaled | {

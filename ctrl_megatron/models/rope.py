@@ -99,11 +99,6 @@ class Yarn:
     truncate: bool = True
     mscale_all_dim: float = 0.0
 
-    @property
-    def score_factor(self) -> float:
-        """The factor by which multi-latent attention scales all scores (DeepSeek's code)."""
-        return _grown(self.factor, self.mscale_all_dim) ** 2
-
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         """As in ``Scaling``."""
         pairs = len(inverse)

@@ -47,11 +47,6 @@ class RouterOptions:
     bias_rate: float = 0.0
     """What an update adds to the bias of an expert with too few tokens; 0 leaves the biases."""
 
-    @property
-    def has_losses(self) -> bool:
-        """Whether there is any loss."""
-        return bool(self.balance or self.z)
-
 
 class Router(TopKRouter):
     """Megatron's router. It counts passes with gradients, in which a recomputed pass is one."""

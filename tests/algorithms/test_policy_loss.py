@@ -16,7 +16,6 @@ from ctrl_megatron.algorithms import (
     compute_policy_loss_vanilla,
     get_policy_loss,
     register_policy_loss,
-    register_policy_loss_terms,
 )
 from ctrl_megatron.algorithms.policy_losses import vanilla_terms
 
@@ -284,7 +283,3 @@ def test_a_loss_of_a_whole_batch_is_found_by_its_name(monkeypatch: pytest.Monkey
     assert float(found(**data, loss_agg_mode="seq-mean-token-mean", temper=2.0)[0]) == float(want)
     with pytest.raises(ValueError, match="log_prob has shape"):
         found(**{**data, "log_prob": torch.ones(1)})
-
-
-def test_the_earlier_name_of_the_decorator_is_the_same() -> None:
-    assert register_policy_loss_terms is register_policy_loss

@@ -25,7 +25,7 @@ LOCK, CUDA_LOCK = (
     for file in ("cpu.txt", "cuda.txt")
 )
 FORBIDDEN = ("torchvision", "torchaudio", "torchcodec", "transformer-engine", "apex")
-IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+IMPORTED_AS = {"yaml": "pyyaml", "markdown_it": "markdown-it-py", "megatron": "megatron-core"}
 
 
 def test_the_lock_pins_every_package_exactly() -> None:

@@ -22,7 +22,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRAINING = {"train_rl": "rl", "train_sft": "sft"}
 NOT_HERE = {
     "tools/check_gpu.py": "a GPU",
-    "tools/serve_sandbox_ray.py": "a Ray cluster; tests/sandbox/test_ray_cluster.py",
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
     "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
     "tests/generation/test_critic_service.py",

@@ -127,9 +127,9 @@ def test_no_other_file_reads_the_environment() -> None:
 
 
 def test_a_provider_gets_its_key_or_the_news_that_there_is_none() -> None:
-    given = {"E2B_API_KEY": "k", "PISTON_ENDPOINT": "http://p", "PISTON_API_KEY": "secret"}
+    given = {"E2B_API_KEY": "k", "SANDBOX_FUSION_ENDPOINT": "http://p"}
     assert read_provider_keys("e2b", given) == {"api_key": "k"}
     assert read_provider_keys("e2b", {}) == {"api_key": None}
-    assert read_provider_keys("piston", given) == {"endpoint": "http://p", "api_key": "secret"}
-    assert read_provider_keys("piston", {}) == {"endpoint": None}
+    assert read_provider_keys("sandbox_fusion", given) == {"endpoint": "http://p"}
+    assert read_provider_keys("sandbox_fusion", {}) == {"endpoint": None}
     assert read_provider_keys("local", given) == {}

@@ -17,7 +17,7 @@ from ctrl_megatron.record.recorder import config_changes, keep_config
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
 SECRET = "correct-horse"
 SECRETIVE = (
-    "reward.provider=piston",
+    "reward.provider=sandbox_fusion",
     f"reward.provider_options={{endpoint: 'http://{SECRET}@h', api_key: {SECRET}, memory_mb: 64}}",
     "actor_rollout_ref.proxy.kind=api",
     f"{P}model=stranger",
@@ -173,7 +173,7 @@ def test_what_says_secret_and_what_does_not() -> None:
 
 def test_messages_name_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctrl_megatron.errors._secrets", [])
-    options = "reward.provider_options={endpoint: http://piston:2000, api_key: s3cret-of-piston}"
-    load_config(None, ["reward.provider=piston", options], "none")
-    said = "http://piston:2000 refuses s3cret-of-piston"
-    assert concealed(said) == "http://piston:2000 refuses ***"
+    options = "reward.provider_options={endpoint: http://judge:2000, api_key: s3cret-of-judge}"
+    load_config(None, ["reward.provider=sandbox_fusion", options], "none")
+    said = "http://judge:2000 refuses s3cret-of-judge"
+    assert concealed(said) == "http://judge:2000 refuses ***"

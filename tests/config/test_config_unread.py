@@ -97,7 +97,7 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         (
             'reward.provider_options={"template": "t"}',
             (),
-            ("reward.provider=sandbox_fusion", "piston"),
+            ("reward.provider=sandbox_fusion", "morph"),
             (),
         ),
     ],

@@ -88,29 +88,6 @@ async def serving(application: web.Application) -> AsyncIterator[str]:
         yield str(server.make_url("")).rstrip("/")
 
 
-def piston(service: FakeService, *, output_limit: int = 65536) -> web.Application:
-    async def run(request: web.Request) -> web.Response:
-        if (fault := await service.fault(request)) is not None:
-            return fault
-        body = service.bodies[-1]
-        assert body["language"] == "python" and body["version"] == "*"
-        source, seconds = body["files"][0]["content"], body["run_timeout"] / 1000
-        out, err, code = await execute(
-            sys.executable, "-c", source, stdin=body["stdin"], seconds=seconds
-        )
-        stage: dict[str, Any] = {"stdout": out, "stderr": err, "code": code, "signal": None}
-        stage |= {"status": "RE" if code else None, "message": None}
-        if code is None:
-            stage |= {"status": "TO", "signal": "SIGKILL"}
-        elif len(out) > output_limit:
-            stage |= {"status": "OL", "stdout": "", "code": None, "signal": "SIGKILL"}
-        return web.json_response({"run": stage, "language": "python", "version": "3.12.0"})
-
-    application = web.Application(client_max_size=1 << 24)
-    application.router.add_post("/api/v2/execute", run)
-    return application
-
-
 def sandbox_fusion(service: FakeService) -> web.Application:
     async def run(request: web.Request) -> web.Response:
         if (fault := await service.fault(request)) is not None:

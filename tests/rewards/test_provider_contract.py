@@ -15,7 +15,6 @@ from provider_fakes import (
     fake_e2b,
     fake_morph,
     function_request,
-    piston,
     sandbox_fusion,
     serving,
     stdio_request,
@@ -47,14 +46,10 @@ async def provider(
     options = {"attempts": 2, "backoff": 0.01, **options}
     service = service or FakeService()
     machines = Machines(folder)
-    if name in ("piston", "sandbox_fusion"):
-        fake = piston(service) if name == "piston" else sandbox_fusion(service)
-        path = "/api/v2" if name == "piston" else ""
-        if name == "piston":
-            options.setdefault("output_limit", 65536)
+    if name == "sandbox_fusion":
         async with (
-            serving(fake) as url,
-            closing(make_provider(name, endpoint=url + path, **options)) as made,
+            serving(sandbox_fusion(service)) as url,
+            closing(make_provider(name, endpoint=url, **options)) as made,
         ):
             yield made
         return
@@ -127,7 +122,7 @@ def test_the_rule_that_a_row_names(tmp_path: Path) -> None:
     program, function = block("print('3.0')\nprint('8')"), block("def add(a, b): return a + b")
 
     async def main() -> None:
-        async with provider("piston", tmp_path) as made:
+        async with provider("sandbox_fusion", tmp_path) as made:
             for comparison, passed in (("", False), ("strict", False), ("code_contests", True)):
                 cases = [{"input": {"stdin": ""}, "output": {"stdout": "3\n8"}}]
                 row = stdio_row(selected_uts=cases, comparison=comparison)
@@ -143,7 +138,7 @@ def test_the_rule_that_a_row_names(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["piston", "e2b"])
+@pytest.mark.parametrize("name", ["sandbox_fusion", "e2b"])
 def test_a_program_that_never_ends(name: str, tmp_path: Path) -> None:
     loop = "def f(x):\n    while True: pass"
 
@@ -177,7 +172,7 @@ def test_a_critic_is_rewarded_through_any_provider(name: str, tmp_path: Path) ->
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["piston", "sandbox_fusion"])
+@pytest.mark.parametrize("name", ["sandbox_fusion"])
 def test_a_service_that_fails_is_asked_again_and_then_an_error(name: str, tmp_path: Path) -> None:
     async def main() -> None:
         service = FakeService()
@@ -193,7 +188,7 @@ def test_a_service_that_fails_is_asked_again_and_then_an_error(name: str, tmp_pa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["piston", "sandbox_fusion"])
+@pytest.mark.parametrize("name", ["sandbox_fusion"])
 def test_a_service_that_is_not_there_is_an_error(name: str) -> None:
     async def main() -> None:
         url = "http://127.0.0.1:9/api/v2"
@@ -204,34 +199,6 @@ def test_a_service_that_is_not_there_is_an_error(name: str) -> None:
 
     asyncio.run(main())
     assert issubclass(ProviderError, SandboxError)  # so a critic's sample is masked
-
-
-def test_an_answer_that_makes_no_sense_is_an_error(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = FakeService()
-        async with provider("piston", tmp_path, service=service, attempts=1) as made:
-            for answer in (
-                {},
-                {"run": {}},
-                [1],
-                {"run": {"stdout": "", "code": 0, "status": "XX"}},
-                {"run": {"stdout": ""}},
-                {"run": {"stdout": "", "code": None, "signal": None, "status": None}},
-                {"run": {"stdout": "", "code": "0"}},
-                {"run": {"stdout": "", "code": True}},
-                {"compile": {"stdout": ""}, "run": {"stdout": "", "code": 0}},
-                {"compile": {"stdout": "", "code": 0}, "run": None},
-            ):
-                service.faults = [(200, answer)]
-                with pytest.raises(ProviderError):
-                    await made.submit(function_request(ADD_ONE, TESTS[:1]))
-            # A machine without a working Python: the harness never answers.
-            broken = {"stdout": "", "stderr": "python3: not found", "code": 127, "signal": None}
-            service.faults = [(200, {"run": broken})]
-            with pytest.raises(ProviderError, match=r"did not start.*python3: not found"):
-                await made.submit(function_request(ADD_ONE, TESTS[:1]))
-
-    asyncio.run(main())
 
 
 def finished(code: int | None, **more: Any) -> dict[str, Any]:
@@ -296,146 +263,6 @@ def test_what_sandbox_fusion_says_of_compiler_and_program(
     """The verdict's detail, empty if it passed; None if the answer reports no ending."""
     reply = {"status": "Failed", "message": "", **answer}
     check_verdict("sandbox_fusion", reply, expected, tmp_path)
-
-
-SIGKILL = {"stdout": "", "stderr": "", "code": None, "signal": "SIGKILL"}
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ({"compile": {**SIGKILL, "status": "TO"}}, TIMED_OUT),
-        ({"compile": SIGKILL, "run": None}, TIMED_OUT),
-        ({"compile": {"code": None, "signal": "SIGKILL"}}, TIMED_OUT),
-        ({"compile": {"code": 1, "stderr": "main.cpp:1: error: x"}}, "exit status 1: "),
-        ({"compile": {**SIGKILL, "status": "EL", "stderr": "a.cpp: error: x"}}, "exit status None"),
-        ({"compile": {**SIGKILL, "status": "EL", "stderr": "a.cpp: warning: x"}}, None),
-        ({"compile": {**SIGKILL, "stderr": "w" * 65536}}, None),
-        ({"run": {**SIGKILL, "signal": "SIGSEGV", "status": "SG"}}, "exit status None"),
-        ({"run": {**SIGKILL, "signal": "SIGSEGV"}}, "exit status None"),
-        ({"run": {"stdout": "1\n", "code": 0, "signal": None}}, ""),
-        ({"compile": {"code": 0}, "run": {"stdout": "1\n", "code": 0}}, ""),
-    ],
-)
-def test_what_piston_says_of_compiler_and_program(
-    answer: dict[str, Any], expected: str | None, tmp_path: Path
-) -> None:
-    """The verdict's detail, empty if it passed; None if the verdict is unknown."""
-    check_verdict("piston", answer, expected, tmp_path, error="raise the limit")
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "told"),
-    [
-        (400, "python-9 runtime is unknown", "package manager"),
-        (400, "run_timeout cannot exceed the configured limit of 3000", "PISTON_RUN_TIMEOUT"),
-        (401, "Public API is by key only", "PISTON_API_KEY"),
-    ],
-)
-def test_what_piston_refuses_is_not_tried_again(
-    status: int, message: str, told: str, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        service = FakeService(faults=[(status, {"message": message})])
-        async with provider("piston", tmp_path, service=service) as made:
-            with pytest.raises(ProviderSetupError, match=told) as caught:
-                await made.submit(function_request(ADD_ONE, TESTS))
-            assert message in str(caught.value)
-        assert len(service.bodies) == 1
-
-    asyncio.run(main())
-
-
-def test_what_piston_is_sent(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = FakeService()
-        options = {"api_key": "secret", "memory_mb": 256, "service": service}
-        async with provider("piston", tmp_path, **options) as made:
-            await made.submit(function_request(ADD_ONE, TESTS[:2], seconds=1.0))
-            await made.submit(stdio_request("", [("in", "out")], seconds=1.5))
-        first, second, third = service.bodies
-        assert first["run_timeout"] == first["run_cpu_time"] == 3000
-        assert "f(1)" in first["stdin"] and "f(5)" in second["stdin"]  # one test per run
-        assert third["files"] == [{"name": "main.py", "content": "\n"}]
-        assert (third["stdin"], third["run_timeout"]) == ("in", 1500)
-        assert first["run_memory_limit"] == 256 << 20
-        assert service.headers[0]["Authorization"] == "secret"
-
-    asyncio.run(main())
-
-
-LIMIT = 1024
-HALVES = ("0.5\n" * 200, "0.500000000000\n" * 200)
-"""The expected output, and a right answer."""
-
-
-@pytest.mark.parametrize(
-    ("written", "expected", "reason"),
-    [
-        (HALVES[1], HALVES[0], None),
-        ("short\n" + " " * 3000, "short", None),
-        ("x" * 3000, "short", None),  # who knows where the line ends
-        ("1\n" * 3000, "1\n1\n", "more lines of output, expected 2"),
-        ("0.5\n0.7\n" * 400, HALVES[0], "line 2 differs: '0.7', expected '0.5'"),
-        ("\n0.5\n" + "0.7\n" * 800, HALVES[0], "line 2 differs: '0.7', expected '0.5'"),
-    ],
-)
-def test_output_beyond_the_providers_limit(
-    written: str, expected: str, reason: str | None, tmp_path: Path
-) -> None:
-    """The verdict is wrong if the lines so far are wrong, and unknown otherwise."""
-    stage = {"stdout": written[: LIMIT + 100], "code": None, "signal": "SIGKILL"}
-    cases = [{"input": {"stdin": ""}, "output": {"stdout": expected}}]
-    row = stdio_row(selected_uts=cases, comparison="apps")
-    job = grading_job(block("..."), row, run_all_cases=True)
-
-    async def main() -> None:
-        service = FakeService(faults=[(200, {"run": stage})])
-        options = {"service": service, "output_limit": LIMIT, "attempts": 1}
-        async with provider("piston", tmp_path, **options) as made:
-            if reason is None:
-                with pytest.raises(ProviderError, match=r"limit of 1024 .* raise the limit"):
-                    await grade(made, job)
-                return
-            verdict = await grade(made, job)
-            assert verdict.passed == (False,) and not verdict.timed_out
-            assert verdict.detail == (f"output limit exceeded: {reason}",)
-
-    asyncio.run(main())
-
-
-def test_what_piston_keeps_of_an_output_that_it_stopped(tmp_path: Path) -> None:
-    """Of an output beyond the limit (OL) it may keep the end without the middle; of one that it
-    stopped for its errors (EL), the beginning.
-    """
-    wrong = "0.5\n0.7\n" + "0.5\n" * 30_000
-    cases = [
-        ("OL", LIMIT, "0.5\n", "0.7\n0.5\n", None),
-        ("OL", LIMIT, "", "1\n", None),
-        ("OL", 1 << 17, wrong, "0.5\n" * 40_000, "line 2 differs"),
-        ("EL", LIMIT, "0.5\n", "0.7\n0.5\n", "line 1 differs"),
-        ("EL", LIMIT, "0.5\n", "0.5\n", None),
-    ]
-
-    async def main() -> None:
-        for status, limit, kept, expected, reason in cases:
-            service = FakeService()
-            options = {"service": service, "output_limit": limit, "attempts": 1}
-            async with provider("piston", tmp_path, **options) as made:
-                stage = {"stdout": kept, "code": None, "signal": "SIGABRT", "status": status}
-                service.faults = [(200, {"run": stage})]
-                request = stdio_request("...", [("", expected)])
-                if reason is None:
-                    with pytest.raises(ProviderError, match="raise the limit"):
-                        await made.submit(request)
-                else:
-                    result = await made.submit(request)
-                    assert reason in (result.tests[0].test_info or {})["reason"]
-                service.faults = [(200, {"run": stage})]
-                with pytest.raises(ProviderError, match="output limit"):
-                    await made.submit(function_request(ADD_ONE, TESTS[:1]))
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", ["e2b", "morph"])
@@ -561,11 +388,11 @@ def test_a_missing_package_is_named(
 
 
 def test_wrong_names_and_options_are_said() -> None:
-    with pytest.raises(ProviderSetupError, match="did you mean 'piston'"):
-        make_provider("pistons")
+    with pytest.raises(ProviderSetupError, match="did you mean 'morph'"):
+        make_provider("morphs")
     with pytest.raises(ProviderSetupError, match="colour"):
-        make_provider("piston", endpoint="http://x", colour="red")
-    for name in ("piston", "local", "sandbox_fusion"):
+        make_provider("sandbox_fusion", endpoint="http://x", colour="red")
+    for name in ("local", "sandbox_fusion"):
         with pytest.raises(ProviderSetupError, match="endpoint"):
             make_provider(name, **({} if name == "local" else {"endpoint": None}))
     with pytest.raises(ProviderSetupError, match="snapshot_id"):
@@ -616,14 +443,12 @@ def test_our_own_sandbox(tmp_path: Path) -> None:
 
 def test_identities_tell_apart_what_may_judge_differently() -> None:
     made = [
-        make_provider("piston", endpoint="http://a"),
-        make_provider("piston", endpoint="http://a", memory_mb=64),
         make_provider("sandbox_fusion", endpoint="http://a"),
         make_provider("e2b", api_key="k", create=fake_e2b(Machines(Path("/none")))),
     ]
     seen = [asyncio.run(provider.identity()) for provider in made]
     assert len(set(map(repr, seen))) == len(made)
-    again = make_provider("piston", endpoint="http://b")
+    again = make_provider("sandbox_fusion", endpoint="http://b")
     assert asyncio.run(again.identity()) == seen[0]  # the same runtime elsewhere
 
 
@@ -638,4 +463,4 @@ UNIT_TESTS = (
 def test_unit_tests_are_left_to_the_own_sandbox(tmp_path: Path) -> None:
     for tests in (UNIT_TESTS, "import pytest\n" + UNIT_TESTS):
         with pytest.raises(ProviderSetupError, match="unit tests; use the provider local"):
-            judged("piston", tmp_path, function_request(ADD_ONE, [tests]))
+            judged("sandbox_fusion", tmp_path, function_request(ADD_ONE, [tests]))

@@ -121,6 +121,11 @@ def test_limits_count_only_of_a_sandbox_that_the_run_starts(tmp_path: Path) -> N
 
 def test_a_provider_names_the_rows_that_it_cannot_judge(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.parquet", live_code_bench("{}"))
-    of = ("reward.provider=piston", "reward.provider_options={endpoint: http://127.0.0.1:1}")
-    with pytest.raises(UserError, match=r"row 1: .*piston cannot judge LiveCodeBenchDataset"):
+    of = (
+        "reward.provider=sandbox_fusion",
+        "reward.provider_options={endpoint: http://127.0.0.1:1}",
+    )
+    with pytest.raises(
+        UserError, match=r"row 1: .*sandbox_fusion cannot judge LiveCodeBenchDataset"
+    ):
         checked(file, *of)

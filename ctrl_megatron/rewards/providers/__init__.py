@@ -15,7 +15,6 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
-from ctrl_megatron.rewards.providers.piston import PistonBackend
 from ctrl_megatron.rewards.providers.sandbox_fusion import SandboxFusionBackend
 from ctrl_megatron.rewards.providers.scripts import ScriptProvider
 from ctrl_megatron.sandbox.client import SandboxClient
@@ -24,7 +23,6 @@ _BACKENDS: dict[str, Callable[..., Any]] = {
     "sandbox_fusion": SandboxFusionBackend,
     "e2b": E2BBackend,
     "morph": MorphBackend,
-    "piston": PistonBackend,
 }
 _PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency", "silence")
 PROVIDERS = ("local", *_BACKENDS)
@@ -46,7 +44,7 @@ def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     All providers accept ``attempts``, ``backoff`` and ``silence`` (seconds) and
     ``max_concurrency``. The other
     options are those of ``SandboxClient`` (for ``local``, the own service, whose judge no program
-    can reach), ``SandboxFusionBackend``, ``E2BBackend``, ``MorphBackend`` and ``PistonBackend``.
+    can reach), ``SandboxFusionBackend``, ``E2BBackend`` and ``MorphBackend``.
     API keys are options too: no environment variable is read here. Raises ``ProviderSetupError``
     for an unknown name or option and for a missing key or package.
     """

@@ -408,7 +408,7 @@ _DECODERS: dict[str, Decoder] = {
     "time": lambda rest, _: time.fromisoformat(rest[0]),
     "timedelta": lambda rest, _: timedelta(*rest[0]),
     "timezone": lambda rest, item: timezone(item(rest[0]), str(rest[1])),
-    "uuid": lambda rest, _: UUID(rest[0]),
+    "uuid": lambda rest, _: UUID(str(rest[0])),
     "path": lambda rest, _: pathlib.PosixPath(rest[0]),
     "purepath": lambda rest, _: pathlib.PurePosixPath(rest[0]),
     "signature": _read_signature,
