@@ -29,16 +29,20 @@ from ctrl_megatron.pipeline import (
     TaskGraph,
     add_update_nodes,
     balance,
-    columns,
-    critiques_of,
+    critique_columns,
     draw_samples,
+    filled_in,
     judge,
     make_batch,
-    node_keys,
-    read_critique,
+    node,
     revise,
+    revision_columns,
+    reward_columns,
+    samples_of,
     step_performance,
     texts,
+    verdict_columns,
+    with_text,
 )
 from ctrl_megatron.prompts import critique_messages, generation_messages
 
@@ -65,7 +69,7 @@ def build(config: Config) -> TaskGraph:
     return pipeline.build()
 
 
-@node_keys.reads(*node_keys.REWARDS)
+@node(uses=("rewards",))
 def answer(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the solver's batch: ``answer`` (B,) text and
     ``score`` (B,) float32, the share of the tests that it passes.
@@ -101,15 +105,16 @@ def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict
     def prompt(row: Any) -> Sequence[int]:
         return critique_prompt(worker, criticised.get(row.id, row))
 
-    samples = []
-    for sample in draw_samples(
+    drawn = draw_samples(
         worker, batch["row"].tolist(), mini_batch_size=mini_batch_size(worker), asks=prompt
-    ):
+    )
+    samples = []
+    for sample in drawn:
         row = criticised.get(sample.row_id, worker.train.row(sample.row_id))
-        critique = read_critique(worker, row, sample.completion)
-        fields = {**critique.drawn, "solution": row.solution, "before": row.pass_rate}
-        samples.append(dataclasses.replace(sample, fields=fields))
-    return NodeOutput(batch=make_batch(samples, pad_token_id=worker.codec.pad_token_id))
+        about = {"solution": row.solution, "before": row.pass_rate}
+        samples.append(dataclasses.replace(with_text(worker, sample), fields=about))
+    made = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
+    return NodeOutput(batch=made, fields=filled_in(samples, critique_columns))
 
 
 def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Any]:
@@ -126,30 +131,29 @@ def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Any]:
     return found
 
 
-@node_keys.reads(*node_keys.REVISIONS)
+@node(uses=("proxy",))
 def revise_answers(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """The revisions after valid critiques (``Critique.revised``), by ``actor_rollout_ref.proxy``:
+    """The revisions after valid critiques (``Sample.revision``), by ``actor_rollout_ref.proxy``:
     with its kind ``agent1`` by the solver.
     """
-    revised = revise(worker, critiques_about(worker, batch))
-    return NodeOutput(fields=columns([critique.revised for critique in revised]))
+    revised = revise(worker, samples_of(batch), criticised_rows(worker, batch))
+    return NodeOutput(fields=filled_in(revised, revision_columns))
 
 
-@node_keys.reads(*node_keys.REWARDS)
+@node(uses=("rewards",))
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``score``, ``reward/critic``, ``pass_rate`` (B,) float32 of the revisions. Runs beside the
     log-probs.
     """
-    return NodeOutput(fields=columns(await judge(worker, critiques_about(worker, batch))))
+    judged = await judge(worker, samples_of(batch), criticised_rows(worker, batch))
+    return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
 
 
-def critiques_about(worker: DAGWorker, batch: TensorDict) -> list[Any]:
-    """The critiques of the batch, each about its field ``solution``."""
+def criticised_rows(worker: DAGWorker, batch: TensorDict) -> list[Any]:
+    """The row of each critique, with the program that it is about."""
     return [
-        dataclasses.replace(critique, row=dataclasses.replace(critique.row, solution=solution))
-        for critique, solution in zip(
-            critiques_of(worker, batch), texts(batch["solution"]), strict=True
-        )
+        dataclasses.replace(worker.train.row(sample.row_id), solution=sample.fields["solution"])
+        for sample in samples_of(batch)
     ]
 
 

@@ -23,10 +23,10 @@ from ctrl_megatron.errors import (
     users_code,
 )
 from ctrl_megatron.graph.columns import taken_rows
+from ctrl_megatron.graph.declarations import OF_TOKENS
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
-from ctrl_megatron.graph.node_fields import OF_TOKENS
-from ctrl_megatron.graph.world_link import Action, Between, OneWorld, Receive, Run, Send
+from ctrl_megatron.graph.world_link import Between, OneWorld, Receive, Run, Send
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -103,7 +103,26 @@ class Executor:
         left = list(self._program)
         try:
             while left:
-                self._do(left[0], metrics)
+                match left[0]:
+                    case Run(node):
+                        self._ready(node, metrics)
+                        policy = node.agent_group
+                        if node.runs_aside:
+                            self._start(node)
+                        else:
+                            self._filter(node, metrics)
+                            with self._worker.timeline.phase(node.node_id), users_node(node):
+                                output = node.call(
+                                    self._agents[policy], self.batches[policy], self.batches
+                                )
+                            self._merge(policy, output, metrics, node)
+                    case Send(message):
+                        self._ready(message.node, metrics)
+                        self._between.send(message, self.batches[0])
+                    case Receive(message):
+                        with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
+                            output = self._between.receive(message, self.batches[0])
+                        self._merge(0, output, metrics)
                 del left[0]
             for needed in list(self._pending):
                 self._collect(needed, metrics)
@@ -121,20 +140,6 @@ class Executor:
             self._pending.clear()
         return self.batches[0], metrics
 
-    def _do(self, action: Action, metrics: dict[str, float]) -> None:
-        """One action, which changes the batches."""
-        match action:
-            case Run(node):
-                self._ready(node, metrics)
-                self._run(node, metrics)
-            case Send(message):
-                self._ready(message.node, metrics)
-                self._between.send(message, self.batches[0])
-            case Receive(message):
-                with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
-                    output = self._between.receive(message, self.batches[0])
-                self._merge(0, output, metrics)
-
     def _ready(self, node: Node, metrics: dict[str, float]) -> None:
         """Wait for everything that the node, here or in another world, has to wait for."""
         ancestors, policy = self.graph.get_ancestors(node.node_id), node.agent_group
@@ -149,21 +154,15 @@ class Executor:
             self.weights_changed = self._worker.stop.deferred = True
             self._before_update(self.batches[policy], policy)
 
-    def _run(self, node: Node, metrics: dict[str, float]) -> None:
-        policy = node.agent_group
-        if node.runs_aside:
-            self._start(node)
+    def _filter(self, node: Node, metrics: dict[str, float]) -> None:
+        """Apply the node's ``filter_plugin``, if it has one. Collective."""
+        if node.filter_plugin is None:
             return
-        if node.filter_plugin is not None:
-            self.batches[policy], kept = filtered(self.batches[policy], node)
-            totals = self._worker.groups.sum_over_data(kept)
-            share = float(totals[0] / totals[1].clamp(min=1))
-            metrics[f"{metric_prefix(policy)}filter/{node.node_id}"] = share
-        with self._worker.timeline.phase(node.node_id), users_node(node):
-            output = node.run_in_step(self._agents[policy], self.batches[policy], self.batches)
-        self._merge(policy, output, metrics, node)
-        if output is not None and output.moved is not None:
-            self._moves[policy].append(output.moved)
+        policy = node.agent_group
+        self.batches[policy], kept = filtered(self.batches[policy], node)
+        totals = self._worker.groups.sum_over_data(kept)
+        share = float(totals[0] / totals[1].clamp(min=1))
+        metrics[f"{metric_prefix(policy)}filter/{node.node_id}"] = share
 
     def _merge(
         self,
@@ -188,6 +187,8 @@ class Executor:
         for name, value in output.fields.items():
             merged[name] = value
         self.batches[policy] = merged
+        if output.moved is not None:
+            self._moves[policy].append(output.moved)
 
     def _start(self, node: Node) -> None:
         future = None
@@ -200,7 +201,7 @@ class Executor:
         with self._worker.timeline.phase(node.node_id, kind="host"), users_node(node):
             for retries_left in range(node.retry_limit, -1, -1):
                 try:
-                    return await node.run_in_step(worker, batch, batches)
+                    return await node.call(worker, batch, batches)
                 except Exception:
                     if not retries_left:
                         raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.options import named_parameters
 from ctrl_megatron.errors import did_you_mean
+from ctrl_megatron.graph.declarations import Service, declared
 from ctrl_megatron.graph.node import Function, Node
 from ctrl_megatron.graph.siirl_names import GraphNeighbours, NodeRole, NodeType
 
@@ -73,20 +74,21 @@ class TaskGraph(GraphNeighbours[Node]):
     @property
     def reads(self) -> tuple[str, ...]:
         """Configuration keys that its nodes and its validation read beside those of every run."""
-        own = getattr(self.report.validate, "reads", ())
-        return (*own, *(key for node in self.nodes.values() for key in node.reads))
+        keys = () if self.report.validate is None else declared(self.report.validate).keys
+        return (*keys, *(key for node in self.nodes.values() for key in node.reads))
 
     @property
-    def revises(self) -> bool:
-        """Whether a node asks the proxy for revisions."""
-        return "actor_rollout_ref.proxy" in self.reads
+    def uses(self) -> frozenset[Service]:
+        """The services that its nodes and its validation use."""
+        used = () if self.report.validate is None else declared(self.report.validate).uses
+        return frozenset((*used, *(one for node in self.nodes.values() for one in node.uses)))
 
     @property
     def required_rewards(self) -> tuple[str, ...] | None:
         """Reward functions that run even if ``reward.reward_funcs`` does not name them. None if no
-        node reads the group ``reward``: then the run has no reward function and starts no sandbox.
+        node uses rewards: then the run has no reward function and starts no sandbox.
         """
-        return self.report.rewards if "reward" in self.reads else None
+        return self.report.rewards if "rewards" in self.uses else None
 
     def add_node(self, node: Node) -> None:
         """Add a node; its dependencies may be added later. ValueError if its id is taken."""

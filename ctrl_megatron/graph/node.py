@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.options import accepted, named_parameters
 from ctrl_megatron.errors import UserError, place_of
+from ctrl_megatron.graph.declarations import OF_MODELS, Service, declared
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from ctrl_megatron.config import Config
+
 
 Function = Callable[..., Any]
 
 
-_MODEL_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
+MODEL_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
+"""The kinds of nodes that issue collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +92,15 @@ class Node(NodeLife):
         self.dependencies = _ids(dependencies, node_id)
         self.config = dict(config or {})
         self.filter_plugin, self.retry_limit = filter_plugin, retry_limit
-        self.executable = (
-            func if executable_ref is None else imported(executable_ref, f"node {node_id!r}")
-        )
+        given = func if executable_ref is None else imported(executable_ref, f"node {node_id!r}")
+        self.declared = None if given is None else declared(given)
         self.agent_group, self.agent_options = agent_group, agent_options
         _check_executable(self)
+
+    @property
+    def executable(self) -> Function | None:
+        """The function alone; None for a node that does nothing."""
+        return None if self.declared is None else self.declared.function
 
     @property
     def runs_aside(self) -> bool:
@@ -104,17 +112,52 @@ class Node(NodeLife):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Configuration keys, or groups of keys, that the function reads (``node_keys.reads``)."""
-        return tuple(getattr(self.executable, "reads", ()))
+        """Configuration keys, or groups of keys, that the function reads."""
+        return () if self.declared is None else self.declared.keys
+
+    @property
+    def uses(self) -> tuple[Service, ...]:
+        """Services that the function uses."""
+        return () if self.declared is None else self.declared.uses
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The fields that the function says it writes."""
+        return () if self.declared is None else self.declared.writes or ()
+
+    def needed(self, config: Config) -> Mapping[str, str]:
+        """The fields that the function says it needs, with the settings that make them so."""
+        return {} if self.declared is None else self.declared.needed(config)
+
+    def may_write(self, field: str) -> bool:
+        """Whether the function says that it writes the field of the batch, or says nothing and may
+        write it."""
+        if self.declared is not None and self.declared.writes is not None:
+            return field in self.declared.writes
+        role = OF_MODELS.get(field)
+        return role is None or self.node_role is role
 
     @property
     def changes_weights(self) -> bool:
         """True for a node after which the step cannot be abandoned."""
         return self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute
 
+    def call(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:
+        """The result of the function in a step: it gets those of ``worker``, ``batch``, ``batches``
+        (of all policies) and the ``config`` of its policy that its parameters name, and a method
+        that was taken from its class gets the worker as its ``self``, as siiRL's guide has it
+        (section 5.5); otherwise as ``run``.
+        """
+        if self.executable is None:
+            return self._completed(None)
+        instance, given = self._step_call(worker, batch, batches)
+        bound = () if instance is None else (instance,)
+        with self._watched():
+            return self._completed(self.executable(*bound, **{**self._own_options(), **given}))
+
     def run(self, /, *, _dag_worker_instance: Any = None, **kwargs: Any) -> Any:
-        """Call the node's function with ``kwargs`` and with the entries of ``config`` that its
-        parameters name.
+        """The guide's call: the node's function gets ``kwargs`` and the entries of ``config`` that
+        its parameters name.
 
         ``_dag_worker_instance`` is the ``self`` of a method that was taken from its class. The
         result of a coroutine function is a coroutine that the caller awaits. An exception keeps its
@@ -122,15 +165,16 @@ class Node(NodeLife):
         function returns None.
         """
         if self.executable is None:
-            self.update_status(NodeStatus.COMPLETED)
-            return None
+            return self._completed(None)
         bound = () if _dag_worker_instance is None else (_dag_worker_instance,)
         with self._watched():
-            result = self.executable(*bound, **{**self._own_options(), **kwargs})
-            if not inspect.isawaitable(result):
-                self.update_status(NodeStatus.COMPLETED)
-                return result
-        return self._finish(result)
+            return self._completed(self.executable(*bound, **{**self._own_options(), **kwargs}))
+
+    def _completed(self, result: Any) -> Any:
+        if inspect.isawaitable(result):
+            return self._finish(result)
+        self.update_status(NodeStatus.COMPLETED)
+        return result
 
     async def _finish(self, result: Awaitable[Any]) -> Any:
         with self._watched():
@@ -138,17 +182,8 @@ class Node(NodeLife):
             self.update_status(NodeStatus.COMPLETED)
             return answer
 
-    def run_in_step(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:
-        """``run`` as a step does it: the function gets those of ``worker``, ``batch``, ``batches``
-        (of all policies) and the ``config`` of its policy that its parameters name, and a method
-        that was taken from its class gets the worker as its ``self``, as siiRL's guide has it
-        (section 5.5).
-        """
-        instance, given = self._step_call(worker, batch, batches)
-        return self.run(_dag_worker_instance=instance, **given)
-
     def check_call(self) -> None:
-        """TypeError if the node's function cannot be called as ``run_in_step`` does."""
+        """TypeError if the node's function cannot be called as ``call`` does."""
         if self.executable is not None:
             instance, given = self._step_call(SimpleNamespace(config=None), None, ())
             bound = () if instance is None else (instance,)
@@ -230,7 +265,7 @@ def _check_executable(node: Node) -> None:
             f"node {node.node_id!r}: a coroutine function cannot have a filter_plugin; filter at "
             "another node"
         )
-    if aside and node.node_type in _MODEL_TYPES:
+    if aside and node.node_type in MODEL_TYPES:
         raise ValueError(
             f"node {node.node_id!r}: a {node.node_type.value} node issues collectives, which a "
             "coroutine function cannot do; write it as an ordinary function"

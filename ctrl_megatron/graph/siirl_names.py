@@ -2,7 +2,7 @@
 
 Pipelines that were written after the guide import these enumerations, label their nodes with them
 and ask a graph for its neighbours, so the names exist here with the guide's values. Only a few have
-an effect, and ``graph.py`` and ``node_fields.py`` define it:
+an effect, and ``graph.py`` and ``declarations.py`` define it:
 
 - ``NodeType.MODEL_TRAIN`` without ``only_forward_compute`` changes weights: a step that has reached
   such a node is finished even if a stop is requested. ``MODEL_TRAIN`` and ``MODEL_INFERENCE`` nodes

@@ -17,9 +17,9 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import declared, node
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import writes
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.steps.batch import rows_of
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
@@ -59,11 +59,10 @@ def embodied_srpo_pipeline(
         )
     make = imported(environment, "dag.options.environment")
     episodes = Episodes(
-        make=make,
+        make=declared(make),
         turns=turns,
         turn_tokens=turn_tokens,
-        reads=tuple(getattr(make, "reads", ())),
-        fields=(SUCCESS, TRAJECTORY, *getattr(make, "writes", ())),
+        fields=(SUCCESS, TRAJECTORY),
     )
     check_episodes(config, episodes)
     pipeline = Pipeline(
@@ -71,7 +70,8 @@ def embodied_srpo_pipeline(
         "act in a world, filter, reward progress, update",
         report=episodes_report(config, episodes),
     )
-    add, reward = pipeline.add_node, ProgressReward(imported(embedding, "dag.options.embedding"))
+    add, embed = pipeline.add_node, imported(embedding, "dag.options.embedding")
+    reward = node(writes=("score",))(ProgressReward(embed))
     add("rollout_actor", episodes.node(), **DRAWS)
     add("embodied_sampling", success_rate, ["rollout_actor"], filter_plugin=within(lower, upper))
     add("data_rebalance", balance, ["embodied_sampling"], node_type=NodeType.COMPUTE)
@@ -104,7 +104,7 @@ def _successes(batch: TensorDict) -> list[bool]:
     return batch[SUCCESS].bool().tolist()
 
 
-@writes("response_mask")
+@node(writes=("response_mask",))
 def success_rate(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Reports the share of successful episodes, before the filter. Collective."""
     won = torch.tensor(_successes(batch)).float()
@@ -115,8 +115,6 @@ class ProgressReward:
     """The node that writes ``score`` (B,) float32: ``algorithms.progress_rewards``, in which rows
     with the same ``problem_id`` column are a task, over the episodes of all data ranks.
     """
-
-    writes = ("score",)
 
     def __init__(self, embedding: Embedding) -> None:
         self._embedding = embedding

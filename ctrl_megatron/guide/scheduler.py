@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from ctrl_megatron.graph.graph import TaskGraph
-from ctrl_megatron.graph.node import Node
+from ctrl_megatron.graph.node import MODEL_TYPES, Node
 from ctrl_megatron.graph.siirl_names import NodeType
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "": 1.0}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMB]?)", re.IGNORECASE)
-MODEL_TYPES = frozenset({NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN})
 
 
 # Graphs

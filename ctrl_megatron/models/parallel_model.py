@@ -205,6 +205,10 @@ class ParallelModel:
             self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
             backward=False,
         )
+        return self.on_all_ranks(results)
+
+    def on_all_ranks(self, results: torch.Tensor) -> torch.Tensor:
+        """``new_results`` after a pass, on the host of every rank of the model copy. Collective."""
         return self.groups.from_last_stage(results).cpu()
 
     def new_results(self, rows: Fields, vectors: int) -> torch.Tensor:
@@ -212,14 +216,22 @@ class ParallelModel:
         shape = (vectors, *rows["response_mask"].shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
 
-    def train_step(
+    def _head(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, ...]:
+        """The model's ``models.forward_step.Head``."""
+        raise NotImplementedError
+
+    def step(
         self,
         rows: Fields,
-        head: Head,
         loss: Callable[..., tuple[torch.Tensor, Scalars]],
+        temperature: float = 1.0,
+        *,
         results: torch.Tensor | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on the global mini-batch whose local rows are ``rows``.
+        """One optimizer step on the global mini-batch whose local rows are ``rows``; ``loss`` is a
+        ``models.policy.LossFn``, or of a value model a ``models.value.ValueLossFn``.
 
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
         ``results`` (``new_results``) is filled with the head's vectors on the last stage.
@@ -237,7 +249,12 @@ class ParallelModel:
         self.optimization.forget_gradients()
         shares = self.strategy.run(
             partial(
-                forward_with_loss, head=head, loss=loss, rows=rows, counts=counts, results=results
+                forward_with_loss,
+                head=partial(self._head, temperature=temperature),
+                loss=loss,
+                rows=rows,
+                counts=counts,
+                results=results,
             ),
             self._micro_batches(rows, self.options.token_budget, backward=True),
             backward=True,

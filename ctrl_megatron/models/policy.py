@@ -14,7 +14,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel, Part
 
 
 class LossFn(Protocol):
-    """The loss of ``Policy.step``, called once per micro-batch on the last pipeline stage.
+    """The loss of ``ParallelModel.step``, called once per micro-batch on the last pipeline stage.
 
     ``log_probs`` and ``entropy`` are (b, R) float32 with gradients; ``rows`` has the other fields
     of the same b rows. Returns this piece's share of the loss (already divided by the global
@@ -69,26 +69,8 @@ class Policy(ParallelModel):
         log_probs, entropy = self.infer(rows, head, 2, token_budget)
         return log_probs, entropy
 
-    def step(self, rows: Fields, loss: LossFn, temperature: float = 1.0) -> dict[str, float]:
-        """One optimizer step on the global mini-batch whose local rows are ``rows``.
-
-        Returns and raises as ``ParallelModel.train_step``.
-        """
-        return self.train_step(rows, partial(self._head, temperature=temperature), loss)
-
-    def step_with_log_probs(
-        self, rows: Fields, loss: LossFn, temperature: float = 1.0
-    ) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
-        """(result of ``step``, log-probs, entropies): the latter as ``log_probs`` before the step,
-        from the step's own forward pass.
-        """
-        head, results = partial(self._head, temperature=temperature), self.new_results(rows, 2)
-        scalars = self.train_step(rows, head, loss, results)
-        log_probs, entropy = self.groups.from_last_stage(results).cpu()
-        return scalars, log_probs, entropy
-
     def _head(
-        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies).
 

@@ -12,7 +12,7 @@ from ctrl_megatron.models.parallel_model import ParallelModel
 
 
 class ValueLossFn(Protocol):
-    """The loss of ``ValueModel.step``, called once per micro-batch on the last pipeline stage.
+    """The loss of ``ParallelModel.step``, called once per micro-batch on the last pipeline stage.
 
     ``values`` is (b, R) float32 with gradients; the rest is as for ``models.policy.LossFn``.
     """
@@ -38,12 +38,10 @@ class ValueModel(ParallelModel):
         """
         return self.infer(rows, self._head, 1)[0]
 
-    def step(self, rows: Fields, loss: ValueLossFn) -> dict[str, float]:
-        """One optimizer step; returns and raises as ``ParallelModel.train_step``."""
-        return self.train_step(rows, self._head, loss)
-
-    def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
-        """A ``models.forward_step.Head``: (values before the response tokens,)."""
+    def _head(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor]:
+        """(values before the response tokens,)."""
         return (self.strategy.values(module, micro, output),)
 
 
@@ -61,6 +59,7 @@ class RewardModel(ParallelModel):
         """
         return self.infer(rows, self._head, 1)[0].sum(dim=1)
 
-    def _head(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor]:
-        """A ``models.forward_step.Head``."""
+    def _head(
+        self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor]:
         return (self.strategy.values(module, micro, output),)

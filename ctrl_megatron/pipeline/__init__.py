@@ -7,7 +7,7 @@ are first used, so that declaring a graph needs neither library.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ctrl_megatron.graph import node_fields, node_keys
+from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeStatus, NodeType
@@ -22,8 +22,8 @@ from ctrl_megatron.guide.scheduler import (
 if TYPE_CHECKING:
     from ctrl_megatron.graph.columns import texts
     from ctrl_megatron.guide.embodied import embodied_srpo_pipeline
-    from ctrl_megatron.steps.batch import columns, make_batch
-    from ctrl_megatron.steps.chain import critiques_of, judge, read_critique, revise
+    from ctrl_megatron.steps.batch import columns, filled_in, make_batch, samples_of
+    from ctrl_megatron.steps.chain import judge, revise, with_text
     from ctrl_megatron.steps.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.steps.episodes import (
         Environment,
@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from ctrl_megatron.steps.guide_worker import DAGWorker
     from ctrl_megatron.steps.performance import step_performance
     from ctrl_megatron.steps.repair import repair_pipeline
+    from ctrl_megatron.steps.sample import (
+        critique_columns,
+        revision_columns,
+        reward_columns,
+        verdict_columns,
+    )
     from ctrl_megatron.steps.sampling import balance, draw_samples
 
 __all__ = [
@@ -60,36 +66,45 @@ __all__ = [
     "TaskGraph",
     "TaskScheduler",
     "add_update_nodes",
+    "always",
     "balance",
     "columns",
     "coupled_grpo_pipeline",
-    "critiques_of",
+    "critique_columns",
     "ctrl_pipeline",
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
     "embodied_srpo_pipeline",
     "environment_pipeline",
+    "filled_in",
     "grpo_pipeline",
     "judge",
     "make_batch",
-    "node_fields",
-    "node_keys",
+    "node",
     "pipeline_from_file",
     "ppo_pipeline",
-    "read_critique",
     "repair_pipeline",
     "revise",
+    "revision_columns",
+    "reward_columns",
+    "samples_of",
     "step_performance",
     "texts",
+    "verdict_columns",
+    "with_text",
 ]
 
 
 _LATER = {
     "texts": "graph.columns",
-    **dict.fromkeys(("columns", "make_batch"), "steps.batch"),
+    **dict.fromkeys(("columns", "filled_in", "make_batch", "samples_of"), "steps.batch"),
+    **dict.fromkeys(
+        ("critique_columns", "revision_columns", "reward_columns", "verdict_columns"),
+        "steps.sample",
+    ),
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "steps.ctrl"),
-    **dict.fromkeys(("critiques_of", "judge", "read_critique", "revise"), "steps.chain"),
+    **dict.fromkeys(("judge", "revise", "with_text"), "steps.chain"),
     **dict.fromkeys(("balance", "draw_samples"), "steps.sampling"),
     **dict.fromkeys(
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "steps.grpo"

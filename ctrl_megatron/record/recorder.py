@@ -11,6 +11,8 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, shown_dict, to_yaml
 from ctrl_megatron.config.secrets import HIDDEN, hide_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
+from ctrl_megatron.graph.graph import TaskGraph
+from ctrl_megatron.graph.picture import FILE, graph_facts, graph_tree
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, MetricsServer, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.sinks import TextSink
@@ -61,6 +63,13 @@ class Recorder:
         """Write the configuration of a run that begins or continues into its directory."""
         if self.active and (changed := keep_config(self.run_dir, self._config)):
             self.say(f"changed since the last start: {'; '.join(changed)}")
+
+    def show_graph(self, graph: TaskGraph) -> None:
+        """Draw the nodes of a step on the terminal, and keep them for the report."""
+        if self.active:
+            write_whole(self.run_dir / FILE, json.dumps(graph_facts(graph), indent=1))
+            for line in graph_tree(graph):
+                self.say(line)
 
     def say(self, text: str) -> None:
         """One line on the terminal."""

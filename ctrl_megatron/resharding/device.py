@@ -230,11 +230,46 @@ class DeviceOwner:
         if step != self._step:
             self._losses = 0
         while True:
-            restored = self._restore()
+            verify = self._restore() or self._verify
             try:
-                return self._to_engine(role, step, verify=self._verify or restored)
+                version, self._step = self.version(role, step), step
+                if self._loaded != version:
+                    self._make_room(self._sources[role].model)
+                    # After a push that fails half-way the engine's weights have no version.
+                    self._loaded = None
+                    report = push(
+                        self._sources[role],
+                        self._engine,
+                        self._loop,
+                        self._sender,
+                        self._waiting,
+                        version=version,
+                        verify=verify,
+                    )
+                    self._reports.append(report)
+                    self._loaded = version
+                    if role in AGENTS:
+                        self.pushed[role] = int(version.removeprefix(f"{role}@"))
+                self._handing_over = True
+                self._let_go()
+                self._wake_all()
+                self._handing_over = False
+                return version
             except ServiceLost as lost:
                 self.lose(lost)
+
+    def _make_room(self, sent: ParallelModel | None) -> None:
+        """Let the engines' weights have the device, beside those of ``sent``. Collective."""
+        if sent is not None and "weights" in sent.away:
+            # They return to the memory of the engine's weights, which the push overwrites.
+            if self._asleep != set(ENGINE_MEMORY):
+                # A push was lost after its weights had left.
+                self._wake_all()
+            self.to_trainer()
+            sent.onload("weights")
+        self._handing_over = True
+        self._let_go(but=sent)
+        self._wake("weights")
 
     def lose(self, lost: ServiceLost) -> None:
         """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ``lost`` where
@@ -262,41 +297,6 @@ class DeviceOwner:
             self._losses = 0
         self._suspect, self._loaded = False, None
         return True
-
-    def _to_engine(self, role: Role, step: int, *, verify: bool) -> str:
-        version, self._step = self.version(role, step), step
-        if self._loaded != version:
-            sent = self._sources[role].model
-            if sent is not None and "weights" in sent.away:
-                # They return to the memory of the engine's weights, which the push overwrites.
-                if self._asleep != set(ENGINE_MEMORY):
-                    # A push was lost after its weights had left.
-                    self._wake_all()
-                self.to_trainer()
-                sent.onload("weights")
-            self._handing_over = True
-            self._let_go(but=sent)
-            self._wake("weights")
-            # After a push that fails half-way the engine's weights have no version.
-            self._loaded = None
-            report = push(
-                self._sources[role],
-                self._engine,
-                self._loop,
-                self._sender,
-                self._waiting,
-                version=version,
-                verify=verify,
-            )
-            self._reports.append(report)
-            self._loaded = version
-            if role in AGENTS:
-                self.pushed[role] = int(version.removeprefix(f"{role}@"))
-        self._handing_over = True
-        self._let_go()
-        self._wake_all()
-        self._handing_over = False
-        return version
 
     def _wake_all(self) -> None:
         for memory in ENGINE_MEMORY:

@@ -34,8 +34,8 @@ from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
-from ctrl_megatron.sandbox.client.kept import ProbedSandbox, SandboxService, sandbox_options
 from ctrl_megatron.sandbox.cores import usable_cores
+from ctrl_megatron.sandbox.kept import ProbedSandbox, SandboxService, sandbox_options
 
 _LOOK_SECONDS = 0.1
 _GAUGE_SECONDS = 2.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController, get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
@@ -41,12 +40,12 @@ from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.rollout.weight_update import read_model_config
 from ctrl_megatron.run.inputs import RunInputs
 from ctrl_megatron.run.session import Session
-from ctrl_megatron.steps.batch import DrawsAhead, LeftoverGroups
+from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
 from ctrl_megatron.steps.guide_worker import GuideWorker
 from ctrl_megatron.steps.performance import peak_flops_per_device
 from ctrl_megatron.steps.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
 from ctrl_megatron.steps.reward_reader import RewardReader, longest_conversation
-from ctrl_megatron.steps.worker import DAGWorker, Elsewhere, Proxy, RolloutWorker
+from ctrl_megatron.steps.worker import DAGWorker, Proxy, RolloutWorker
 
 
 def build_worker(
@@ -99,12 +98,12 @@ def build_worker(
         peek=sampler.peek,
         total_steps=steps,
         engine=engine,
-        device=device,
+        owner=device,
         max_model_len=services.max_model_len,
         proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
         rewards=reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
-        policy=policy,
+        actor=policy,
         reference=reference,
         value=value,
         reward_model=reward_model,
@@ -112,20 +111,25 @@ def build_worker(
         restarts=services.restarts,
         peak_flops=peak_flops_per_device(config, groups),
     )
-    for number, (policy, reference) in enumerate(others, 1):
-        # It joins the agents of the first.
+    further = [
         dataclasses.replace(
             worker,
             config=config.agents[number],
             role=AGENTS[number],
-            policy=policy,
+            actor=policy,
             reference=reference,
             value=None,
             rewards=worker.rewards and worker.rewards.counting_apart(),
             kl_controller=build_kl_controller(config),
             ahead=DrawsAhead(),
             leftover=LeftoverGroups(),
+            agents=(),
         )
+        for number, (policy, reference) in enumerate(others, 1)
+    ]
+    agents = (worker, *further)
+    for agent in agents:
+        agent.agents = agents
     return worker, sampler, steps
 
 
@@ -135,7 +139,7 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
     """
     config, train, groups = run.config, inputs.train, run.groups
     sampler = row_sampler(config, train)
-    steps, absent = total_steps(config, len(train.rows)), cast(Any, Elsewhere)
+    steps = total_steps(config, len(train.rows))
     reference = value = None
     if run.is_here("reference"):
         reference = build_reference(config, groups)
@@ -155,11 +159,11 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         draw=sampler.next_batch,
         total_steps=steps,
         engine=None,
-        device=absent("the engines"),
+        owner=None,
         max_model_len=inputs.max_model_len,
         rewards=None,
         reward_weights=inputs.rewards.weights,
-        policy=absent("the actor"),
+        actor=None,
         reference=reference,
         value=value,
         reward_model=reward_model,
@@ -186,7 +190,7 @@ def rollout_worker(
         codec=codec,
         validation=table,
         engine=engine,
-        device=device,
+        owner=device,
         max_model_len=services.max_model_len,
         proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
         rewards=reward_sum(run, services, inputs),
@@ -312,30 +316,34 @@ def build_policies(
     config: Config,
     groups: ProcessGroups,
     steps: int,
-    device: DeviceOwner,
+    device: DeviceOwner | None,
     role: Role = "actor",
     *,
     with_reference: bool = True,
 ) -> tuple[Policy, Policy | BasePolicy | None]:
     """The policy of a ``role`` for ``steps`` training steps, and its reference if the objective has
     a KL and ``with_reference`` it is to be here. ``config`` is the policy's (``Config.agents``).
+    ``device`` is None where no engines share it.
     """
     family = config.actor_rollout_ref
+    take_device = _nothing if device is None else device.to_trainer
     policy = build_policy(
         config,
         groups,
         path=family.model.path,
         optimizer=policy_optimizer(config, steps, role),
         budget=family.update_token_budget,
-        take_device=device.to_trainer,
+        take_device=take_device,
         canvas=config.data.max_response_length,
     )
-    device.adopt(policy, role)
+    if device is not None:
+        device.adopt(policy, role)
     if config.reference_is_base:
         return policy, BasePolicy(policy)
-    reference = build_reference(config, groups, device.to_trainer) if with_reference else None
+    reference = build_reference(config, groups, take_device) if with_reference else None
     if reference is not None:
-        device.adopt(reference)
+        if device is not None:
+            device.adopt(reference)
         if family.actor.megatron.param_offload:
             reference.offload("weights")
     return policy, reference

@@ -24,8 +24,8 @@ from ctrl_megatron.rewards.build import code_judge
 from ctrl_megatron.run.inputs import RunInputs, require_a_step
 from ctrl_megatron.run.session import Session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
-from ctrl_megatron.sandbox.client.kept import sandbox_options
 from ctrl_megatron.sandbox.cores import usable_cores
+from ctrl_megatron.sandbox.kept import sandbox_options
 
 _WHAT = "the check of tests and references"
 

@@ -12,10 +12,10 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.files import write_whole
@@ -29,11 +29,8 @@ from ctrl_megatron.graph.columns import taken_rows, texts
 from ctrl_megatron.graph.executor import Executor
 from ctrl_megatron.graph.graph import NodeRole, NodeType, TaskGraph
 from ctrl_megatron.graph.node import Node
-from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.record.dump import ROW_ID, Dump
-from ctrl_megatron.resharding.device import DeviceOwner, Role
-from ctrl_megatron.resharding.push import PushReport
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards
@@ -41,11 +38,13 @@ from ctrl_megatron.run.build import build_kl_controller, build_policies, build_v
 from ctrl_megatron.run.replay_comparison import Comparison, FieldGap, largest_gaps, metric_pairs
 from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
-from ctrl_megatron.steps.batch import sizes_of, tensors_of
+from ctrl_megatron.steps.batch import rows_of, sizes_of, tensors_of
 from ctrl_megatron.steps.ctrl import judge_revisions
 from ctrl_megatron.steps.grpo import reward_completions
+from ctrl_megatron.steps.sample import REVISION_COLUMNS, Revision, Sample
 from ctrl_megatron.steps.sampling import share_rows
 from ctrl_megatron.steps.worker import DAGWorker
+from ctrl_megatron.types import Completion
 
 FOLDER, RESULT = "replay", "replay.json"
 
@@ -157,11 +156,8 @@ def follows_rewards(node: Node) -> bool:
 
 def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWorker:
     config, groups = run.config, run.groups
-    device = cast(DeviceOwner, _NoEngines())
-    policy, reference = build_policies(config, groups, dump.total_steps, device)
-    value = build_value_model(config, groups, dump.total_steps, device.to_trainer)
-    if value is not None:
-        device.adopt(value)
+    policy, reference = build_policies(config, groups, dump.total_steps, None)
+    value = build_value_model(config, groups, dump.total_steps)
     worker = DAGWorker(
         config=config,
         groups=groups,
@@ -172,11 +168,11 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         validation=None,
         draw=_draw_nothing,
         engine=None,
-        device=device,
+        owner=None,
         max_model_len=config.max_model_len,
         rewards=None,
         reward_weights=plan_rewards(config, graph.required_rewards).weights,
-        policy=policy,
+        actor=policy,
         reference=reference,
         value=value,
         kl_controller=build_kl_controller(config),
@@ -190,23 +186,6 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWork
         load_hf(policy, start.directory)
         policy.start_optimizer()
     return worker
-
-
-class _NoEngines:
-    """The methods of ``DeviceOwner`` that models and nodes call, for a trainer without engines."""
-
-    def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
-        """The model is never pushed."""
-
-    def to_trainer(self) -> None:
-        """The trainer always has the device."""
-
-    def take_reports(self) -> list[PushReport]:
-        """There are no pushes."""
-        return []
-
-    def close(self) -> None:
-        """There are no connections."""
 
 
 def _draw_nothing(count: int) -> list[int]:
@@ -304,6 +283,9 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
         batch, fields = dump.batch.copy(), dict[str, Any]()
         # The recorded mask of a sample that was not judged is empty.
         batch["response_mask"] = batch["attention_mask"][:, batch["prompts"].shape[1] :].bool()
+        for prefix in ("", "greedy_"):
+            if samples := recorded_samples(batch, judge.train, prefix):
+                batch[f"{prefix}sample"] = NonTensorStack(*samples)
         for judges in judging or _judging_of(dump):
             fields |= background.run(judges(worker=judge, batch=batch)).fields
         background.run(rewards.close())
@@ -316,6 +298,41 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
     gaps = _gaps(tensors_of(dump.batch), replayed, mask)
     gaps.pop("cached", None)  # says where a verdict came from, not what it is
     return Comparison(metrics=(), fields=_by_sample([(range(len(mask)), gaps)]))
+
+
+def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list[Sample]:
+    """The records that a dump's columns, whose names begin with ``prefix``, were made of, as far as
+    judging reads them; none where it has no such columns."""
+    texts_in = next((n for n in ("critique", "completion") if f"{prefix}{n}" in batch), None)
+    if texts_in is None:
+        return []
+    names = (texts_in, "valid", "judged_correct", *REVISION_COLUMNS)
+    columns = {n: batch[f"{prefix}{n}"].tolist() for n in names if f"{prefix}{n}" in batch}
+    samples = []
+    for i, row in enumerate(rows_of(train, batch)):
+        one, revision = {name: values[i] for name, values in columns.items()}, None
+        if "revision" in one:
+            revision = Revision(
+                text=one["revision"],
+                fits=one["revision_fits"],
+                failure=one["revision_failure"],
+                version=one["revision_version"],
+            )
+        # The length of a greedy critique is not rewarded.
+        tokens = () if prefix else batch["responses"][i][batch["response_mask"][i]].tolist()
+        samples.append(
+            Sample(
+                row_id=row.id,
+                task=row.task,
+                completion=Completion(
+                    token_ids=tuple(tokens), log_probs=(), finish_reason="stop", spans=()
+                ),
+                text=one[texts_in],
+                judgment=one["judged_correct"] if one.get("valid") else None,
+                revision=revision,
+            )
+        )
+    return samples
 
 
 def _judging_of(dump: Dump) -> list[Any]:

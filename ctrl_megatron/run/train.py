@@ -47,7 +47,7 @@ def train(config: Config) -> bool:
         config,
         rewards,
         validates=graph.report.validate is not None,
-        revises=graph.revises,
+        revises="proxy" in graph.uses,
     )
     steps = planned_steps(config, inputs.train)
     stage = "after RL" if graph.report.validate else None
@@ -146,6 +146,7 @@ def train(config: Config) -> bool:
             recorder.say(line)
         dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
         recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
+        recorder.show_graph(graph)
         loop.resume()
         finished = loop.run()
         report = recorder.close(report=True)

@@ -26,7 +26,6 @@ from ctrl_megatron.errors import ServiceFault
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
-from ctrl_megatron.graph.node_fields import last_writer
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.graph.world_link import Action, News, Parcel, Receive, Run, Send
 from ctrl_megatron.parallel.groups import Joined
@@ -76,10 +75,10 @@ def plan_step(
                 continue
             told[source, own] |= {other.node_id for other in theirs}
             if own == HOME:
-                wanted = [name for other in new for name in getattr(other.executable, "writes", ())]
+                wanted = [name for other in new for name in other.writes]
             else:
                 later = order[order.index(node) :]
-                wanted = [n for one in later if world_of(one) == own for n in needed(one, config)]
+                wanted = [n for one in later if world_of(one) == own for n in one.needed(config)]
             fields = [
                 name
                 for name in dict.fromkeys(wanted)
@@ -114,15 +113,23 @@ def _follows(
 def _writer(order: Sequence[Node], above: Sequence[Node], field: str) -> Node | None:
     """The last node ``above`` that writes the field, which a node that declares nothing may do
     too; None where those that declare it come later."""
-    declared = [node for node in order if field in getattr(node.executable, "writes", ())]
+    declared = [node for node in order if field in node.writes]
     if declared and not any(node in above for node in declared):
         return None
     return last_writer(above, field)
 
 
-def needed(node: Node, config: Config) -> Mapping[str, str]:
-    """The fields that a node declares to need (``node_fields.needs``)."""
-    return getattr(node.executable, "needs", lambda config: {})(config)
+def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
+    """The last of ``nodes`` that may write the field; None if none may."""
+    masks = ("response_mask", "loss_mask")
+    return next(
+        (
+            node
+            for node in reversed(nodes)
+            if node.may_write(field) or (node.filter_plugin is not None and field in masks)
+        ),
+        None,
+    )
 
 
 def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
@@ -253,7 +260,7 @@ class Worlds:
             # In the order in which they are kept there, so that nothing has to be sorted.
             rows = [row for row in order if row in place]
             facts = {"number": deal.number, "rows": rows} | ({"deal": deal} if new else {})
-            # A node without ``@writes`` may write any field, or none.
+            # A node without ``writes`` may write any field, or none.
             fields = {name: batch[name] for name in names if name in batch}
             self._post(message, data, facts, fields, [place[row] for row in rows])
         self._informed.add(message.to)

@@ -17,7 +17,8 @@ import torch
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.steps.batch import Draw, completion_of, spans_of
+from ctrl_megatron.steps.draws import Draw
+from ctrl_megatron.steps.sample import completion_of, spans_of
 from ctrl_megatron.steps.sampling import RowListener, begin_draw, share_prompts
 
 if TYPE_CHECKING:

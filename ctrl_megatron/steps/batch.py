@@ -6,10 +6,7 @@ tokens.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,169 +15,10 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.graph.columns import taken_rows, texts
-from ctrl_megatron.rewards import Scores
-from ctrl_megatron.types import Completion, VersionSpan
+from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, versions_of
 
-Fields = Mapping[str, str | bool | int | float | None]
-"""Values of one row of the batch beyond its tokens, by the name of the field."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSize:
-    """The facts of a sample that decide which data rank trains on it."""
-
-    uid: str
-    mini_batch: int
-    prompt: int
-    """Tokens of the prompt."""
-    response: int
-    """Tokens of the response."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One completion of one prompt, before it is padded into the batch."""
-
-    uid: str
-    """Unique id of the group: all samples of one row in one draw."""
-    row_id: str
-    """Id of the data's row that the prompt is about."""
-    mini_batch: int
-    """Number of the optimizer step, within the training step, that trains on the sample."""
-    prompt: tuple[int, ...]
-    completion: Completion
-    """The response: in an episode the answers of the model and, between them, what it read."""
-    drawn: tuple[bool, ...] = ()
-    """Whether the model drew each token of the response; empty if it drew all of them."""
-    fields: Fields = dataclasses.field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that the model drew, which are those that it is trained on."""
-        return sum(self.drawn) if self.drawn else len(self.completion.token_ids)
-
-    @property
-    def size(self) -> SampleSize:
-        """The size and the group of the sample."""
-        prompt, response = len(self.prompt), len(self.completion.token_ids)
-        return SampleSize(
-            uid=self.uid, mini_batch=self.mini_batch, prompt=prompt, response=response
-        )
-
-
-Group = list[Sample]
 _TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
 """Fields that follow from the tokens of the samples."""
-
-
-def with_fields(samples: Sequence[Sample], fields: Sequence[Fields]) -> list[Sample]:
-    """The samples with further fields, one record for each."""
-    return [
-        dataclasses.replace(sample, fields={**sample.fields, **more})
-        for sample, more in zip(samples, fields, strict=True)
-    ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """The samples of a training step that the engines are drawing or have drawn."""
-
-    step: int
-    """Training steps before the one that trains on them."""
-    begun: int
-    """Training steps that were finished when they were begun."""
-    rows: tuple[int, ...]
-    """Positions of the step's rows in ``worker.train``."""
-    attempt: int
-    """Number of the draw within the step."""
-    version: str
-    """The weights that began to draw."""
-    groups: Future[list[list[Completion]]] | None
-    """``rollout.n`` completions of each row of this data rank; None on ranks that are not
-    leaders."""
-
-
-class DrawsAhead:
-    """Draws that were begun before their step, by the number of steps before it."""
-
-    def __init__(self) -> None:
-        self._draws: dict[int, Draw] = {}
-
-    def keep(self, draw: Draw) -> None:
-        """Have ``draw`` taken at its step."""
-        self._draws[draw.step] = draw
-
-    def forget_before(self, step: int) -> None:
-        """Drop the draws of steps that are finished."""
-        self._draws = {number: draw for number, draw in self._draws.items() if number >= step}
-
-    def of(self, step: int) -> Draw | None:
-        """The draw for the step after ``step`` steps; None where none was begun."""
-        return self._draws.get(step)
-
-    def take(self, step: int, rows: Sequence[int]) -> Draw | None:
-        """The same, if it is of ``rows``. It is kept: a run that is stopped within the step repeats
-        it from a save.
-        """
-        draw = self.of(step)
-        return draw if draw is not None and draw.rows == tuple(rows) else None
-
-    def every(self) -> list[Draw]:
-        """All draws, the oldest first."""
-        return list(self._draws.values())
-
-
-class LeftoverGroups:
-    """Judged groups that a step did not need, oldest first; the same on every rank."""
-
-    def __init__(self) -> None:
-        self._groups: list[Group] = []
-
-    def take(self) -> list[Group]:
-        """All groups; none is left afterwards."""
-        taken, self._groups = self._groups, []
-        return taken
-
-    def keep(self, groups: list[Group]) -> None:
-        """Add groups for a later step."""
-        self._groups += groups
-
-    def state_dict(self) -> dict[str, Any]:
-        """The groups as JSON, for a resumed run."""
-        return {"groups": [[_state(sample) for sample in group] for group in self._groups]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the groups of ``state_dict``."""
-        self._groups = [[_sample(row) for row in group] for group in state["groups"]]
-
-
-def _state(sample: Sample) -> dict[str, Any]:
-    """A sample as checkpoints store it, where ``row_id`` has the batch's name ``problem_id``."""
-    state = dataclasses.asdict(sample)
-    state["problem_id"] = state.pop("row_id")
-    return state
-
-
-def _sample(state: dict[str, Any]) -> Sample:
-    return Sample(
-        uid=state["uid"],
-        row_id=state["problem_id"],
-        mini_batch=state["mini_batch"],
-        prompt=tuple(state["prompt"]),
-        completion=completion_of(state["completion"]),
-        drawn=tuple(state.get("drawn", ())),
-        fields=state["fields"],
-    )
-
-
-def completion_of(state: Mapping[str, Any]) -> Completion:
-    """The completion that ``dataclasses.asdict`` made ``state`` of."""
-    return Completion(
-        token_ids=tuple(state["token_ids"]),
-        log_probs=tuple(state["log_probs"]),
-        finish_reason=state["finish_reason"],
-        spans=tuple(VersionSpan(**span) for span in state["spans"]),
-    )
 
 
 def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
@@ -189,8 +27,8 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     ``response_mask`` leaves out the tokens that the model did not draw (``Sample.drawn``). Adds
     ``rollout_log_probs`` (B, R) float32, ``mini_batch`` (B,) int64, the non-tensor fields
     ``uid``, ``problem_id`` (the id of the row, ``Sample.row_id``; the name is the reward model's
-    ``id_key``), ``version`` (the weights that drew the response) and the samples' own ``fields`` as
-    columns.
+    ``id_key``), ``version`` (the weights that drew the response), ``sample`` (the samples
+    themselves) and their own ``fields`` as columns.
     """
     batch = pad_rows(
         [s.prompt for s in samples],
@@ -207,9 +45,24 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     batch["uid"] = NonTensorStack(*[s.uid for s in samples])
     batch["problem_id"] = NonTensorStack(*[s.row_id for s in samples])
     batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
+    batch["sample"] = NonTensorStack(*samples)
     for name, column in columns([s.fields for s in samples]).items():
         batch[name] = column
     return batch
+
+
+def samples_of(batch: TensorDict) -> list[Sample]:
+    """The record of every row of the batch (B)."""
+    return batch["sample"].tolist()
+
+
+def filled_in(samples: Sequence[Sample], *makers: ColumnMaker) -> dict[str, Any]:
+    """The fields of the batch for records that a node has filled in: the records, and the columns
+    that are made of them."""
+    fields: dict[str, Any] = {"sample": NonTensorStack(*samples)}
+    for make in makers:
+        fields |= columns([make(sample) for sample in samples])
+    return fields
 
 
 def sizes_of(batch: TensorDict) -> list[SampleSize]:
@@ -237,16 +90,6 @@ def _column(values: Sequence[Any]) -> Any:
         return torch.tensor(values)
     known = [float("nan") if value is None else float(value) for value in values]
     return torch.tensor(known, dtype=torch.float32)
-
-
-def reward_fields(scores: Scores) -> list[Fields]:
-    """For each item ``score`` (the weighted sum) and ``reward/NAME`` of every reward function; None
-    where the reward is unknown.
-    """
-    return [
-        {"score": total, **{f"reward/{name}": part[row] for name, part in scores.parts.items()}}
-        for row, total in enumerate(scores.totals)
-    ]
 
 
 def pad_rows(
@@ -347,23 +190,3 @@ def rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
 def known(value: torch.Tensor) -> float | None:
     """The number in ``value`` (); None for NaN."""
     return None if value.isnan() else float(value)
-
-
-def versions_of(completion: Completion) -> str:
-    """The version of the weights that drew the completion; if there are several, each with its
-    tokens: ``actor@2[0:17]+actor@3[17:40]``.
-    """
-    if len(completion.spans) == 1:
-        return completion.spans[0].version
-    return "+".join(f"{span.version}[{span.start}:{span.end}]" for span in completion.spans)
-
-
-def spans_of(versions: str, tokens: int) -> list[VersionSpan]:
-    """The spans of which ``versions_of`` made ``versions``, for a completion of so many tokens."""
-    found = _SPAN.findall(versions)
-    if not found:
-        return [VersionSpan(versions, 0, tokens)] if versions else []
-    return [VersionSpan(version, int(start), int(end)) for version, start, end in found]
-
-
-_SPAN = re.compile(r"([^+]*)\[(\d+):(\d+)\]")

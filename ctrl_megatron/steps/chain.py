@@ -14,138 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from tensordict import TensorDict
-
 from ctrl_megatron.background import gathered
 from ctrl_megatron.data.rows import CRITIQUE, Row
-from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.prompts import parse_judgment, revision_messages
-from ctrl_megatron.rewards import Judging, RewardItem, RewardOutcome, RewardSum, Scores
+from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.batch import Fields, Sample, reward_fields, rows_of, with_fields
-from ctrl_megatron.steps.sampling import (
-    RowListener,
-    answered,
-    begin_judging,
-    by_row,
-    draw_samples,
-    generate,
-)
-from ctrl_megatron.steps.worker import Answer, DAGWorker, Failure, RolloutWorker
+from ctrl_megatron.steps.sample import Outcome, Revision, Sample, outcomes_of
+from ctrl_megatron.steps.sampling import RowListener, answered, begin_judging, by_row, generate
+from ctrl_megatron.steps.worker import Answer, Failure, RolloutWorker
 from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
-REVISION_FIELDS = (
-    "revision_length",
-    "revision_fits",
-    "revision_failure",
-    "revision_version",
-)
-"""Fields of ``Critique.revised`` beside ``revision``, the text."""
 _LEFT_OUT = "no revision: problem, solution and critique are too long for the proxy"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Critique:
-    """A critique of a row's program, with the revision that follows once there is one."""
-
-    row: Row
-    """The problem with its tests; ``row.solution`` is the program that is criticised."""
-    text: str
-    judgment: bool | None
-    """True for "Correct", False for "Incorrect", None where the text contains no judgment."""
-    tokens: int = 0
-    """Length of the critique; 0 for ReMax's greedy critique, whose length is not rewarded."""
-    revision: str = ""
-    """The proxy's answer; empty without one."""
-    revision_tokens: int | None = None
-    """Length of the revision; None where there is none."""
-    fits: bool = True
-    """False where problem, program and critique left the proxy no room for a revision, so that
-    the critique has no reward."""
-    failure: str = ""
-    """Message of the proxy's failure; empty unless it is the reason why there is no revision, so
-    that the critique has no reward."""
-    revised_by: str = ""
-    """Version of the weights that drew the revision; empty without one."""
-
-    @property
-    def rewardable(self) -> bool:
-        """False where the critique has no reward, whatever a judge would say."""
-        return self.fits and not self.failure
-
-    @property
-    def item(self) -> RewardItem:
-        """The revised critique as the reward functions get it; of another task the response."""
-        is_critique = self.row.task == CRITIQUE
-        return RewardItem(
-            text=self.revision if is_critique else self.text,
-            critique=self.text if is_critique else "",
-            judgment=self.judgment,
-            row=self.row,
-            length=self.tokens,
-        )
-
-    @property
-    def drawn(self) -> Fields:
-        """Fields of the batch that are known once the critique is drawn."""
-        return {
-            "task": self.row.task,
-            "critique": self.text,
-            "valid": self.judgment is not None,
-            "judged_correct": bool(self.judgment),
-        }
-
-    @property
-    def is_revised(self) -> bool:
-        """Whether a revision follows in training."""
-        return self.judgment is not None and self.row.task == CRITIQUE
-
-    @property
-    def revised(self) -> Fields:
-        """Fields of the batch that are known once the revision is drawn."""
-        return {
-            "revision": self.revision,
-            "revision_length": self.revision_tokens,
-            "revision_fits": self.fits,
-            "revision_failure": self.failure,
-            "revision_version": self.revised_by,
-        }
+def read_response(worker: RolloutWorker, row: Row, completion: Completion) -> Sample:
+    """The actor's response to the prompt of ``row``, with its text and judgment."""
+    sample = Sample(row_id=row.id, task=row.task, completion=completion)
+    return with_text(worker, sample)
 
 
-def read_critique(worker: RolloutWorker, row: Row, completion: Completion) -> Critique:
-    """The critique of ``row`` that the actor drew."""
-    text = worker.codec.decode(completion.token_ids)
-    tokens = len(completion.token_ids)
-    return Critique(row=row, text=text, judgment=parse_judgment(text), tokens=tokens)
-
-
-def critiques_of(worker: DAGWorker, batch: TensorDict, *, prefix: str = "") -> list[Critique]:
-    """The critique of every row of the batch, read from the fields whose names begin with
-    ``prefix``, with its revision where the batch has one.
-    """
-    valid, correct = batch[f"{prefix}valid"].tolist(), batch[f"{prefix}judged_correct"].tolist()
-    sizes = [0] * len(valid) if prefix else batch["response_mask"].sum(dim=1).tolist()
-    fit = f"{prefix}revision_fits"
-    fits = batch[fit].tolist() if fit in batch else [True] * len(valid)
-    revisions, failures, versions = (
-        texts(batch[name]) if name in batch else [""] * len(valid)
-        for name in (f"{prefix}revision{part}" for part in ("", "_failure", "_version"))
-    )
-    return [
-        Critique(
-            row=row,
-            text=text,
-            judgment=correct[i] if valid[i] else None,
-            tokens=sizes[i],
-            revision=revisions[i],
-            fits=fits[i],
-            failure=failures[i],
-            revised_by=versions[i],
-        )
-        for i, (row, text) in enumerate(
-            zip(rows_of(worker.train, batch), texts(batch[f"{prefix}critique"]), strict=True)
-        )
-    ]
+def with_text(worker: RolloutWorker, sample: Sample) -> Sample:
+    """The sample with its text, and the judgment in it."""
+    text = worker.codec.decode(sample.completion.token_ids)
+    return dataclasses.replace(sample, text=text, judgment=parse_judgment(text))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,23 +47,22 @@ class Next:
 
     without_judgment: bool = False
     """Whether critiques that contain no judgment are revised too."""
-    judge: Callable[[RewardSum, Critique], None]
+    judge: Callable[[RewardSum, Sample, Row], None]
     """Starts to judge a revised critique."""
 
-    def request(self, critique: Critique) -> tuple[str, list[Message]] | None:
+    def request(self, sample: Sample, row: Row) -> tuple[str, list[Message]] | None:
         """(text that only an equal conversation has, the conversation that asks for a revision);
         None where the critique is not revised.
         """
-        if not (critique.is_revised or self.without_judgment):
+        if not (sample.is_revised or self.without_judgment):
             return None
-        row = critique.row
-        messages = revision_messages(row.attempt().problem, row.solution, critique.text)
+        messages = revision_messages(row.attempt().problem, row.solution, sample.text)
         return json.dumps(messages), messages
 
-    def begin_judging(self, worker: RolloutWorker, critique: Critique) -> None:
+    def begin_judging(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
         """Start to judge the revised critique, on the leader's event loop."""
-        if critique.rewardable:
-            begin_judging(worker, lambda rewards: self.judge(rewards, critique))
+        if sample.rewardable:
+            begin_judging(worker, lambda rewards: self.judge(rewards, sample, row))
 
     def listener(self, worker: RolloutWorker) -> RowListener | None:
         """Asks for the revision of every critique that it hears of; None where that must wait for
@@ -181,12 +71,14 @@ class Next:
         streams, proxy = worker.config.actor_rollout_ref.rollout.streaming, worker.proxy
         if not streams or proxy is None or not proxy.beside:
             return None
-        return lambda row, drawn: self._begin_revising(worker, read_critique(worker, row, drawn))
+        return lambda row, drawn: self._begin_revising(
+            worker, read_response(worker, row, drawn), row
+        )
 
-    def _begin_revising(self, worker: RolloutWorker, critique: Critique) -> None:
-        if (request := self.request(critique)) is None:
-            if critique.row.task != CRITIQUE:
-                self.begin_judging(worker, critique)
+    def _begin_revising(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
+        if (request := self.request(sample, row)) is None:
+            if sample.task != CRITIQUE:
+                self.begin_judging(worker, sample, row)
             return
         name, messages = request
         if name not in worker.begun:
@@ -195,7 +87,7 @@ class Next:
         def revised(task: asyncio.Task[Answer | Failure | None]) -> None:
             # An error is raised by ``revise``, which awaits the task.
             if not task.cancelled() and task.exception() is None:
-                self.begin_judging(worker, _with_revision(critique, task.result()))
+                self.begin_judging(worker, _with_revision(sample, task.result()), row)
 
         worker.begun[name].add_done_callback(revised)
 
@@ -209,7 +101,7 @@ async def _answer(
     return answer
 
 
-TRAINED = Next(judge=lambda rewards, critique: rewards.begin(critique.item))
+TRAINED = Next(judge=lambda rewards, sample, row: rewards.begin(sample.item(row)))
 """What follows a critique that is trained on."""
 
 
@@ -219,7 +111,7 @@ def criticise(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     then: Next | None,
-) -> list[list[Critique]]:
+) -> list[list[Sample]]:
     """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective.
     ``then`` follows each of them; None where nothing does.
     """
@@ -227,47 +119,31 @@ def criticise(
     finished = by_row(rows, params.n, heard)
     answers = generate(worker, worker.role, prompts, params, finished=finished)
     return [
-        [read_critique(worker, row, completion) for completion in group]
+        [read_response(worker, row, completion) for completion in group]
         for row, group in zip(rows, answers, strict=True)
     ]
 
 
-def criticise_samples(
-    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
-) -> tuple[list[Sample], list[Critique]]:
-    """The samples of ``draw_samples`` with the fields of ``Critique.drawn``, and their critiques.
-    Collective.
-    """
-    drawn = draw_samples(
-        worker,
-        rows,
-        mini_batch_size=mini_batch_size,
-        attempt=attempt,
-        heard=TRAINED.listener(worker),
-    )
-    critiques = [read_critique(worker, worker.train.row(s.row_id), s.completion) for s in drawn]
-    return with_fields(drawn, [critique.drawn for critique in critiques]), critiques
-
-
 def revise(
-    worker: RolloutWorker, critiques: Sequence[Critique], then: Next = TRAINED
-) -> list[Critique]:
+    worker: RolloutWorker, samples: Sequence[Sample], rows: Sequence[Row], then: Next = TRAINED
+) -> list[Sample]:
     """The critiques with the frozen proxy's revisions, for those that ``then`` revises. Collective.
+    ``rows`` have the program that each is about.
 
     Revisions are greedy, so that a critique's reward does not depend on luck; the proxy answers
     equal critiques of one program once.
     """
-    requests = [then.request(critique) for critique in critiques]
+    requests = [then.request(*pair) for pair in zip(samples, rows, strict=True)]
     different = dict(filter(None, requests))
 
-    alike: dict[str, list[Critique]] = {name: [] for name in different}
-    for critique, request in zip(critiques, requests, strict=True):
+    alike: dict[str, list[tuple[Sample, Row]]] = {name: [] for name in different}
+    for sample, row, request in zip(samples, rows, requests, strict=True):
         if request is not None:
-            alike[request[0]].append(critique)
+            alike[request[0]].append((sample, row))
 
     def heard(name: str, answer: Answer | Failure | None) -> None:
-        for critique in alike[name]:
-            then.begin_judging(worker, _with_revision(critique, answer))
+        for sample, row in alike[name]:
+            then.begin_judging(worker, _with_revision(sample, answer), row)
 
     async def ask() -> list[Answer | Failure | None]:
         return await _revisions(worker, different, heard)
@@ -277,8 +153,8 @@ def revise(
     _, answers = answered(worker, prepare, ask, f"{len(different)} revisions from the proxy")
     drawn = dict(zip(different, answers, strict=True))
     return [
-        critique if request is None else _with_revision(critique, drawn[request[0]])
-        for critique, request in zip(critiques, requests, strict=True)
+        sample if request is None else _with_revision(sample, drawn[request[0]])
+        for sample, request in zip(samples, requests, strict=True)
     ]
 
 
@@ -309,61 +185,48 @@ async def _revisions(
     return [found[name] for name in conversations]
 
 
-def _with_revision(critique: Critique, answer: Answer | Failure | None) -> Critique:
+def _with_revision(sample: Sample, answer: Answer | Failure | None) -> Sample:
     if answer is None:
-        return dataclasses.replace(critique, fits=False)
-    if isinstance(answer, Failure):
-        return dataclasses.replace(critique, failure=answer.error)
-    return dataclasses.replace(
-        critique,
-        revision=answer.text,
-        revision_tokens=answer.tokens,
-        revised_by=answer.version,
-    )
+        revision = Revision(fits=False)
+    elif isinstance(answer, Failure):
+        revision = Revision(failure=answer.error)
+    else:
+        revision = Revision(text=answer.text, tokens=answer.tokens, version=answer.version)
+    return dataclasses.replace(sample, revision=revision)
 
 
-async def judge(worker: RolloutWorker, critiques: Sequence[Critique]) -> list[Fields]:
-    """``score_fields`` of every critique; all None where no revision fitted, and where the proxy
-    failed, which counts as a program that could not be judged. Leaders only.
+async def judge(
+    worker: RolloutWorker, samples: Sequence[Sample], rows: Sequence[Row]
+) -> list[Sample]:
+    """The samples with their outcome, which is unknown where no revision fitted, and where the
+    proxy failed, which counts as a program that could not be judged. Leaders only.
     """
-    count_failures(worker, critiques)
-    items = [critique.item for critique in critiques if critique.rewardable]
-    known = iter(score_fields(await worker.score(items)))
+    count_failures(worker, samples)
+    pairs = list(zip(samples, rows, strict=True))
+    items = [sample.item(row) for sample, row in pairs if sample.rewardable]
+    known = iter(outcomes_of(await worker.score(items)))
     names = (name for name in worker.reward_weights if name != MODEL_REWARD)
-    nothing: dict[str, list[float | None]] = {name: [None] for name in names}
-    (unknown,) = score_fields(Scores(parts=nothing, totals=[None], outcomes=[None]))
-    return [
-        next(known) if critique.rewardable else {**unknown, "detail": critique.failure or _LEFT_OUT}
-        for critique in critiques
-    ]
+    unknown = Outcome(total=None, rewards=dict.fromkeys(names))
+
+    def outcome(sample: Sample) -> Outcome:
+        if sample.rewardable:
+            return next(known)
+        failure = sample.revision.failure if sample.revision else ""
+        return dataclasses.replace(unknown, detail=failure or _LEFT_OUT)
+
+    return [dataclasses.replace(sample, outcome=outcome(sample)) for sample in samples]
 
 
-def count_failures(worker: RolloutWorker, critiques: Sequence[Critique]) -> None:
+def count_failures(worker: RolloutWorker, samples: Sequence[Sample]) -> None:
     """Count critiques without a revision, because the proxy failed, among the programs that could
     not be judged (``RolloutWorker.take_judging``), on leaders.
     """
-    failures = [f"the proxy: {critique.failure}" for critique in critiques if critique.failure]
+    revisions = (sample.revision for sample in samples)
+    failures = [f"the proxy: {r.failure}" for r in revisions if r is not None and r.failure]
     if failures and worker.rewards is not None:
         worker.rewards.judging += Judging(
             asked=len(failures), failed=len(failures), error=failures[-1]
         )
-
-
-def score_fields(scores: Scores) -> list[Fields]:
-    """For each item ``reward_fields`` and, from the critic's verdict, ``pass_rate``, ``copied``,
-    ``cached`` and ``detail``.
-    """
-    outcomes = [outcome or RewardOutcome(reward=None) for outcome in scores.outcomes]
-    return [
-        {
-            **rewards,
-            "pass_rate": outcome.pass_rate,
-            "copied": outcome.copied,
-            "cached": outcome.cached,
-            "detail": outcome.detail,
-        }
-        for rewards, outcome in zip(reward_fields(scores), outcomes, strict=True)
-    ]
 
 
 def judge_programs(

@@ -10,16 +10,10 @@ from ctrl_megatron.data.rows import Row, row_of
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.graph.node_keys import REVISIONS, REWARDS, reads
+from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice, parse_judgment
-from ctrl_megatron.steps.chain import (
-    Critique,
-    Next,
-    count_failures,
-    criticise,
-    judge_programs,
-    revise,
-)
+from ctrl_megatron.steps.chain import Next, count_failures, criticise, judge_programs, revise
+from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.steps.sampling import (
     begin_judging,
     draw_seed,
@@ -29,11 +23,17 @@ from ctrl_megatron.steps.sampling import (
     validation_batches,
 )
 from ctrl_megatron.steps.worker import RolloutWorker
-from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
+from ctrl_megatron.types import Attempt, Completion, Message, Problem, SamplingParams, Verdict
+
+
+def revised_text(sample: Sample) -> str:
+    """The revision; empty without one."""
+    return sample.revision.text if sample.revision else ""
+
 
 VALIDATED = Next(
     without_judgment=True,
-    judge=lambda rewards, critique: rewards.begin_solution(critique.revision, critique.row),
+    judge=lambda rewards, sample, row: rewards.begin_solution(revised_text(sample), row),
 )
 """What follows a critique that is not trained on."""
 
@@ -58,7 +58,7 @@ class _Chain:
         return f"{self.row.id}:{self.sample}" if self.turns else self.row.id
 
 
-@reads(*REVISIONS, *REWARDS)
+@node(uses=("proxy", "rewards"))
 def validate(worker: RolloutWorker) -> dict[str, float]:
     """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
     sandbox failed to judge are counted as ``unjudged`` and left out of the rates. With several
@@ -108,7 +108,11 @@ def converse(
             else:
                 drawn = [[_written(worker, written, c.row) for c in batch] for batch in batches]
         with worker.timeline.phase("validate_revisions"):
-            revised = [critique for batch in drawn for critique in _revise(worker, batch)]
+            revised = [
+                sample
+                for batch, critiques in zip(batches, drawn, strict=True)
+                for sample in _revise(worker, batch, critiques)
+            ]
         with worker.timeline.phase("validate_sandbox"):
             _judge(worker, chains, revised, critic, seed)
     mine = [(chain.position, chain.turns) for chain in chains]
@@ -124,7 +128,7 @@ async def _begin_solutions(worker: RolloutWorker, chains: Sequence[_Chain]) -> N
 
 def _criticise(
     worker: RolloutWorker, chains: Sequence[_Chain], params: SamplingParams
-) -> list[Critique | None]:
+) -> list[Sample | None]:
     """A critique per chain; None where the prompt is too long. Collective."""
     longest = worker.config.data.max_prompt_length
     prompts = [_prompt(worker, chain) for chain in chains]
@@ -144,10 +148,11 @@ def _prompt(worker: RolloutWorker, chain: _Chain) -> Sequence[int]:
     return worker.codec.encode_chat(messages, add_generation_prompt=True)
 
 
-def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Critique:
+def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Sample:
     text = written[row.id]
-    tokens = len(worker.codec.encode(text))
-    return Critique(row=row, text=text, judgment=parse_judgment(text), tokens=tokens)
+    tokens = tuple(worker.codec.encode(text))
+    completion = Completion(token_ids=tokens, log_probs=(), finish_reason="stop", spans=())
+    return Sample(row_id=row.id, completion=completion, text=text, judgment=parse_judgment(text))
 
 
 def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> SamplingParams:
@@ -166,17 +171,21 @@ def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> 
     )
 
 
-def _revise(worker: RolloutWorker, critiques: Sequence[Critique | None]) -> list[Critique | None]:
+def _revise(
+    worker: RolloutWorker, chains: Sequence[_Chain], critiques: Sequence[Sample | None]
+) -> list[Sample | None]:
     """The critiques with their revisions. Collective."""
-    drawn = [critique for critique in critiques if critique is not None]
-    revised = iter(revise(worker, drawn, VALIDATED))
+    both = zip(chains, critiques, strict=True)
+    pairs = [(critique, chain.row) for chain, critique in both if critique is not None]
+    drawn, rows = [critique for critique, _ in pairs], [row for _, row in pairs]
+    revised = iter(revise(worker, drawn, rows, VALIDATED))
     return [None if critique is None else next(revised) for critique in critiques]
 
 
 def _judge(
     worker: RolloutWorker,
     chains: Sequence[_Chain],
-    critiques: Sequence[Critique | None],
+    critiques: Sequence[Sample | None],
     critic: str,
     seed: int,
 ) -> None:
@@ -185,14 +194,16 @@ def _judge(
     count_failures(worker, [c for c in critiques if c is not None])
     both = list(zip(chains, critiques, strict=True))
     revised = [(chain, c) for chain, c in both if c is not None and c.rewardable]
-    programs = [chain.row.solution for chain in first] + [c.revision for _, c in revised]
+    programs = [chain.row.solution for chain in first] + [revised_text(c) for _, c in revised]
     rows = [chain.row for chain in first] + [chain.row for chain, _ in revised]
     results = iter(judge_programs(worker, programs, rows))
     for chain in first:
         chain.result = next(results)
     for chain, critique in both:
-        row, failed = chain.row, critique is not None and bool(critique.failure)
-        revision = critique if critique is not None and critique.rewardable else None
+        row, asked = chain.row, critique.revision if critique is not None else None
+        failed = asked is not None and bool(asked.failure)
+        judged = critique is not None and critique.rewardable
+        revision = (asked or Revision()) if judged else None
         turn = Turn(
             critic=critic,
             seed=seed,
@@ -204,11 +215,11 @@ def _judge(
             solution=row.solution,
             critique=None if critique is None else critique.text,
             judgment=None if critique is None else critique.judgment,
-            revision=row.solution if revision is None else revision.revision,
+            revision=row.solution if revision is None else revision.text,
             before=chain.result,
             after=None if failed else chain.result if revision is None else next(results),
-            critique_tokens=0 if critique is None else critique.tokens,
-            revision_tokens=0 if revision is None else revision.revision_tokens or 0,
+            critique_tokens=0 if critique is None else critique.length,
+            revision_tokens=0 if revision is None else revision.tokens or 0,
         )
         chain.turns.append(turn)
         chain.row, chain.result = dataclasses.replace(row, solution=turn.revision), turn.after

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.data.rows import CRITIQUE
+from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.steps.batch import Sample, columns, known
-from ctrl_megatron.steps.chain import Critique, critiques_of
+from ctrl_megatron.steps.batch import known, rows_of, samples_of
 from ctrl_megatron.steps.model_reward import total_rewards
 from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.steps.sampling import EXAMPLES_PER_STEP, length_metrics
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -22,26 +22,23 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Vectors whose means are reported for critiques as they were drawn, and for their revisions
     where there are any.
     """
-    critiques = [sample for sample in samples if sample.fields["task"] == CRITIQUE]
+    critiques = [sample for sample in samples if sample.task == CRITIQUE]
+    valid = [float(critique.judgment is not None) for critique in critiques]
     measured = length_metrics(critiques, "critique")
-    fields = columns([sample.fields for sample in samples])
     if samples:
-        drawn = torch.tensor([sample.fields["task"] == CRITIQUE for sample in samples])
-        measured["critique/valid_rate"] = fields["valid"][drawn].float()
-        if "revision_length" in fields:
-            measured |= revision_metrics(fields, fields["valid"] & drawn)
+        measured["critique/valid_rate"] = torch.tensor(valid)
+    if any(sample.outcome for sample in samples):
+        measured |= revision_metrics(samples)
     return measured
 
 
-def revision_metrics(
-    fields: Mapping[str, torch.Tensor], revised: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported, from the columns of ``Critique.revised`` and ``revised``
-    (B,) bool.
-    """
+def revision_metrics(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Vectors whose means are reported of the revisions that were asked for."""
+    revisions = [sample.revision or Revision() for sample in samples if sample.is_revised]
+    lengths = [float("nan") if one.tokens is None else float(one.tokens) for one in revisions]
     return {
-        "revision/length": fields["revision_length"],
-        "revision/left_out_rate": (~fields["revision_fits"])[revised].float(),
+        "revision/length": torch.tensor(lengths),
+        "revision/left_out_rate": torch.tensor([float(not one.fits) for one in revisions]),
     }
 
 
@@ -49,9 +46,9 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """Speed, pass rates of first solutions and of revisions, how verdicts came about, whether there
     was anything to learn, and the rewards of each task where there are several. Collective.
     """
-    every = critiques_of(worker, batch)
-    critiques = [critique for critique in every if critique.row.task == CRITIQUE]
-    before = [critique.row.pass_rate for critique in critiques]
+    every = list(zip(samples_of(batch), rows_of(worker.train, batch), strict=True))
+    critiques = [(sample, row) for sample, row in every if sample.task == CRITIQUE]
+    before = [row.pass_rate for _, row in critiques]
     rates = worker.means(
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
@@ -85,19 +82,19 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first critique of each group with what came of it, those with a revision first."""
-    critiques, uids = critiques_of(worker, batch), texts(batch["uid"])
-    details, versions = texts(batch["detail"]), texts(batch["version"])
+    samples, rows = samples_of(batch), rows_of(worker.train, batch)
+    uids, versions = texts(batch["uid"]), texts(batch["version"])
     examples: dict[str, dict[str, Any]] = {}
-    for i in sorted(range(len(uids)), key=lambda i: critiques[i].judgment is None):
+    for i in sorted(range(len(uids)), key=lambda i: samples[i].judgment is None):
         if uids[i] in examples:
             continue
-        critique, row = critiques[i], critiques[i].row
+        sample, row, revision = samples[i], rows[i], samples[i].revision or Revision()
         if row.task != CRITIQUE:
             examples[uids[i]] = {
                 "id": row.id,
                 "task": row.task,
                 "prompt": row.prompt[-1]["content"],
-                "response": critique.text,
+                "response": sample.text,
                 "reward": known(total_rewards(worker, batch)[i]),
                 "versions": f"response by {versions[i]}",
             }
@@ -106,40 +103,40 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "id": row.id,
             "problem": row.problem,
             "solution": row.solution,
-            "critique": critique.text,
-            "judgment": "none" if critique.judgment is None else "valid",
-            "revision": critique.revision,
+            "critique": sample.text,
+            "judgment": "none" if sample.judgment is None else "valid",
+            "revision": revision.text,
             "reward": known(batch["reward/critic"][i]),
             "passed_before": row.pass_rate,
             "passed_after": known(batch["pass_rate"][i]),
             "copied": known(batch["copied"][i]),
-            "detail": details[i],
+            "detail": sample.outcome.detail if sample.outcome else "",
             "versions": f"critique by {versions[i]}"
-            + (f", revision by {critique.revised_by}" if critique.revised_by else ""),
+            + (f", revision by {revision.version}" if revision.version else ""),
         }
     return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
 def reward_signal(
-    rewards: torch.Tensor, uids: Sequence[str], critiques: Sequence[Critique]
+    rewards: torch.Tensor, uids: Sequence[str], every: Sequence[tuple[Sample, Row]]
 ) -> dict[str, torch.Tensor]:
     """Vectors whose means are metrics, over whole groups, which ``uids`` name.
 
     ``rewards`` (B,) float32 is NaN for critiques that were not judged. A group of one teaches
     nothing and has no share here.
     """
-    groups: dict[str, list[Critique]] = {}
-    for uid, critique in zip(uids, critiques, strict=True):
-        groups.setdefault(uid, []).append(critique)
+    groups: dict[str, list[Sample]] = {}
+    for uid, (sample, _) in zip(uids, every, strict=True):
+        groups.setdefault(uid, []).append(sample)
     distinct = []
     for members in groups.values():
-        revisions = [c.revision for c in members if c.is_revised]
+        revisions = [(s.revision or Revision()).text for s in members if s.is_revised]
         if len(revisions) > 1:
             distinct.append(len(set(revisions)) / len(revisions))
     gains = [
-        float(reward) - critique.row.pass_rate
-        for reward, critique in zip(rewards, critiques, strict=True)
-        if critique.row.pass_rate is not None
+        float(reward) - row.pass_rate
+        for reward, (_, row) in zip(rewards, every, strict=True)
+        if row.pass_rate is not None
     ]
     return {
         "group/distinct_revision_rate": torch.tensor(distinct),
@@ -147,20 +144,20 @@ def reward_signal(
     }
 
 
-def critique_signal(critiques: Sequence[Critique]) -> dict[str, torch.Tensor]:
+def critique_signal(critiques: Sequence[tuple[Sample, Row]]) -> dict[str, torch.Tensor]:
     """Vectors whose means are metrics: the judgment of critiques that contain one; and, for rows
     whose columns ``wrong`` and ``right`` name the fault, whether the critique quotes it.
 
     A quotation is a text between backticks. Right programs have an empty ``wrong``.
     """
     named, exact = [], []
-    for critique in critiques:
-        wrong, right = critique.row.extra.get("wrong"), critique.row.extra.get("right")
+    for sample, row in critiques:
+        wrong, right = row.extra.get("wrong"), row.extra.get("right")
         if isinstance(wrong, str) and isinstance(right, str) and wrong:
-            quotes = [f"`{text}`" in critique.text for text in (wrong, right)]
+            quotes = [f"`{text}`" in sample.text for text in (wrong, right)]
             named.append(float(quotes[0]))
             exact.append(float(all(quotes)))
-    judgments = [critique.judgment for critique in critiques]
+    judgments = [sample.judgment for sample, _ in critiques]
     return {
         "judgment/correct_rate": torch.tensor(
             [float(judgment) for judgment in judgments if judgment is not None]

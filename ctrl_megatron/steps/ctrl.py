@@ -37,26 +37,26 @@ from ctrl_megatron.algorithms.rollout_correction import MismatchSums
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.options import own_options
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph import node_keys
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import (
+    ADVANTAGES,
+    CORRECTION,
+    DRAWN,
+    KL_IN_REWARD,
+    LOSS,
+    REFRESH,
+    always,
+    node,
+)
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph, of_policy
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import DRAWN, asks_values, needs, writes
-from ctrl_megatron.graph.node_keys import reads
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import Sample, columns, tensors_of, with_fields
-from ctrl_megatron.steps.chain import (
-    REVISION_FIELDS,
-    TRAINED,
-    criticise_samples,
-    critiques_of,
-    judge,
-    revise,
-)
+from ctrl_megatron.steps.batch import filled_in, rows_of, samples_of, tensors_of
+from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_text
 from ctrl_megatron.steps.conversation import validate
 from ctrl_megatron.steps.critique_report import (
     critique_examples,
@@ -78,13 +78,15 @@ from ctrl_megatron.steps.losses import (
     select_tokens,
 )
 from ctrl_megatron.steps.masks import of_pass, scored_passes, seen_in_pass
-from ctrl_megatron.steps.model_reward import (
-    model_reward,
-    needs_of_scores,
-    total_rewards,
-    with_model_rewards,
+from ctrl_megatron.steps.model_reward import model_reward, needs_of_scores, total_rewards
+from ctrl_megatron.steps.sample import (
+    REVISION_COLUMNS,
+    critique_columns,
+    revision_columns,
+    reward_columns,
+    verdict_columns,
 )
-from ctrl_megatron.steps.sampling import balance, sampled
+from ctrl_megatron.steps.sampling import balance, draw_samples, requested, sampled, sync_weights
 from ctrl_megatron.steps.worker import DAGWorker
 
 DRAWS: dict[str, Any] = {
@@ -114,7 +116,12 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
     )
     pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
     if config.algorithm.filter_groups.enable:
-        drawn, judged = add_dynamic_sampling(pipeline, draw_and_judge, measure_critiques)
+        drawn, judged = add_dynamic_sampling(
+            pipeline,
+            (generate_critiques, generate_revisions, judge_revisions),
+            measure_critiques,
+            (critique_columns, revision_columns, reward_columns, verdict_columns),
+        )
     else:
         drawn, judged = _add_chain_nodes(pipeline, config)
     add_update_nodes(pipeline, config, drawn=drawn, judged=judged)
@@ -132,7 +139,7 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
             "critique, and reward.reward_funcs has no critic; add it, or take another estimator"
         )
     drawn, judged = "generate_critiques", ["sandbox"]
-    pipeline.add_node("generate_critiques", generate_critiques, **DRAWS)
+    pipeline.add_node(drawn, generate_critiques, add_weight_sync(pipeline, config), **DRAWS)
     if remax:
         pipeline.add_node("greedy_critiques", draw_greedy_critiques, [drawn], **DRAWS)
         drawn = "greedy_critiques"
@@ -145,6 +152,16 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
         pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
     return add_sharing(pipeline, config, drawn, generate_ahead), judged
+
+
+def add_weight_sync(pipeline: Pipeline, config: Config) -> list[str]:
+    """Add the node that pushes the weights, for the first node that draws to depend on. None with
+    ``rollout.staleness``, where ``generate_ahead`` pushes, once nothing is being drawn.
+    """
+    if config.actor_rollout_ref.rollout.staleness:
+        return []
+    pipeline.add_node("sync_weights", sync_weights, **DRAWS)
+    return ["sync_weights"]
 
 
 def add_sharing(
@@ -215,7 +232,7 @@ def add_update_nodes(
     if config.refreshes_reference:
         add("refresh_reference", refresh_reference, ["actor_update"], node_role=actor, **train)
     if not agent_group:
-        add("sync_weights", sync_weights, ["actor_update"], node_role=actor, **train)
+        add("report_weight_sync", report_weight_sync, ["actor_update"], node_role=actor)
 
 
 def needs_old_log_prob(config: Config) -> bool:
@@ -297,12 +314,14 @@ def _needs_of_update(config: Config) -> dict[str, str]:
 # Critiques, revisions and their verdicts
 
 
-@writes(*DRAWN, "task", "critique", "valid", "judged_correct", "problem_id")
+@node(writes=(*DRAWN, "sample", "task", "critique", "valid", "judged_correct", "problem_id"))
 def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``row`` (positions of the global batch) to the batch of this data rank's critiques."""
-    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    samples, _ = criticise_samples(worker, batch["row"].tolist(), mini_batch_size=size)
-    return sampled(worker, samples, measure_critiques)
+    """From ``row`` (positions of the global batch) to the batch of this data rank's critiques, with
+    ``critique_columns``.
+    """
+    drawn = draw_samples(worker, **requested(worker, batch), heard=TRAINED.listener(worker))
+    samples = [with_text(worker, sample) for sample in drawn]
+    return sampled(worker, samples, measure_critiques, critique_columns)
 
 
 def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -311,46 +330,31 @@ def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return report_staleness(worker, batch)
 
 
-@reads(*node_keys.REVISIONS)
-@writes("revision", *REVISION_FIELDS)
+@node(writes=("sample", *REVISION_COLUMNS), uses=("proxy",))
 def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``critique``, ``valid`` to ``revision`` (B,) text by the frozen proxy, empty for invalid
-    critiques; ``revision_length`` (B,) float32 in tokens, NaN where there is none;
-    ``revision_fits`` (B,) bool, False where the proxy had no room for a revision;
-    ``revision_failure`` (B,) text, the proxy's failure; and ``revision_version`` (B,) text, the
-    weights that drew the revision.
+    """From ``sample`` to the samples with the frozen proxy's revisions, and ``revision_columns``;
+    none for critiques without a judgment.
     """
-    critiques = revise(worker, critiques_of(worker, batch))
-    fields = columns([critique.revised for critique in critiques])
-    revised = torch.tensor([critique.is_revised for critique in critiques])
-    metrics = worker.means(revision_metrics(fields, revised))
-    return NodeOutput(fields=fields, metrics=metrics)
+    samples = samples_of(batch)
+    revised = revise(worker, samples, rows_of(worker.train, batch))
+    metrics = worker.means(revision_metrics(revised))
+    return NodeOutput(fields=filled_in(revised, revision_columns), metrics=metrics)
 
 
-@reads(*node_keys.REWARDS)
-@writes("score", "pass_rate", "cached", "detail")
+@node(writes=("sample", "score", "pass_rate", "cached", "detail"), uses=("rewards",))
 async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``critique``, ``revision`` to the fields of ``score_fields``. Runs beside the
-    log-probs.
+    """From ``sample`` to the judged samples, ``reward_columns`` and ``verdict_columns``. Runs
+    beside the log-probs.
     """
-    return NodeOutput(fields=columns(await judge(worker, critiques_of(worker, batch))))
-
-
-@reads(*node_keys.REVISIONS, *node_keys.REWARDS, *node_keys.REWARD_MODEL)
-def draw_and_judge(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
-    """The work of the three nodes above, for dynamic sampling. Collective."""
-    samples, critiques = criticise_samples(worker, rows, mini_batch_size=len(rows), attempt=attempt)
-    critiques = revise(worker, critiques)
-    scored = worker.ask(lambda: judge(worker, critiques), "the judging of revisions")
-    samples = with_model_rewards(worker, samples)
-    revised = with_fields(samples, [critique.revised for critique in critiques])
-    return with_fields(revised, scored)
+    samples = samples_of(batch)
+    judged = await judge(worker, samples, rows_of(worker.train, batch))
+    return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
 
 
 # Log-probs and values
 
 
-@writes("old_log_probs")
+@node(writes=("old_log_probs",))
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R) float32: the actor's log-probs before the update; of a
     masked-diffusion model its coupled scores, for every pass of the update (``pipeline.masks``).
@@ -365,8 +369,7 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields, metrics=worker.means({"actor/entropy": torch.cat(entropies)}))
 
 
-@needs(lambda config: {"input_ids": "", "response_mask": ""})
-@writes("ref_log_prob")
+@node(needs=always("input_ids", "response_mask"), writes=("ref_log_prob",))
 def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
     no KL. A masked-diffusion model has scores for every pass, as in ``old_log_prob``.
@@ -383,10 +386,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields)
 
 
-@reads(*node_keys.VALUES)
-@needs(lambda config: {"input_ids": "", "response_mask": ""})
-@writes("values")
-@asks_values
+@node(needs=always("input_ids", "response_mask"), writes=("values",), uses=("value",))
 def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R) float32: the return that the value model expects before each response
     token.
@@ -404,8 +404,7 @@ def value_model(worker: DAGWorker) -> ValueModel:
 # Rewards and advantages
 
 
-@needs(needs_of_scores)
-@writes("token_level_scores", "rewarded", "response_mask", "uid")
+@node(needs=needs_of_scores, writes=("token_level_scores", "rewarded", "response_mask", "uid"))
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R) float32: the weighted sum of rewards (``total_rewards``) on the
     last token of each response that the model drew.
@@ -481,9 +480,7 @@ def reward_spread(
     }
 
 
-@reads(*node_keys.CORRECTION)
-@needs(_needs_of_correction)
-@writes("loss_mask", "rollout_is_weights")
+@node(reads=CORRECTION, needs=_needs_of_correction, writes=("loss_mask", "rollout_is_weights"))
 def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``loss_mask`` (B, R) bool and, where enabled, ``rollout_is_weights`` (B, R) float32.
 
@@ -506,9 +503,7 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
 
 
-@reads(*node_keys.KL_IN_REWARD)
-@needs(_needs_of_rewards)
-@writes("token_level_rewards")
+@node(reads=KL_IN_REWARD, needs=_needs_of_rewards, writes=("token_level_rewards",))
 def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_rewards`` (B, R) float32: the scores, minus beta times the KL where the KL is
     in the reward.
@@ -545,9 +540,7 @@ def kl_to_reference(
     return worker.means({"actor/kl_to_reference": gap})
 
 
-@reads(*node_keys.ADVANTAGES)
-@needs(_needs_of_advantages)
-@writes("advantages", "returns")
+@node(reads=ADVANTAGES, needs=_needs_of_advantages, writes=("advantages", "returns"))
 def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``advantages``, ``returns`` (B, R) float32 by the configured estimator, which gets the inputs
     that it has parameters for, and its own options. Every group is whole on its data rank.
@@ -581,10 +574,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 # The update
 
 
-@reads(*node_keys.VALUES)
-@needs(lambda config: dict.fromkeys(("values", "returns", "response_mask", "mini_batch"), ""))
-@writes()
-@asks_values
+@node(needs=always("values", "returns", "response_mask", "mini_batch"), writes=(), uses=("value",))
 def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Train the value model for ``critic.ppo_epochs`` passes over the mini-batches; metrics are
     means over the optimizer steps.
@@ -613,9 +603,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(metrics=metrics)
 
 
-@reads(*node_keys.LOSS)
-@needs(_needs_of_update)
-@writes("old_log_probs")
+@node(reads=LOSS, needs=_needs_of_update, writes=("old_log_probs",))
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Train the actor for ``ppo_epochs`` passes over the mini-batches; metrics are means over the
     optimizer steps.
@@ -623,7 +611,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``actor/ppo_kl_first`` is the first step's ``ppo_kl``, which must be 0: its weights are those
     that computed ``old_log_probs``. Without ``old_log_probs`` in the batch there is one optimizer
     step, and the field gets the log-probs of that step. During ``trainer.critic_warmup`` the actor
-    is not trained. An optimizer step that is skipped (``ParallelModel.train_step``) has no metrics.
+    is not trained. An optimizer step that is skipped (``ParallelModel.step``) has no metrics.
     """
     if not worker.actor_learns:
         return NodeOutput()
@@ -636,9 +624,11 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
                 "the batch has no old_log_probs, which this configuration needs before the update; "
                 "add the node old_log_prob to the pipeline"
             )
-        step, log_probs, entropy = worker.policy.step_with_log_probs(
-            tensors_of(seen_in_pass(batch, 0, worker.config)), loss, worker.temperature
-        )
+        # The step's own forward pass computes what the node ``old_log_prob`` would.
+        rows, policy = tensors_of(seen_in_pass(batch, 0, worker.config)), worker.policy
+        results = policy.new_results(rows, 2)
+        step = policy.step(rows, loss, worker.temperature, results=results)
+        log_probs, entropy = policy.on_all_ranks(results)
         metrics = means_over_steps([step], "actor") | first_kl([step])
         metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
         if "ref_log_prob" in batch:
@@ -658,8 +648,7 @@ def first_kl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {"actor/ppo_kl_first": steps[0]["actor/ppo_kl"]} if steps[0] else {}
 
 
-@reads(*node_keys.REFRESH)
-@writes()
+@node(reads=REFRESH, writes=())
 def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """After every ``ref.sync_steps`` steps the reference becomes ``ref.sync_mix`` of the actor's
     weights and the rest of its own, on the ranks that have both.
@@ -673,14 +662,12 @@ def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput()
 
 
-@writes()
-def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """Reports what all pushes of the step moved.
-
-    The actor's new weights are pushed before the engine draws from them, with or without this node;
-    until then the trainer may need the device, for a save for example.
-    """
-    reports = worker.device.take_reports()
+@node(writes=())
+def report_weight_sync(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Reports what the pushes of the step have moved (``sync_weights``, the proxy's weights)."""
+    if worker.owner is None:
+        return NodeOutput()  # a replay has no engines
+    reports = worker.owner.take_reports()
     metrics = {"sync/pushes": float(len(reports))}
     if reports:  # none where the engine already had the right weights
         moved = [report for report in reports if report.num_bytes]

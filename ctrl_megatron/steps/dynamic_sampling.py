@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,22 +13,28 @@ from tensordict import TensorDict
 
 from ctrl_megatron.algorithms import groups_with_signal
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.declarations import (
+    DRAWN,
+    OF_REWARD_MODEL,
+    REWARD_MODEL,
+    NodeFunction,
+    Service,
+    node,
+)
 from ctrl_megatron.graph.graph import Pipeline
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import DRAWN, OF_REWARD_MODEL
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.rewards.registry import refuse_without_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
-from ctrl_megatron.steps.batch import Group, Sample, make_batch
+from ctrl_megatron.steps.batch import filled_in, make_batch, samples_of
+from ctrl_megatron.steps.model_reward import with_model_rewards
+from ctrl_megatron.steps.sample import ColumnMaker, Group, Outcome, Sample
 from ctrl_megatron.steps.sampling import share_rows
 
 if TYPE_CHECKING:
     from ctrl_megatron.steps.worker import DAGWorker
 
-Draw = Callable[["DAGWorker", Sequence[int], int], list[Sample]]
-"""Takes the worker, positions of rows and the number of the draw in this step; returns this data
-rank's samples with rewards among their ``fields``. Collective."""
 Measure = Callable[[Sequence[Sample]], dict[str, torch.Tensor]]
 """Takes this data rank's samples; returns vectors whose means are reported."""
 
@@ -42,10 +50,15 @@ class DynamicSampling:
     ``max_num_gen_batches`` batches do not give enough groups.
     """
 
-    def __init__(self, draw: Draw, measure: Measure) -> None:
-        self._draw, self._measure = draw, measure
-        self.reads: tuple[str, ...] = getattr(draw, "reads", ())
-        self.writes = (*DRAWN, "score", OF_REWARD_MODEL)
+    def __init__(
+        self,
+        nodes: Sequence[NodeFunction[..., Any]],
+        measure: Measure,
+        makers: Sequence[ColumnMaker],
+    ) -> None:
+        """``nodes`` are those of a pipeline without dynamic sampling, from rows to judged samples,
+        and ``makers`` make the batch's columns of these."""
+        self._nodes, self._measure, self._makers = nodes, measure, makers
 
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""
@@ -53,7 +66,7 @@ class DynamicSampling:
         useful, drawn = worker.leftover.take(), list[Sample]()
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
-            fresh = self._draw(worker, worker.draw(config.gen_batch_size), rounds)
+            fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
             worker.check_judging()
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
             require_rewards(everything, worker.reward_weights)
@@ -78,17 +91,47 @@ class DynamicSampling:
             **({"sampling/useful_rate": new / sampled} if sampled else {}),
             **worker.means(self._measure(drawn)),
         }
-        return NodeOutput(batch=_batch_of(worker, useful[:wanted]), metrics=metrics)
+        samples = _shared(worker, useful[:wanted])
+        batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
+        return NodeOutput(batch=batch, fields=filled_in(samples, *self._makers), metrics=metrics)
+
+    def draw(self, worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
+        """This data rank's judged samples of a round. Collective."""
+        row = torch.tensor(rows, dtype=torch.int64)
+        given = {"row": row, "attempt": torch.full_like(row, attempt)}
+        batch = TensorDict(given, batch_size=[len(rows)])
+        for one in self._nodes:
+            if inspect.iscoroutinefunction(one.function):
+                judging = partial(one, worker, batch)
+                output = worker.ask(judging, "the judging of samples")
+            else:
+                output = one(worker, batch)
+            batch = batch if output.batch is None else output.batch
+            for name, value in output.fields.items():
+                batch[name] = value
+        return with_model_rewards(worker, samples_of(batch))
 
 
-def add_dynamic_sampling(pipeline: Pipeline, draw: Draw, measure: Measure) -> tuple[str, list[str]]:
+def dynamic_sampling(
+    nodes: Sequence[NodeFunction[..., Any]], measure: Measure, makers: Sequence[ColumnMaker]
+) -> NodeFunction[..., NodeOutput]:
+    """The node's function, which reads and uses what ``nodes`` do (``DynamicSampling``)."""
+    reads = (*REWARD_MODEL, *(key for one in nodes for key in one.reads))
+    uses: tuple[Service, ...] = tuple({used: None for one in nodes for used in one.uses})
+    written = (*DRAWN, "sample", "score", OF_REWARD_MODEL)
+    declare = node(reads=reads, writes=written, uses=uses)
+    return declare(DynamicSampling(nodes, measure, makers))
+
+
+def add_dynamic_sampling(
+    pipeline: Pipeline,
+    nodes: Sequence[NodeFunction[..., Any]],
+    measure: Measure,
+    makers: Sequence[ColumnMaker],
+) -> tuple[str, list[str]]:
     """Add the node to ``pipeline``; returns the node that draws and those that judge."""
-    name = "dynamic_sampling"
-    pipeline.add_node(
-        name,
-        DynamicSampling(draw, measure),
-        node_role=NodeRole.DYNAMIC_SAMPLING,
-    )
+    name, function = "dynamic_sampling", dynamic_sampling(nodes, measure, makers)
+    pipeline.add_node(name, function, node_role=NodeRole.DYNAMIC_SAMPLING)
     return name, [name]
 
 
@@ -96,25 +139,30 @@ def counted_rewards(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: w for name, w in weights.items() if w and name not in OVERLONG}
 
 
-def require_rewards(rows: Sequence[Sample], weights: Mapping[str, float]) -> None:
-    """Raise UserError where none of ``rows``, a draw of all data ranks, has a reward."""
-    if rows and all(row.fields["score"] is None for row in rows):
+def require_rewards(samples: Sequence[Sample], weights: Mapping[str, float]) -> None:
+    """Raise UserError where none of ``samples``, a draw of all data ranks, has a reward."""
+    if samples and all(_outcome(sample).total is None for sample in samples):
         names = [name for name, weight in weights.items() if weight]
         refuse_without_rewards(
-            [n for n in names if all(row.fields[f"reward/{n}"] is None for row in rows)]
+            [n for n in names if all(_outcome(s).rewards[n] is None for s in samples)]
         )
 
 
-def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
+def _outcome(sample: Sample) -> Outcome:
+    assert sample.outcome is not None
+    return sample.outcome
+
+
+def groups_that_teach(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
     """The groups, whole and in order, whose judged samples earned different rewards: sums weighted
     by ``weights``, without the punishment of long responses.
     """
     counted = counted_rewards(weights)
     parts: dict[str, Any] = {
-        name: [row.fields[f"reward/{name}"] for row in rows] for name in counted
+        name: [_outcome(sample).rewards[name] for sample in samples] for name in counted
     }
-    earned = zip(rows, weighted_sum(parts, counted), strict=True)
-    judged = [(row.uid, reward) for row, reward in earned if reward is not None]
+    earned = zip(samples, weighted_sum(parts, counted), strict=True)
+    judged = [(sample.uid, reward) for sample, reward in earned if reward is not None]
     if not judged:
         return []
     uids = [uid for uid, _ in judged]
@@ -122,23 +170,23 @@ def groups_that_teach(rows: Sequence[Sample], weights: Mapping[str, float]) -> l
     groups: dict[str, Group] = {
         uid: [] for uid, useful in zip(uids, signal.tolist(), strict=True) if useful
     }
-    for row in rows:
-        if row.uid in groups:
-            groups[row.uid].append(row)
+    for sample in samples:
+        if sample.uid in groups:
+            groups[sample.uid].append(sample)
     return list(groups.values())
 
 
-def _batch_of(worker: DAGWorker, groups: Sequence[Group]) -> TensorDict:
+def _shared(worker: DAGWorker, groups: Sequence[Group]) -> list[Sample]:
     """This data rank's share of the step's groups, divided into mini-batches."""
     size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    rows = [
-        dataclasses.replace(row, mini_batch=number // size)
+    samples = [
+        dataclasses.replace(sample, mini_batch=number // size)
         for number, group in enumerate(groups)
-        for row in group
+        for sample in group
     ]
     mine = share_rows(
-        [row.size for row in rows],
+        [sample.size for sample in samples],
         worker.groups,
         shared_prefix=worker.config.shares_prefixes,
     )
-    return make_batch([rows[number] for number in mine], pad_token_id=worker.codec.pad_token_id)
+    return [samples[number] for number in mine]

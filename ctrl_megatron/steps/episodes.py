@@ -25,13 +25,14 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, declared, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import DRAWN, writes
 from ctrl_megatron.rollout.engine import Engine
-from ctrl_megatron.steps.batch import Fields, Sample, known, rows_of
-from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
+from ctrl_megatron.steps.batch import known, rows_of
+from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sample import Fields, Sample
 from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
     answered,
@@ -223,14 +224,14 @@ def _joined(spans: Sequence[VersionSpan], tokens: int) -> tuple[VersionSpan, ...
 class Episodes:
     """How a pipeline makes episodes: its nodes and its validation."""
 
-    make: EnvironmentMaker
+    make: NodeFunction[..., Environment]
+    """An ``EnvironmentMaker`` with what its environments declare: keys that they read, services
+    that they use, and the columns of the batch that they write."""
     turns: int
     turn_tokens: int | None = None
     """Most tokens of one answer; None for as many as the response has room for."""
-    reads: tuple[str, ...] = ()
-    """Keys that the environments read (``node_keys.reads``)."""
     fields: tuple[str, ...] = ()
-    """Columns of the batch that the environments write."""
+    """Further columns that they write."""
 
     def limits(self, config: Config) -> EpisodeLimits:
         """The limits of an episode."""
@@ -308,6 +309,10 @@ class Episodes:
     def node(self) -> Callable[..., NodeOutput]:
         """The node that plays a step's episodes."""
 
+        make = self.make
+        written = (*DRAWN, *EPISODE_FIELDS, *self.fields, *(make.writes or ()), "problem_id")
+
+        @node(reads=make.reads, writes=written, uses=make.uses)
         def generate_episodes(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             """From ``row`` (positions of the global batch) to the batch of this data rank's
             episodes with the fields of ``Episode.fields``.
@@ -316,14 +321,14 @@ class Episodes:
             samples = self.draw(worker, batch["row"].tolist(), mini_batch_size=size)
             return sampled(worker, samples, measure_episodes)
 
-        generate_episodes.reads = self.reads  # type: ignore[attr-defined]
-        return writes(*DRAWN, *EPISODE_FIELDS, *self.fields, "problem_id")(generate_episodes)
+        return generate_episodes
 
     def validation(self) -> Callable[[RolloutWorker], dict[str, float]]:
         """The validation: the mean score, turns and share of finished ones of one greedy episode
         for every validation row; ``unjudged`` counts those without a score.
         """
 
+        @node(reads=self.make.reads, uses=self.make.uses)
         def validate_episodes(worker: RolloutWorker) -> dict[str, float]:
             table = worker.validation
             assert table is not None
@@ -339,7 +344,6 @@ class Episodes:
             results = [result for part in worker.groups.from_data_ranks(own) for result in part]
             return rates_by_set(table.sets, results, mean_scores)
 
-        validate_episodes.reads = self.reads  # type: ignore[attr-defined]
         return validate_episodes
 
 
@@ -408,13 +412,7 @@ def environment_pipeline(
     tokens, and up to ``data.max_response_length`` tokens together with what the model reads.
     """
     make = imported(environment, "dag.options.environment")
-    episodes = Episodes(
-        make=make,
-        turns=turns,
-        turn_tokens=turn_tokens,
-        reads=tuple(getattr(make, "reads", ())),
-        fields=tuple(getattr(make, "writes", ())),
-    )
+    episodes = Episodes(make=declared(make), turns=turns, turn_tokens=turn_tokens)
     return pipeline_of("environment_pipeline", config, episodes)
 
 
@@ -426,7 +424,8 @@ def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
     check_episodes(config, episodes)
     report = episodes_report(config, episodes)
     pipeline = Pipeline(name, "act in environments, update", report=report)
-    pipeline.add_node("generate_episodes", episodes.node(), **DRAWS)
+    synced = add_weight_sync(pipeline, config)
+    pipeline.add_node("generate_episodes", episodes.node(), synced, **DRAWS)
     pipeline.add_node("balance", balance, ["generate_episodes"], **DRAWS)
     add_update_nodes(pipeline, config, drawn="balance", judged=["balance"])
     return pipeline.build()

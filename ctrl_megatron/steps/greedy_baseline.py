@@ -6,62 +6,71 @@ Its fields have the same value in every row of a prompt's group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from tensordict import TensorDict
 
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import writes
-from ctrl_megatron.graph.node_keys import REVISIONS, REWARDS, reads
-from ctrl_megatron.steps.batch import Fields, columns, rows_of
-from ctrl_megatron.steps.chain import (
-    REVISION_FIELDS,
-    TRAINED,
-    criticise,
-    critiques_of,
-    judge,
-    revise,
+from ctrl_megatron.steps.batch import columns, filled_in, rows_of
+from ctrl_megatron.steps.chain import TRAINED, criticise, judge, revise
+from ctrl_megatron.steps.sample import (
+    REVISION_COLUMNS,
+    ColumnMaker,
+    Sample,
+    critique_columns,
+    revision_columns,
 )
 from ctrl_megatron.steps.sampling import greedy_params
 from ctrl_megatron.steps.worker import DAGWorker
+from ctrl_megatron.types import Completion
 
 T = TypeVar("T")
 _PREFIX = "greedy_"
+_NO_TOKENS = Completion(token_ids=(), log_probs=(), finish_reason="stop", spans=())
 
 
-@writes("greedy_task", "greedy_critique", "greedy_valid", "greedy_judged_correct")
+def _named(*columns: str) -> tuple[str, ...]:
+    return tuple(f"{_PREFIX}{name}" for name in columns)
+
+
+@node(writes=_named("sample", "task", "critique", "valid", "judged_correct"))
 def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``greedy_critique``, ``greedy_valid``, ``greedy_judged_correct`` (B,): the actor's likeliest
-    critique for each row's prompt.
+    """``greedy_sample``, the actor's likeliest critique for each row's prompt, and its
+    ``critique_columns``.
     """
     rows = _of_groups(batch, rows_of(worker.train, batch))
     prompts = [worker.train.prompts[worker.train.number_of[row.id]] for row in rows]
     params = greedy_params(worker.codec, worker.config.data.max_response_length)
     drawn = criticise(worker, rows, prompts, params, TRAINED)
-    return _over_rows(batch, [critique.drawn for (critique,) in drawn])
+    # Its length is not rewarded.
+    samples = [replace(sample, completion=_NO_TOKENS) for (sample,) in drawn]
+    return _over_rows(batch, samples, critique_columns)
 
 
-@reads(*REVISIONS)
-@writes("greedy_revision", *(f"greedy_{name}" for name in REVISION_FIELDS))
+@node(writes=_named("sample", *REVISION_COLUMNS), uses=("proxy",))
 def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``greedy_revision`` (B,) text: the proxy's, empty for invalid critiques; and the other fields
-    of ``generate_revisions``.
+    """``greedy_sample`` with the proxy's revisions, none for invalid critiques, and the
+    ``revision_columns``.
     """
-    critiques = _of_groups(batch, critiques_of(worker, batch, prefix=_PREFIX))
-    return _over_rows(batch, [critique.revised for critique in revise(worker, critiques)])
+    samples = _of_groups(batch, batch[f"{_PREFIX}sample"].tolist())
+    rows = _of_groups(batch, rows_of(worker.train, batch))
+    return _over_rows(batch, revise(worker, samples, rows), revision_columns)
 
 
-@reads(*REWARDS)
-@writes("reward_baselines")
+@node(writes=("reward_baselines",), uses=("rewards",))
 async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``reward_baselines`` (B,): the critic's part of the greedy critique's reward, NaN where it
     could not be judged. Runs beside the log-probs.
     """
-    critiques = _of_groups(batch, critiques_of(worker, batch, prefix=_PREFIX))
-    weight = worker.reward_weights["critic"]
-    rewards = [fields["reward/critic"] for fields in await judge(worker, critiques)]
-    earned = [None if reward is None else weight * float(reward) for reward in rewards]
+    samples = _of_groups(batch, batch[f"{_PREFIX}sample"].tolist())
+    rows = _of_groups(batch, rows_of(worker.train, batch))
+    weight, earned = worker.reward_weights["critic"], list[float | None]()
+    for sample in await judge(worker, samples, rows):
+        reward = sample.outcome.rewards["critic"] if sample.outcome else None
+        earned.append(None if reward is None else weight * reward)
     per_row = columns([{"reward_baselines": earned[group]} for group in _group_of_rows(batch)])
     return NodeOutput(fields=per_row)
 
@@ -84,7 +93,9 @@ def _group_of_rows(batch: TensorDict) -> list[int]:
     return [number[uid] for uid in uids]
 
 
-def _over_rows(batch: TensorDict, per_group: Sequence[Fields]) -> NodeOutput:
-    """Each group's fields, their names prefixed with ``greedy_``, in all of its rows."""
-    named = [{f"{_PREFIX}{name}": value for name, value in f.items()} for f in per_group]
-    return NodeOutput(fields=columns([named[group] for group in _group_of_rows(batch)]))
+def _over_rows(batch: TensorDict, per_group: Sequence[Sample], maker: ColumnMaker) -> NodeOutput:
+    """Each group's sample and its columns, with ``greedy_`` before their names, in all of its
+    rows."""
+    samples = [per_group[group] for group in _group_of_rows(batch)]
+    fields = filled_in(samples, maker)
+    return NodeOutput(fields={f"{_PREFIX}{name}": column for name, column in fields.items()})

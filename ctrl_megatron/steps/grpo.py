@@ -9,6 +9,7 @@ those of CTRL's step (``add_update_nodes``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,19 +20,20 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import DRAWN, REWARD_MODEL, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import DRAWN, writes
-from ctrl_megatron.graph.node_keys import REWARD_MODEL, REWARDS, reads
 from ctrl_megatron.graph.siirl_names import NodeType
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import Sample, columns, known, reward_fields, rows_of, with_fields
-from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes
+from ctrl_megatron.steps.batch import filled_in, known, rows_of, samples_of
+from ctrl_megatron.steps.chain import with_text
+from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.steps.masks import seed_masks
-from ctrl_megatron.steps.model_reward import model_parts, with_model_rewards
+from ctrl_megatron.steps.model_reward import model_parts
 from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sample import Fields, Sample, outcomes_of, reward_columns
 from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
     begin_judging,
@@ -41,6 +43,7 @@ from ctrl_megatron.steps.sampling import (
     greedy_params,
     length_metrics,
     rates_by_set,
+    requested,
     sampled,
     validation_batches,
 )
@@ -124,23 +127,25 @@ def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[st
     judge.
     """
     if config.algorithm.filter_groups.enable:
-        drawn, judged = add_dynamic_sampling(pipeline, draw_and_reward, measure_completions)
+        drawn, judged = add_dynamic_sampling(pipeline, JUDGED, measure_completions, JUDGED_COLUMNS)
     else:
         judged = ["function_reward"]
-        pipeline.add_node("rollout_actor", generate_completions, **DRAWS)
+        synced = add_weight_sync(pipeline, config)
+        pipeline.add_node("rollout_actor", generate_completions, synced, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
         drawn = add_sharing(pipeline, config, "rollout_actor", generate_ahead)
     return drawn, judged
 
 
-@writes(*DRAWN, "completion", "problem_id")
+@node(writes=(*DRAWN, "sample", "completion", "problem_id"))
 def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``row`` (positions of the global batch) to the batch of this data rank with the field
+    """From ``row`` (positions of the global batch) to the batch of this data rank with the column
     ``completion`` (B,) text.
     """
-    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    samples = draw_completions(worker, batch["row"].tolist(), mini_batch_size=size)
-    return sampled(worker, samples, measure_completions)
+    heard = partial(_begin_reward, worker)
+    drawn = draw_samples(worker, **requested(worker, batch), heard=heard)
+    samples = [with_text(worker, sample) for sample in drawn]
+    return sampled(worker, samples, measure_completions, completion_columns)
 
 
 def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -149,43 +154,27 @@ def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return report_staleness(worker, batch)
 
 
-@reads(*REWARDS)
-@writes("score")
+@node(writes=("sample", "score"), uses=("rewards",))
 async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``completion`` to ``score`` and every function's ``reward/NAME``, (B,) float32 each.
-    Runs beside the log-probs.
+    """From ``sample`` to the judged samples, ``score`` and every function's ``reward/NAME``, (B,)
+    float32 each. Runs beside the log-probs.
     """
-    sizes = batch["response_mask"].sum(dim=1).tolist()
-    items = completion_items(rows_of(worker.train, batch), texts(batch["completion"]), sizes)
-    return NodeOutput(fields=columns(reward_fields(await worker.score(items))))
+    samples, rows = samples_of(batch), rows_of(worker.train, batch)
+    items = [completion_item(s.text, row, s.length) for s, row in zip(samples, rows, strict=True)]
+    outcomes = outcomes_of(await worker.score(items))
+    judged = [replace(s, outcome=outcome) for s, outcome in zip(samples, outcomes, strict=True)]
+    return NodeOutput(fields=filled_in(judged, reward_columns))
 
 
-@reads(*REWARDS, *REWARD_MODEL)
-def draw_and_reward(worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
-    """The work of the two nodes above, for dynamic sampling. Collective."""
-    samples = draw_completions(worker, rows, mini_batch_size=len(rows), attempt=attempt)
-    items = completion_items(
-        [worker.train.row(sample.row_id) for sample in samples],
-        [str(sample.fields["completion"]) for sample in samples],
-        [len(sample.completion.token_ids) for sample in samples],
-    )
-    scores = worker.ask(lambda: worker.score(items), "the judging of texts")
-    return with_model_rewards(worker, with_fields(samples, reward_fields(scores)))
+def completion_columns(sample: Sample) -> Fields:
+    """``completion``, the response's text."""
+    return {"completion": sample.text}
 
 
-def draw_completions(
-    worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
-) -> list[Sample]:
-    """Samples of the rows' prompts with their text as the field ``completion``. Collective."""
-    drawn = draw_samples(
-        worker,
-        rows,
-        mini_batch_size=mini_batch_size,
-        attempt=attempt,
-        heard=partial(_begin_reward, worker),
-    )
-    decode = worker.codec.decode
-    return with_fields(drawn, [{"completion": decode(s.completion.token_ids)} for s in drawn])
+JUDGED = (generate_completions, reward_completions)
+"""The nodes from rows to judged completions."""
+JUDGED_COLUMNS = (completion_columns, reward_columns)
+"""Make the columns that these nodes write."""
 
 
 def _begin_reward(worker: RolloutWorker, row: Row, completion: Completion) -> None:
@@ -193,19 +182,14 @@ def _begin_reward(worker: RolloutWorker, row: Row, completion: Completion) -> No
 
     def start(rewards: RewardSum) -> None:
         tokens = completion.token_ids
-        rewards.begin(RewardItem(text=worker.codec.decode(tokens), row=row, length=len(tokens)))
+        rewards.begin(completion_item(worker.codec.decode(tokens), row, len(tokens)))
 
     begin_judging(worker, start)
 
 
-def completion_items(
-    rows: Sequence[Row], completions: Sequence[str], lengths: Sequence[int]
-) -> list[RewardItem]:
-    """The items for the reward functions; ``lengths`` are in tokens."""
-    return [
-        RewardItem(text=text, row=row, length=length)
-        for row, text, length in zip(rows, completions, lengths, strict=True)
-    ]
+def completion_item(text: str, row: Row, length: int) -> RewardItem:
+    """A completion of so many tokens for the reward functions."""
+    return RewardItem(text=text, row=row, length=length)
 
 
 def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
@@ -215,7 +199,7 @@ def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 
 def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first completion of each group with its rewards."""
-    completions, versions = texts(batch["completion"]), texts(batch["version"])
+    samples, versions = samples_of(batch), texts(batch["version"])
     rows, examples = rows_of(worker.train, batch), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
         rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
@@ -224,7 +208,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
             {
                 "id": rows[i].id,
                 "prompt": rows[i].prompt[-1]["content"],
-                "completion": completions[i],
+                "completion": samples[i].text,
                 **rewards,
                 "versions": f"completion by {versions[i]}",
             },
@@ -232,7 +216,7 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
     return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
-@reads(*REWARDS, *REWARD_MODEL)
+@node(reads=REWARD_MODEL, uses=("rewards",))
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """Mean of every reward over one greedy completion per validation row. Collective.
 
@@ -255,9 +239,9 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
                 params,
                 finished=by_row(rows, params.n, partial(_begin_reward, worker)),
             )
-            answers = [worker.codec.decode(group[0].token_ids) for group in drawn]
-            sizes = [len(group[0].token_ids) for group in drawn]
-            items += completion_items(rows, answers, sizes)
+            for row, (completion,) in zip(rows, drawn, strict=True):
+                text = worker.codec.decode(completion.token_ids)
+                items.append(completion_item(text, row, len(completion.token_ids)))
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
         mine = worker.ask(lambda: worker.score(items), "the judging of texts").parts

@@ -7,31 +7,29 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.graph import node_keys
+from ctrl_megatron.graph.declarations import NodeFunction, node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import needs, writes
-from ctrl_megatron.graph.node_keys import reads
 from ctrl_megatron.steps.ctrl import (
     advantages,
     compute_values,
     old_log_prob,
     place_scores,
     ref_log_prob,
-    sync_weights,
+    report_weight_sync,
     token_rewards,
     update_actor,
     update_critic,
 )
-from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
+from ctrl_megatron.steps.dynamic_sampling import dynamic_sampling
 from ctrl_megatron.steps.grpo import (
-    draw_and_reward,
+    JUDGED,
+    JUDGED_COLUMNS,
     generate_completions,
     measure_completions,
     reward_completions,
@@ -39,7 +37,7 @@ from ctrl_megatron.steps.grpo import (
 from ctrl_megatron.steps.model_reward import model_reward
 from ctrl_megatron.steps.worker import DAGWorker as BaseWorker
 
-Step = Callable[[Any, TensorDict], NodeOutput]
+Step = NodeFunction[..., NodeOutput]
 
 
 def one_after_another(*steps: Step) -> Step:
@@ -47,9 +45,12 @@ def one_after_another(*steps: Step) -> Step:
     declares what they declare.
     """
 
-    @reads(*(key for step in steps for key in getattr(step, "reads", ())))
-    @needs(lambda config: _needed(steps, config))
-    @writes(*dict.fromkeys(name for step in steps for name in _written(step)))
+    @node(
+        reads=tuple(key for step in steps for key in step.reads),
+        needs=lambda config: _needed(steps, config),
+        writes=tuple(dict.fromkeys(name for step in steps for name in step.writes or ())),
+        uses=tuple(dict.fromkeys(used for step in steps for used in step.uses)),
+    )
     def every_step(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
         # Coroutine functions that were started earlier may still read the batch.
         seen, fields, metrics = batch.copy(), dict[str, Any](), dict[str, float]()
@@ -64,21 +65,15 @@ def one_after_another(*steps: Step) -> Step:
 
 
 def _needed(steps: tuple[Step, ...], config: Config) -> dict[str, str]:
-    """The fields that a step needs and none before it writes, as ``node_fields.needs`` has them."""
+    """The fields that a step needs and none before it writes, as ``NodeFunction.needs``."""
     found, made = dict[str, str](), set[str]()
     for step in steps:
-        own = getattr(step, "needs", lambda config: {})(config)
-        found |= {name: why for name, why in own.items() if name not in made}
-        made |= {*_written(step)}
+        found |= {name: why for name, why in step.needed(config).items() if name not in made}
+        made |= {*(step.writes or ())}
     return found
 
 
-def _written(step: Step) -> tuple[str, ...]:
-    return getattr(step, "writes", ())
-
-
-@reads(*node_keys.REWARDS)
-@writes("score")
+@node(writes=("score",), uses=("rewards",))
 def rewarded(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     """``reward_completions`` and its end; nothing where dynamic sampling has judged already.
     Collective.
@@ -93,16 +88,14 @@ _REWARDED_LATER = "rewarded_later"
 """A field of an empty batch that asks for the work of ``_REWARD`` behind the draw."""
 
 
-@writes(*getattr(generate_completions, "writes", ()))
+@node(writes=generate_completions.writes)
 def completions(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     """``generate_completions``; nothing in a step whose rows dynamic sampling draws. Collective."""
     # The rows of all ranks.
     return generate_completions(worker, batch) if len(batch["row"]) else NodeOutput()
 
 
-@reads(*getattr(_REWARD, "reads", ()))
-@needs(lambda config: _needed((_REWARD,), config))
-@writes(*_written(_REWARD))
+@node(reads=_REWARD.reads, needs=_REWARD.needs, writes=_REWARD.writes, uses=_REWARD.uses)
 def scored(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     """The rewards on their tokens; for a step whose rows dynamic sampling has still to draw, the
     wish that it computes them. Collective.
@@ -112,11 +105,10 @@ def scored(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={_REWARDED_LATER: torch.zeros(0)})
 
 
-_SAMPLING = DynamicSampling(draw_and_reward, measure_completions)
+_SAMPLING = dynamic_sampling(JUDGED, measure_completions, JUDGED_COLUMNS)
 
 
-@reads(*_SAMPLING.reads)
-@writes(*_SAMPLING.writes)
+@node(reads=_SAMPLING.reads, writes=_SAMPLING.writes, uses=_SAMPLING.uses)
 def drawn_groups(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     """Completions of groups with different rewards, judged; with the rewards on their tokens if the
     node that computes them came before, as the guide has it. Collective.
@@ -141,7 +133,7 @@ class GuideWorker(BaseWorker):
     compute_advantage = advantages
     compute_old_log_prob = old_log_prob
     compute_ref_log_prob = ref_log_prob
-    train_actor = one_after_another(update_actor, sync_weights)
+    train_actor = one_after_another(update_actor, report_weight_sync)
     train_critic = update_critic
 
 

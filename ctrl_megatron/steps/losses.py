@@ -74,19 +74,21 @@ class ActorLoss:
         actor, mask = self._actor, rows.get("loss_mask", rows["response_mask"])
         whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
         mode = actor.loss_agg_mode
-        found = self._computed(
-            {
-                "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
-                "log_prob": log_probs,
-                "advantages": rows["advantages"],
-                "response_mask": mask,
-                "loss_agg_mode": mode,
-                "config": actor,
-                "rollout_is_weights": rows.get("rollout_is_weights"),
-                "selected": rows.get("selected"),
-                **self._options,
-            }
-        )
+        offered = {
+            "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
+            "log_prob": log_probs,
+            "advantages": rows["advantages"],
+            "response_mask": mask,
+            "loss_agg_mode": mode,
+            "config": actor,
+            "rollout_is_weights": rows.get("rollout_is_weights"),
+            "selected": rows.get("selected"),
+            **self._options,
+        }
+        if is_users(self._function):
+            found = self._checked(offered)
+        else:
+            found = self._function(**accepted(self._function, offered))
         if isinstance(found, PolicyLossTerms):
             policy, clipped = whole(found.loss, mode), whole(found.clipped, "token-mean")
             approx_kl = whole(found.approx_kl, "token-mean")
@@ -109,10 +111,8 @@ class ActorLoss:
             scalars["actor/kl_loss"] = kl
         return loss, {name: value.detach() for name, value in scalars.items()}
 
-    def _computed(self, offered: Mapping[str, Any]) -> PolicyLossTerms | LossScalars:
-        """The result of the policy loss; a loss of the user's is checked (``checked_loss``)."""
-        if not is_users(self._function):
-            return self._function(**accepted(self._function, offered))
+    def _checked(self, offered: Mapping[str, Any]) -> PolicyLossTerms | LossScalars:
+        """The result of a policy loss of the user's (``checked_loss``)."""
         mask, log_prob = offered["response_mask"], offered["log_prob"]
         if not mask.any():
             # A mean over no token is not a number.

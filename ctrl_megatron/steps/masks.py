@@ -13,9 +13,8 @@ from tensordict import TensorDict
 from ctrl_megatron.algorithms.coupled import MaskRule, draw_masks
 from ctrl_megatron.config import Config
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import needs, writes
-from ctrl_megatron.graph.node_keys import reads
 from ctrl_megatron.steps.losses import row_names
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -31,9 +30,11 @@ def mask_rule(config: Config) -> MaskRule:
     return MaskRule(random_masking=actor.random_masking, p_mask_prompt=actor.p_mask_prompt)
 
 
-@reads(_ACTOR + "random_masking", _ACTOR + "p_mask_prompt", _ACTOR + "ppo_epochs")
-@needs(lambda config: dict.fromkeys(("uid", "problem_id"), ""))
-@writes(MASK_SEED)
+@node(
+    reads=(_ACTOR + "random_masking", _ACTOR + "p_mask_prompt", _ACTOR + "ppo_epochs"),
+    needs=always("uid", "problem_id"),
+    writes=(MASK_SEED,),
+)
 def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``mask_seed`` for every pass of the update, from the run's seed, the step, the row and its
     sample's number in the group: neither ranks nor the order of rows change the masks.

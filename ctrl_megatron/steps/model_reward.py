@@ -6,6 +6,7 @@ model's own chat template and tokenizer (``reward_reader``).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -14,15 +15,14 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph import node_keys
+from ctrl_megatron.graph.declarations import OF_REWARD_MODEL, REWARD_MODEL, always, node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.node_fields import OF_REWARD_MODEL, needs, writes
-from ctrl_megatron.graph.node_keys import reads
 from ctrl_megatron.models.micro_batch import attended_tokens
 from ctrl_megatron.rewards import RewardItem, weighted_sum
 from ctrl_megatron.rewards.items import Rewards
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.batch import Sample, known, rows_of, with_fields
+from ctrl_megatron.steps.batch import known, rows_of
+from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
 
@@ -32,9 +32,7 @@ def needs_of_scores(config: Config) -> dict[str, str]:
     return {"score": "", **own}
 
 
-@reads(*node_keys.REWARD_MODEL)
-@needs(lambda config: {"input_ids": "", "response_mask": ""})
-@writes(OF_REWARD_MODEL)
+@node(reads=REWARD_MODEL, needs=always("input_ids", "response_mask"), writes=(OF_REWARD_MODEL,))
 def model_reward(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``reward/reward_model`` (B,) float32, not multiplied by its weight: NaN for a conversation
     that is too long for the model, and for a row of a task that it does not reward. Nothing where
@@ -52,13 +50,21 @@ def model_reward(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the field of ``model_reward``, if the run has a reward model. Collective."""
+    """The judged samples with the reward of ``model_reward``, if the run has such a model.
+    Collective.
+    """
     if MODEL_REWARD not in worker.reward_weights:
         return [*samples]
     rows = [worker.train.row(sample.row_id) for sample in samples]
     answers = [worker.codec.decode(sample.completion.token_ids) for sample in samples]
     found, _ = rewards_of(worker, rows, answers)
-    return with_fields(samples, [{OF_REWARD_MODEL: known(reward)} for reward in found])
+    rewarded = []
+    for sample, reward in zip(samples, found, strict=True):
+        assert sample.outcome is not None
+        rewards = {**sample.outcome.rewards, MODEL_REWARD: known(reward)}
+        outcome = dataclasses.replace(sample.outcome, rewards=rewards)
+        rewarded.append(dataclasses.replace(sample, outcome=outcome))
+    return rewarded
 
 
 def model_parts(worker: RolloutWorker, items: Sequence[RewardItem]) -> dict[str, Rewards]:

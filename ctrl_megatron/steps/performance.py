@@ -19,7 +19,7 @@ from ctrl_megatron.rollout.counters import Counters, step_metrics
 from ctrl_megatron.rollout.engine import Engine
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.steps.proxy import ApiProxy
-from ctrl_megatron.steps.worker import DAGWorker, Elsewhere
+from ctrl_megatron.steps.worker import DAGWorker
 
 _GIB = 2**30
 
@@ -59,11 +59,9 @@ def passes(worker: DAGWorker) -> tuple[float, float]:
     all its devices together that they took in this step. Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
     rewarding = None if worker.reward_model is None else worker.reward_model.model
-    own = ((agent.policy, agent.reference, agent.value) for agent in worker.agents)
+    own = ((agent.actor, agent.reference, agent.value) for agent in worker.agents)
     models = [*(model for of_agent in own for model in of_agent), rewarding]
-    mine = sum(
-        sum(m.take_flops()) for m in models if m is not None and not isinstance(m, Elsewhere)
-    )
+    mine = sum(sum(model.take_flops()) for model in models if model is not None)
     nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     names = [of_policy(name, policy) for policy in range(len(worker.agents)) for name in nodes]
     took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))

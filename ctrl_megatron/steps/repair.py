@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.graph import TaskGraph
-from ctrl_megatron.graph.node_keys import REWARDS
 from ctrl_megatron.prompts.messages import repair_request
 from ctrl_megatron.rewards import RewardItem
 from ctrl_megatron.rewards.shaping import OVERLONG
-from ctrl_megatron.steps.batch import reward_fields
 from ctrl_megatron.steps.episodes import Episodes, Observation, pipeline_of
+from ctrl_megatron.steps.sample import outcomes_of
 from ctrl_megatron.steps.worker import RolloutWorker
 from ctrl_megatron.types import Message
 
@@ -43,13 +43,13 @@ class CodeRepair:
         (outcome,) = await self._worker.rewards.verdicts(items)
         # The verdict is in the cache, so no program runs again.
         scores = await self._worker.score(items)
-        (rewards,), verdict = reward_fields(scores), outcome.verdict
+        (earned,), verdict = outcomes_of(scores), outcome.verdict
         return Observation(
             text=repair_request(verdict),
             done=bool(outcome.error) or (verdict is not None and verdict.accepted),
             score=scores.totals[0],
             fields={
-                **{name: reward for name, reward in rewards.items() if name != "score"},
+                **{f"reward/{name}": reward for name, reward in earned.rewards.items()},
                 "pass_rate": outcome.pass_rate,
             },
         )
@@ -72,11 +72,6 @@ def repair_pipeline(config: Config, *, turns: int = 3, turn_tokens: int | None =
             key=f"reward.reward_funcs={[*config.reward.reward_funcs]}",
             remedy="name code, and set reward.overlong_buffer.enable=false",
         )
-    episodes = Episodes(
-        make=CodeRepair,
-        turns=turns,
-        turn_tokens=turn_tokens,
-        reads=REWARDS,
-        fields=("pass_rate",),
-    )
+    make = node(writes=("pass_rate",), uses=("rewards",))(CodeRepair)
+    episodes = Episodes(make=make, turns=turns, turn_tokens=turn_tokens)
     return pipeline_of("repair_pipeline", config, episodes)

@@ -14,17 +14,12 @@ from tensordict import TensorDict
 from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceLost, UserError
+from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import (
-    Draw,
-    Sample,
-    SampleSize,
-    joined_samples,
-    make_batch,
-    sizes_of,
-    versions_of,
-)
+from ctrl_megatron.steps.batch import filled_in, joined_samples, make_batch, sizes_of
+from ctrl_megatron.steps.draws import Draw
+from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, versions_of
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -127,6 +122,7 @@ def finish_draw(
         Sample(
             uid=group_uid(worker, draw.step, draw.attempt, prompt),
             row_id=worker.train.rows[draw.rows[prompt]].id,
+            task=worker.train.rows[draw.rows[prompt]].task,
             mini_batch=mini_batch,
             prompt=tuple(_prompt_of(worker, draw.rows[prompt], asks)),
             completion=completion,
@@ -141,6 +137,17 @@ def group_uid(worker: DAGWorker, step: int, attempt: int, prompt: int) -> str:
     name = f"{worker.config.trainer.experiment_name}/{step}"
     name += f"/{attempt}" if attempt else ""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, f"{name}/{prompt}"))
+
+
+@node(writes=())
+def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+    """Push the policy's weights to the engines, if they have others. Collective.
+
+    Every node that draws would do it too. It comes before the first of them and not after the
+    update, because until then the trainer may need the device, for a save or a validation.
+    """
+    worker.device.to_engine(worker.role, worker.step)
+    return NodeOutput()
 
 
 def draw_samples(
@@ -273,13 +280,29 @@ def greedy_params(codec: TextCodec, max_tokens: int) -> SamplingParams:
     )
 
 
+def requested(worker: DAGWorker, batch: TensorDict) -> dict[str, Any]:
+    """The arguments of ``draw_samples`` for a batch of rows: those of a step, whose mini-batches
+    the data ranks share, or those of a round of dynamic sampling, which has its number in
+    ``attempt``.
+    """
+    rows = batch["row"].tolist()
+    if "attempt" in batch:
+        return {"rows": rows, "mini_batch_size": len(rows), "attempt": int(batch["attempt"][0])}
+    size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return {"rows": rows, "mini_batch_size": size}
+
+
 def sampled(
     worker: DAGWorker,
     samples: list[Sample],
     measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
+    *makers: ColumnMaker,
 ) -> NodeOutput:
-    """The samples as this rank's batch, with the means of ``measure`` as metrics. Collective."""
+    """The samples as this rank's batch with the columns of ``makers``, and the means of ``measure``
+    as metrics. Collective."""
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
+    for name, column in filled_in(samples, *makers).items():
+        batch[name] = column
     return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
 
 

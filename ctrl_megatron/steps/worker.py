@@ -29,7 +29,7 @@ from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
-from ctrl_megatron.steps.batch import DrawsAhead, LeftoverGroups
+from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
 from ctrl_megatron.steps.reward_reader import RewardReader
 from ctrl_megatron.types import FinishReason, Message
 
@@ -94,21 +94,15 @@ class Proxy(Protocol):
         ...
 
 
-class Elsewhere:
-    """Stands for a part of the run that is on the ranks of another world."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def close(self) -> None:
-        """Nothing."""
-
-    def __getattr__(self, name: str) -> Any:
+def present(part: T | None, what: str) -> T:
+    """``part`` of this rank; UserError where the ranks of another world have it."""
+    if part is None:
         raise UserError(
-            f"a node uses {self._what}, which is on the ranks of another world",
+            f"a node uses {what}, which is on the ranks of another world",
             key="placement",
             remedy="give the node a role whose world has it, or let both share a world",
         )
+    return part
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,8 +116,9 @@ class RolloutWorker:
     codec: TextCodec
     engine: CountedEngine | None
     """All engines of the run; None on ranks that are not leaders."""
-    device: DeviceOwner
-    """Who has the device, engine or trainer, and which weights the engines have."""
+    owner: DeviceOwner | None
+    """Who has the device, engine or trainer, and which weights the engines have; None on ranks of a
+    world without engines."""
     role: Role = "actor"
     """The policy whose weights the engines draw with for this worker."""
     max_model_len: int
@@ -144,6 +139,11 @@ class RolloutWorker:
     """How often this rank has started services again, by the metric's name."""
     step: int = 0
     """Training steps that are finished."""
+
+    @property
+    def device(self) -> DeviceOwner:
+        """``owner``; UserError on ranks of a world without engines."""
+        return present(self.owner, "the engines")
 
     @property
     def waiting(self) -> Waiting:
@@ -184,9 +184,8 @@ class RolloutWorker:
         """The rewards of the items from every reward function (leaders only)."""
         if self.rewards is None:
             raise UserError(
-                "worker.score: no node of the pipeline says that it reads the group reward",
-                remedy="put @node_keys.reads(*node_keys.REWARDS) on the function (node_keys of "
-                "ctrl_megatron.pipeline)",
+                "worker.score: no node of the pipeline says that it uses rewards",
+                remedy='put @node(uses=("rewards",)) of ctrl_megatron.pipeline on the function',
             )
         return await self.rewards.score(items)
 
@@ -232,7 +231,8 @@ class RolloutWorker:
             self.background.run_last(self.engine.close())
         if self.proxy is not None and self.groups.is_leader:
             self.background.run_last(self.proxy.close())
-        self.device.close()
+        if self.owner is not None:
+            self.owner.close()
         if self.rewards is not None:
             self.background.run_last(self.rewards.close())
         self.background.close()
@@ -256,7 +256,8 @@ class DAGWorker(RolloutWorker):
     """What the engines had counted at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
-    policy: Policy
+    actor: Policy | None
+    """The policy that the worker trains; None if another world has it."""
     reference: Policy | BasePolicy | None
     """The frozen reference of the KL; None if the objective has no KL, or if another world has
     it."""
@@ -269,12 +270,17 @@ class DAGWorker(RolloutWorker):
     """Peak of one device, in flop/s."""
     elsewhere: Sequence[tuple[float, float]] = ()
     """``performance.passes`` of the other worlds in the last step."""
-    agents: list[DAGWorker] = field(default_factory=list, repr=False, compare=False)
-    """The workers of all policies that learn, by the number of their ``agent_group``; they share
-    this list, services and rows."""
+    agents: Sequence[DAGWorker] = field(default=(), repr=False, compare=False)
+    """The workers of all policies that learn, by the number of their ``agent_group``, which share
+    services and rows; this one alone where none are given."""
 
     def __post_init__(self) -> None:
-        self.agents.append(self)
+        self.agents = self.agents or (self,)
+
+    @property
+    def policy(self) -> Policy:
+        """``actor``; UserError where another world has it."""
+        return present(self.actor, "the actor")
 
     def settle(self) -> None:
         for draw in self.ahead.every():
@@ -291,10 +297,8 @@ class DAGWorker(RolloutWorker):
     def trained(self) -> dict[str, ParallelModel]:
         """The models of this policy that learn, by the name of their folder in a checkpoint."""
         folder = POLICY_FOLDER if self.role == "actor" else self.role
-        models = {folder: self.policy, VALUE_FOLDER: self.value}
-        return {
-            name: m for name, m in models.items() if m is not None and not isinstance(m, Elsewhere)
-        }
+        models = {folder: self.actor, VALUE_FOLDER: self.value}
+        return {name: model for name, model in models.items() if model is not None}
 
     @property
     def refreshed_reference(self) -> Policy | None:
@@ -312,7 +316,7 @@ class DAGWorker(RolloutWorker):
     @property
     def has_actor(self) -> bool:
         """Whether the actor, whose engines may need the device, is on this rank."""
-        return not isinstance(self.policy, Elsewhere)
+        return self.actor is not None
 
     @property
     def actor_learns(self) -> bool:

@@ -23,7 +23,7 @@ from ctrl_megatron.pipeline import (
     NodeType,
     Pipeline,
     TaskGraph,
-    node_keys,
+    node,
 )
 
 
@@ -35,7 +35,7 @@ class MyWorker(DAGWorker):
         assert self.step < self.total_steps and len(batch["row"]) > 0
         return NodeOutput(metrics={"guide/step": float(self.step)})
 
-    @node_keys.reads(*node_keys.REWARDS)
+    @node(uses=("rewards",))
     def compute_reward_and_length(
         self, config: Any, batch: TensorDict, **kwargs: Any
     ) -> NodeOutput:

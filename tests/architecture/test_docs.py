@@ -212,7 +212,9 @@ def test_the_readme_is_short() -> None:
 def test_examples_import_what_a_room_lists() -> None:
     """Everything else may move (docs/api.md)."""
     examples = [example for page in TEXTS for example in blocks(page, "python")]
-    examples += [path.read_text() for path in sorted((ROOT / "examples").rglob("*.py"))]
+    files = sorted((ROOT / "examples").rglob("*.py"))
+    # The study is a tool of this repository.
+    examples += [path.read_text() for path in files if path.parent.name != "study_smollm2"]
     hidden = [
         f"{node.module}: {alias.name}"
         for node in (node for text in examples for node in ast.walk(ast.parse(text)))
@@ -291,6 +293,7 @@ def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
 
 def test_the_built_in_graph_is_the_one_described() -> None:
     from ctrl_megatron.config import load_config
+    from ctrl_megatron.graph.picture import graph_tree
     from ctrl_megatron.pipeline import ctrl_pipeline
 
     graph = ctrl_pipeline(load_config(None, [], "none"))
@@ -303,3 +306,4 @@ def test_the_built_in_graph_is_the_one_described() -> None:
     nodes = [graph.get_node(name) for name in graph.get_topological_sort()]
     found = [(name, place == "host", after) for name, place, after in described]
     assert found == [(n.node_id, n.runs_aside, n.dependencies) for n in nodes]
+    assert "\n".join(graph_tree(graph)) in TEXTS["docs/architecture.md"]

@@ -104,8 +104,8 @@ def test_wrong_input_is_named(
 def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     purpose: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ctrl_megatron.run import inputs
     from ctrl_megatron.run import train as run
+    from ctrl_megatron.run.checks import machine, rl
     from ctrl_megatron.sft import run as sft_run
 
     shape = json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text())
@@ -118,16 +118,16 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
         ],
     )
     started = []
-    for module in (run, sft_run):
-        monkeypatch.setattr(module, "session", lambda *_: started.append(1))
-        monkeypatch.setattr(module, "check_models", lambda *_: None)  # there are no weights
+    for starts, checks in ((run, rl), (sft_run, sft_run)):
+        monkeypatch.setattr(starts, "session", lambda *_: started.append(1))
+        monkeypatch.setattr(checks, "check_models", lambda *_: None)  # there are no weights
     train = run.train if purpose == "rl" else sft_run.train_sft
-    monkeypatch.setattr(inputs, "this_gpu", lambda: ("NVIDIA Z100 next", 80 * 2**30))
+    monkeypatch.setattr(machine, "this_gpu", lambda: ("NVIDIA Z100 next", 80 * 2**30))
     with pytest.raises(
         ValueError, match=r"trainer\.peak_tflops_per_device: .*Z100 next.* not known"
     ):
         train(config)
-    monkeypatch.setattr(inputs, "this_gpu", lambda: ("NVIDIA H100 80GB HBM3", 24 * 2**30))
+    monkeypatch.setattr(machine, "this_gpu", lambda: ("NVIDIA H100 80GB HBM3", 24 * 2**30))
     with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
         train(config)
     assert not started

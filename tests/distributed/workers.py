@@ -919,7 +919,9 @@ def objectives(
     save_hf(policy, f"{out}/given", side_files=directory)
     policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
     rows = {name: value for name, value in mine.items() if name != "old_log_probs"}
-    results["own"], *own = policy.step_with_log_probs(rows, loss, 0.7)
+    vectors = policy.new_results(rows, 2)
+    results["own"] = policy.step(rows, loss, 0.7, results=vectors)
+    own = [*policy.on_all_ranks(vectors)]
     for found, wanted in zip(own, expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     assert results["own"]["actor/ppo_kl"] == 0.0
@@ -1094,7 +1096,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             stop=stop,
             codec=unused,
             engine=engine,
-            device=unused,
+            owner=None,
             max_model_len=64,
             rewards=None,
             reward_weights={},

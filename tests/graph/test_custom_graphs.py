@@ -18,7 +18,7 @@ from ctrl_megatron.run.checks.rl import check_names, pipeline_of
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
 from ctrl_megatron.algorithms import register_adv_est, register_policy_loss
-from ctrl_megatron.pipeline import Pipeline, StepReport, ctrl_pipeline
+from ctrl_megatron.pipeline import Pipeline, StepReport, ctrl_pipeline, node
 
 @register_adv_est("names_its_score")
 def score(token_level_rewards, response_mask, scale: float = 1.0):
@@ -49,10 +49,9 @@ def wrong():
 def validate(worker):
     return {}
 
+@node(uses=("rewards",))
 def rewarding(worker, batch):
     pass
-
-rewarding.reads = ("reward", "sandbox")
 
 def asking():
     report = StepReport(validate=validate)
@@ -266,10 +265,10 @@ def test_a_file_of_another_pipeline_may_be_used(
 
 def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None:
     from ctrl_megatron.config import KEYS
-    from ctrl_megatron.graph import node_keys
+    from ctrl_megatron.graph.declarations import CORRECTION, KEYS_OF_NODES, VALIDATION
     from ctrl_megatron.pipeline import ctrl_pipeline
 
-    for name in node_keys.OF_NODES:
+    for name in KEYS_OF_NODES:
         assert name in KEYS or any(key.startswith(f"{name}.") for key in KEYS), name
     gae = load_config(None, ["algorithm.adv_estimator=gae", "data.val_files=[x]"], "none")
     remax = load_config(None, ["algorithm.adv_estimator=remax"], "none")
@@ -281,8 +280,8 @@ def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None
         None, ["reward_model.enable=true", "reward_model.model.path=reward"], "none"
     )
     graphs = map(ctrl_pipeline, (gae, remax, renewed, judged))
-    read = {*node_keys.VALIDATION, *(key for graph in graphs for key in graph.reads)}
-    assert read >= set(node_keys.OF_NODES) - set(node_keys.CORRECTION)
+    read = {*VALIDATION, *(key for graph in graphs for key in graph.reads)}
+    assert read >= set(KEYS_OF_NODES) - set(CORRECTION)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_graph_of_the_guide() -> None:
     assert graph.graph_id == "embodied_grpo_training_pipeline"
     order = graph.get_topological_sort()
     assert order[:4] == ["rollout_actor", "embodied_sampling", "data_rebalance", "compute_reward"]
-    assert order[-2:] == ["actor_update", "sync_weights"]
+    assert order[-2:] == ["actor_update", "report_weight_sync"]
     with pytest.raises(UserError, match=r"dag\.options\.lower and dag\.options\.upper: are 0\.9"):
         embodied_srpo_pipeline(config, **given, lower=0.9, upper=0.1)
 

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from ctrl_megatron.config import KEYS, load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph.node_fields import needs, writes
+from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.pipeline import DAGWorker, Node, NodeOutput, NodeType, TaskGraph
 from ctrl_megatron.run.checks.nodes import check_calls
 from ctrl_megatron.run.checks.rl import check_names, pipeline_of
@@ -97,11 +97,11 @@ def test_a_graph_may_be_a_file() -> None:
     graph = graph_of("ctrl_megatron.pipeline:pipeline_from_file", f"dag.options.file={ROOT / file}")
     typed = grpo_pipeline()
     assert graph.graph_id == typed.graph_id and graph.rev_adj == typed.rev_adj
-    for found, node in zip(graph.nodes.values(), typed.nodes.values(), strict=True):
-        assert found.executable is node.executable
-        assert (found.node_type, found.node_role) == (node.node_type, node.node_role)
-        assert found.only_forward_compute == node.only_forward_compute
-        assert found.config["_node_id_"] == node.node_id
+    for found, wanted in zip(graph.nodes.values(), typed.nodes.values(), strict=True):
+        assert found.executable is wanted.executable
+        assert (found.node_type, found.node_role) == (wanted.node_type, wanted.node_role)
+        assert found.only_forward_compute == wanted.only_forward_compute
+        assert found.config["_node_id_"] == wanted.node_id
     assert graph.nodes["rollout_actor"].config["model_params"] == "7B"
 
 
@@ -259,7 +259,7 @@ def test_functions_get_what_their_signature_names() -> None:
         graph = TaskGraph("g")
         graph.add_node(node)
         check_calls(graph)
-        return node.run_in_step(worker, batch)
+        return node.call(worker, batch)
 
     own = {"threshold": 3}
     assert called("method") == (worker, "configuration", batch, {**own, "worker": worker})
@@ -276,13 +276,11 @@ def test_a_worker_has_the_guides_methods() -> None:
 
 
 def test_one_node_does_the_work_of_several() -> None:
-    @needs(lambda config: {"a": ""})
-    @writes("b")
+    @node(needs=always("a"), writes=("b",))
     def first(worker: Any, batch: TensorDict) -> NodeOutput:
         return NodeOutput(fields={"b": batch["a"] + 1}, metrics={"first": 1.0})
 
-    @needs(lambda config: {"b": "", "c": "setting"})
-    @writes("d")
+    @node(needs=lambda config: {"b": "", "c": "setting"}, writes=("d",))
     def second(worker: Any, batch: TensorDict) -> NodeOutput:
         return NodeOutput(fields={"d": batch["b"] * batch["c"]}, metrics={"second": 2.0})
 

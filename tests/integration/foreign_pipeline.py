@@ -21,8 +21,8 @@ from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.ctrl import (
     advantages,
     old_log_prob,
+    report_weight_sync,
     rollout_correction,
-    sync_weights,
     update_actor,
 )
 from ctrl_megatron.steps.sampling import draw_samples
@@ -57,7 +57,7 @@ def foreign_ratio(
 
 def build(*, vowel_weight: float = 1.0) -> TaskGraph:
     """Draw, two rewards beside each other, their sum, update, a report of the pushes."""
-    return up_to_update(vowel_weight).add_node("sync", sync_weights, ["update"]).build()
+    return up_to_update(vowel_weight).add_node("sync", report_weight_sync, ["update"]).build()
 
 
 def build_without_sync() -> TaskGraph:

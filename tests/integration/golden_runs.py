@@ -258,6 +258,17 @@ def steps_of(run: ForkedRun) -> list[dict[str, Any]]:
     ]
 
 
+def without_versions(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps without the names of the weights that drew a text."""
+    return [
+        {
+            "metrics": step["metrics"],
+            "texts": [{k: v for k, v in text.items() if k != "versions"} for text in step["texts"]],
+        }
+        for step in steps
+    ]
+
+
 def machine() -> str:
     """The properties of the machine that rounding depends on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -101,9 +101,9 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
         engine=None,
         rewards=RewardSum({"critic": reward}, judge=judge),
         reward_weights={"critic": 1.0},
-        device=unused,
+        owner=None,
         max_model_len=4096,
-        policy=policy,
+        actor=policy,
         reference=reference,
         value=None,
         peak_flops=1e9,
@@ -119,7 +119,8 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     from tensordict import NonTensorStack
 
     from ctrl_megatron.prompts import parse_judgment
-    from ctrl_megatron.steps.batch import Sample, make_batch
+    from ctrl_megatron.steps.batch import make_batch
+    from ctrl_megatron.steps.sample import Sample
     from ctrl_megatron.types import Completion, VersionSpan
 
     drawn = []

@@ -14,7 +14,7 @@ from launched_run import Job
 from ctrl_megatron.checkpoint.store import DRAWN_AHEAD
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.steps.batch import completion_of, versions_of
+from ctrl_megatron.steps.sample import completion_of, versions_of
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)

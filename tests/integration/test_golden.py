@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 STOPS = {"ctrl_grpo": (2,), "ppo": (1,), "dapo": (3,)}
 """After which steps a run is stopped; PPO's actor has not learned at the first."""
 Steps = list[dict[str, Any]]
+SAID = ("critique", "revision", "reward")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,9 @@ def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
     golden_job: Job, whole: Callable[[str], Steps], name: str
 ) -> None:
     stopped = golden_runs.run_rl(golden_job, name, f"{name}_stopped", STOPS[name])
-    for number, (found, wanted) in enumerate(zip(stopped, whole(name), strict=True), 1):
+    # Weights that have not changed may have another name after a stop.
+    same = map(golden_runs.without_versions, (stopped, whole(name)))
+    for number, (found, wanted) in enumerate(zip(*same, strict=True), 1):
         assert found == wanted, f"{name}, step {number}"
 
 
@@ -137,7 +140,8 @@ def test_models_of_transformers_take_the_same_steps(
 
 def assert_same_steps(found: Steps, wanted: Steps, rel: dict[str, float]) -> None:
     for number, (one, other) in enumerate(zip(found, wanted, strict=True), 1):
-        assert one["texts"] == other["texts"], f"step {number}"
+        said = ([{name: t[name] for name in SAID} for t in step["texts"]] for step in (one, other))
+        assert next(said) == next(said), f"step {number}"
         differ = {}
         for metric, value in other["metrics"].items():
             # Rounding of two updates has grown in the gradients of the third.

@@ -35,7 +35,7 @@ METRICS = {
 }
 PHASES = {
     *("generate_critiques", "generate_revisions", "sandbox", "ref_log_prob"),
-    *("scores", "token_rewards", "advantages", "actor_update", "sync_weights"),
+    *("scores", "token_rewards", "advantages", "actor_update", "report_weight_sync"),
 }
 
 

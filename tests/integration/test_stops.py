@@ -37,7 +37,7 @@ PLACES = {
     "an engine generates": "ctrl_megatron.rollout.client:RemoteEngine.generate 4",
     "programs are judged": "ctrl_megatron.rewards.reward_sum:RewardSum.score 2",
     "the first update begins": FIRST + "loop:TrainingLoop._before_update 1",
-    "inside an update": "ctrl_megatron.models.parallel_model:ParallelModel.train_step 2",
+    "inside an update": "ctrl_megatron.models.parallel_model:ParallelModel.step 2",
     "the step's weights are new": FIRST + "loop:TrainingLoop._snapshot 3",
     "a step is recorded": FIRST + "recorder:Recorder.end_step 2",
     "a save begins": "ctrl_megatron.checkpoint.store:CheckpointStore.save 2",

@@ -11,7 +11,7 @@ from test_budget import example
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.run import inputs
+from ctrl_megatron.run.checks import machine
 
 PARAMETERS = 7_615_616_512
 """Parameters of Qwen2.5-7B according to its model card."""
@@ -67,15 +67,15 @@ def test_a_disk_that_is_nearly_full_is_named_with_its_bytes(
     config, shapes = example("ctrl_7b.yaml")
     place = {"default_local_dir": str(tmp_path / "runs"), "experiment_name": "mine"}
     config = replace(config, trainer=replace(config.trainer, **place))
-    monkeypatch.setattr(inputs, "model_shapes", lambda *_: shapes)
+    monkeypatch.setattr(machine, "model_shapes", lambda *_: shapes)
     needed = disk_use(config, shapes.trained, purpose).total  # type: ignore[arg-type]
     for free, refused in ((needed, False), (needed - 1, True), (0, True)):
         monkeypatch.setattr("ctrl_megatron.checkpoint.files.free_space", lambda _, free=free: free)
         if not refused:
-            inputs.check_disk(config, purpose)  # type: ignore[arg-type]
+            machine.check_disk(config, purpose)  # type: ignore[arg-type]
             continue
         with pytest.raises(UserError, match=r"trainer\.default_local_dir") as caught:
-            inputs.check_disk(config, purpose)  # type: ignore[arg-type]
+            machine.check_disk(config, purpose)  # type: ignore[arg-type]
         text = str(caught.value)
         assert str(tmp_path / "runs/mine") in text and f"{needed} bytes" in text
         assert "checkpoint" in text and len(text.splitlines()) == 1

@@ -972,7 +972,8 @@ MODULES = {
     "convert_hf_to_megatron": "ctrl_megatron.commands.convert_hf_to_megatron",
     "convert_megatron_to_hf": "ctrl_megatron.commands.convert_megatron_to_hf",
     **{name: f"tools.{name}" for name in ("prepare_smollm2", "make_env")},
-    **{name: f"tools.{name}" for name in ("make_mutants", "prepare_mutants", "study")},
+    **{name: f"tools.{name}" for name in ("make_mutants", "prepare_mutants")},
+    "study": "examples.study_smollm2.study",
 }
 ROOT = Path(__file__).parents[2]
 

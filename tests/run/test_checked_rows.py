@@ -101,10 +101,10 @@ def test_too_few_rows_for_a_step_are_refused(endpoint: str, tmp_path: Path) -> N
 def test_a_provider_has_no_such_check_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ("reward.provider=piston", "reward.provider_options={url: 'http://127.0.0.1:9'}")
+    keys = ("reward.provider=sandbox_fusion", "reward.provider_options={url: 'http://127.0.0.1:9'}")
     inputs, _ = started(tmp_path, "", [row(tmp_path, 1, EMPTY)], *keys)
     assert [r.id for r in inputs.train.rows] == ["r1"]
-    assert "left out with reward.provider=piston" in capsys.readouterr().out
+    assert "left out with reward.provider=sandbox_fusion" in capsys.readouterr().out
 
 
 def test_a_sandbox_that_fails_ends_the_start(

@@ -17,7 +17,7 @@ from ctrl_megatron.keeping import SilentService
 from ctrl_megatron.rollout.fleet import LoopHeld
 from ctrl_megatron.rollout.kept_engine import ProbedEngine
 from ctrl_megatron.sandbox import EmbeddedSandbox
-from ctrl_megatron.sandbox.client.kept import ProbedSandbox
+from ctrl_megatron.sandbox.kept import ProbedSandbox
 
 LIMIT = 0.6
 

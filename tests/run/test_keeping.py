@@ -19,7 +19,7 @@ from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineAddress
 from ctrl_megatron.rollout.fleet import Services
-from ctrl_megatron.sandbox.client.kept import SandboxService
+from ctrl_megatron.sandbox.kept import SandboxService
 
 
 class Scripted:

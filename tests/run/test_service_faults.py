@@ -14,14 +14,17 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import ServiceFault, UserError
+from ctrl_megatron.graph.declarations import declared
 from ctrl_megatron.graph.graph import StepReport
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
 from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
-from ctrl_megatron.steps.batch import LeftoverGroups, Sample
+from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.chain import judge_programs
+from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
+from ctrl_megatron.steps.sample import Outcome, Sample
 from ctrl_megatron.steps.worker import RolloutWorker
 from ctrl_megatron.types import Completion
 
@@ -157,16 +160,16 @@ def sample(uid: str, *, critic: float | None, mine: float | None) -> Sample:
         mini_batch=0,
         prompt=(1,),
         completion=Completion(token_ids=(2,), log_probs=(0.0,), finish_reason="stop", spans=()),
-        fields={"score": total, "reward/critic": critic, "reward/mine:f": mine},
+        outcome=Outcome(total=total, rewards={"critic": critic, "mine:f": mine}),
     )
 
 
 def drawing(worker: Any, drawn: list[Sample], judging: Judging) -> DynamicSampling:
-    def draw(_: Any, rows: Any, attempt: int) -> list[Sample]:
+    def draw(_: Any, batch: TensorDict) -> NodeOutput:
         worker.rewards.judging += judging
-        return drawn
+        return NodeOutput(batch=make_batch(drawn, pad_token_id=0))
 
-    return DynamicSampling(draw, lambda samples: {})
+    return DynamicSampling((declared(draw),), lambda samples: {}, ())
 
 
 def test_dynamic_sampling_ends_with_the_first_draw_that_services_failed() -> None:

@@ -17,14 +17,15 @@ from ctrl_megatron.config import Config, check_world_size, load_config
 from ctrl_megatron.config.placement import roles_apart
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph.node_fields import needs, writes
+from ctrl_megatron.graph.declarations import always
+from ctrl_megatron.graph.declarations import node as declare
 from ctrl_megatron.graph.world_link import Action, Parcel, Receive, Run, Send
 from ctrl_megatron.parallel.layout import Layout, World, worlds_of
 from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline
 from ctrl_megatron.run import worlds
 from ctrl_megatron.run.checks.nodes import check_worlds
 from ctrl_megatron.run.worlds import _Head, plan_step, world_of_roles
-from ctrl_megatron.steps.batch import SampleSize
+from ctrl_megatron.steps.sample import SampleSize
 from ctrl_megatron.steps.sampling import deal_rows
 
 PPO = ("algorithm.adv_estimator=gae", "placement.critic=[2,3]", "trainer.n_gpus_per_node=4")
@@ -51,8 +52,7 @@ def node(
     gives: Sequence[str] = (),
     kind: NodeType = NodeType.COMPUTE,
 ) -> Node:
-    @needs(lambda config: dict.fromkeys(wants, ""))
-    @writes(*gives)
+    @declare(needs=always(*wants), writes=tuple(gives))
     def function(worker: Any, batch: Any) -> None: ...
 
     return Node(name, kind, role, dependencies=after, func=function)

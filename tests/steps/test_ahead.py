@@ -18,7 +18,9 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.resharding.device import ActorVersions
 from ctrl_megatron.steps.ahead import SavedDraws, begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import DrawsAhead, Sample, make_batch
+from ctrl_megatron.steps.batch import make_batch
+from ctrl_megatron.steps.draws import DrawsAhead
+from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.sampling import draw_samples
 from ctrl_megatron.types import Completion, VersionSpan
 

@@ -24,8 +24,9 @@ from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import HfEngine
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.steps import chain, conversation
-from ctrl_megatron.steps.batch import DrawsAhead, Sample
+from ctrl_megatron.steps.draws import DrawsAhead
 from ctrl_megatron.steps.proxy import SharedProxy
+from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.sampling import draw_samples, draw_seed
 from ctrl_megatron.types import Completion, Verdict, VersionSpan
 

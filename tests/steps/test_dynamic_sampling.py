@@ -18,17 +18,17 @@ from ctrl_megatron.pipeline import NodeOutput, NodeRole, Pipeline
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.run.checks.nodes import check_sampling
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
-from ctrl_megatron.steps.batch import LeftoverGroups, Sample
+from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import groups_that_teach
 from ctrl_megatron.steps.losses import means_over_steps, mini_batches
+from ctrl_megatron.steps.sample import Outcome, Revision, Sample
 from ctrl_megatron.types import Completion, VersionSpan
 
 ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts, from_data_ranks=lambda own: [own])
 
 
 def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
-    earned = {"reward/format": 1.0, "reward/critic": reward, "reward/style": style}
-    fields = {"critique": "text", "valid": True, **earned}
+    earned = {"format": 1.0, "critic": reward, "style": style}
     completion = Completion(
         token_ids=(5, 6),
         log_probs=(-0.5, -0.25),
@@ -41,7 +41,11 @@ def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
         mini_batch=1,
         prompt=(1, 2, 3),
         completion=completion,
-        fields=fields,
+        text="text",
+        judgment=True,
+        revision=Revision(text="revised", tokens=3),
+        outcome=Outcome(total=reward, rewards=earned, detail="why"),
+        fields={"own": 1.0},
     )
 
 
@@ -53,7 +57,7 @@ def test_only_groups_with_different_rewards_are_useful() -> None:
     ]
     weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0, "soft_overlong_punishment": 1.0}
     (group,) = groups_that_teach(rows, weights)
-    assert [row.fields["reward/critic"] for row in group] == [0.0, 0.5, None]
+    assert [row.outcome.rewards["critic"] for row in group if row.outcome] == [0.0, 0.5, None]
     assert groups_that_teach([judged("lost", None)], weights) == []
 
 

@@ -17,7 +17,8 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import RewardOutcome, Scores
-from ctrl_megatron.steps.batch import LeftoverGroups, Sample, make_batch, sizes_of
+from ctrl_megatron.steps.batch import make_batch, sizes_of
+from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.episodes import (
     Episode,
     EpisodeLimits,
@@ -28,6 +29,7 @@ from ctrl_megatron.steps.episodes import (
     play,
 )
 from ctrl_megatron.steps.repair import CodeRepair, repair_pipeline
+from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.types import Completion, SamplingParams, Verdict, VersionSpan
 
 ROW = Row(id="row/1", prompt=({"role": "user", "content": "guess"},))
@@ -256,10 +258,13 @@ def test_settings_that_episodes_do_not_support_are_refused(
 
 
 def test_a_graph_of_the_users_environment(tmp_path: Path) -> None:
-    (tmp_path / "world.py").write_text("def make(worker, row, seed): ...\nmake.writes = ('said',)")
+    (tmp_path / "world.py").write_text(
+        "from ctrl_megatron.pipeline import node\n"
+        "@node(writes=('said',))\ndef make(worker, row, seed): ...\n"
+    )
     config = load_config(None, [], "none")
     graph = environment_pipeline(config, environment=f"{tmp_path}/world.py:make", turns=2)
-    first = graph.nodes["generate_episodes"].executable
-    assert {"said", "turns", "score", "response_mask"} <= set(first.writes)  # type: ignore[union-attr]
+    first = graph.nodes["generate_episodes"]
+    assert {"said", "turns", "score", "response_mask"} <= set(first.writes)
     with pytest.raises(UserError, match=r"dag\.options\.turns: is 0"):
         environment_pipeline(config, environment=f"{tmp_path}/world.py:make", turns=0)

@@ -12,22 +12,28 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.rewards import Scores
 from ctrl_megatron.steps.greedy_baseline import group_heads, judge_greedy_revisions
+from ctrl_megatron.steps.sample import Revision, Sample
+from ctrl_megatron.types import Completion
 
 
 def batch() -> TensorDict:
     made = TensorDict({}, batch_size=[4])
-    texts = {
-        "uid": ["b", "a", "b", "c"],
-        "problem_id": ["p2", "p1", "p2", "p3"],
-        "greedy_critique": ["to b", "to a", "to b", "to c"],
-        "greedy_revision": ["of b", "of a", "of b", "of c"],
-    }
-    for name, values in texts.items():
-        made[name] = NonTensorStack(*values)
-    made["greedy_valid"] = torch.tensor([True, False, True, True])
-    made["greedy_revision_fits"] = torch.ones(4, dtype=torch.bool)
-    made["greedy_judged_correct"] = torch.tensor([True, False, True, False])
+    made["uid"] = NonTensorStack("b", "a", "b", "c")
+    made["problem_id"] = NonTensorStack("p2", "p1", "p2", "p3")
+    of = {"b": greedy("b", True), "a": greedy("a", None), "c": greedy("c", False)}
+    made["greedy_sample"] = NonTensorStack(*(of[uid] for uid in "babc"))
     return made
+
+
+def greedy(uid: str, judgment: bool | None) -> Sample:
+    nothing = Completion(token_ids=(), log_probs=(), finish_reason="stop", spans=())
+    return Sample(
+        row_id=uid,
+        completion=nothing,
+        text=f"to {uid}",
+        judgment=judgment,
+        revision=Revision(text=f"of {uid}"),
+    )
 
 
 def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.steps.chain import Critique
 from ctrl_megatron.steps.critique_report import critique_signal, reward_signal
+from ctrl_megatron.steps.sample import Revision, Sample
+from ctrl_megatron.types import Completion
 
 NAN = float("nan")
 
@@ -15,8 +16,14 @@ def row(rate: float | None, **extra: str) -> Row:
     return Row(id="r", solution="", pass_rate=rate, extra=extra)
 
 
-def critique(row: Row, judgment: bool | None, *, text: str = "", revision: str = "") -> Critique:
-    return Critique(row=row, text=text, judgment=judgment, revision=revision)
+def critique(
+    row: Row, judgment: bool | None, *, text: str = "", revision: str = ""
+) -> tuple[Sample, Row]:
+    drawn = Completion(token_ids=(1,), log_probs=(0.0,), finish_reason="stop", spans=())
+    revised = Revision(text=revision)
+    return Sample(
+        row_id=row.id, completion=drawn, text=text, judgment=judgment, revision=revised
+    ), row
 
 
 def test_equal_revisions_and_gains_are_counted() -> None:

@@ -6,16 +6,16 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.rewards import Judging, Scores
-from ctrl_megatron.steps.batch import columns
-from ctrl_megatron.steps.chain import Critique, critiques_of, judge, revise
+from ctrl_megatron.steps.batch import filled_in, samples_of
+from ctrl_megatron.steps.chain import judge, revise
 from ctrl_megatron.steps.conversation import VALIDATED
 from ctrl_megatron.steps.critique_report import revision_metrics
 from ctrl_megatron.steps.proxy import SharedProxy
+from ctrl_megatron.steps.sample import Revision, Sample, revision_columns
 from ctrl_megatron.steps.worker import Answer, Conversation, Failure
 from ctrl_megatron.types import Attempt, Completion, Problem, VersionSpan
 
@@ -36,17 +36,20 @@ def row(number: int) -> Any:
     )
 
 
-def critiques(rows: list[Any], texts: list[str], valid: list[bool]) -> list[Critique]:
+def critiques(texts: list[str], valid: list[bool]) -> list[Sample]:
+    drawn = Completion(token_ids=(1,), log_probs=(0.0,), finish_reason="stop", spans=())
     return [
-        Critique(row=row, text=text, judgment=False if ok else None, tokens=1)
-        for row, text, ok in zip(rows, texts, valid, strict=True)
+        Sample(row_id="0", completion=drawn, text=text, judgment=False if ok else None)
+        for text, ok in zip(texts, valid, strict=True)
     ]
 
 
-def left_out(revised: list[Critique]) -> list[float]:
-    valid = torch.tensor([critique.judgment is not None for critique in revised])
-    fields = columns([critique.revised for critique in revised])
-    return revision_metrics(fields, valid)["revision/left_out_rate"].tolist()
+def revisions(samples: list[Sample]) -> list[Revision]:
+    return [sample.revision or Revision() for sample in samples]
+
+
+def left_out(revised: list[Sample]) -> list[float]:
+    return revision_metrics(revised)["revision/left_out_rate"].tolist()
 
 
 class Scripted:
@@ -104,19 +107,20 @@ def test_equal_critiques_of_one_solution_are_answered_once() -> None:
     worker = working(proxy)
     rows = [row(0), row(0), row(0), row(0), row(1)]
     valid = [True, True, False, True, True]
-    revised = revise(worker, critiques(rows, CRITIQUES, valid))
+    revised = revise(worker, critiques(CRITIQUES, valid), rows)
     # The last critique is the first one's text, about another problem.
-    assert [c.revision for c in revised] == [
+    found = revisions(revised)
+    assert [r.text for r in found] == [
         *("revision 1", "revision 1", "", "revision 2", "revision 3")
     ]
-    assert [c.revision_tokens for c in revised] == [1, 1, None, 2, 3]
-    assert [c.revised_by for c in revised] == ["proxy:x", "proxy:x", "", "proxy:x", "proxy:x"]
-    assert all(critique.fits for critique in revised)
+    assert [r.tokens for r in found] == [1, 1, None, 2, 3]
+    assert [r.version for r in found] == ["proxy:x", "proxy:x", "", "proxy:x", "proxy:x"]
+    assert all(revision.fits for revision in found)
     assert len(proxy.asked) == 3 and "problem 1" in proxy.asked[2]
     assert left_out(revised) == [0.0] * 4
     # An evaluation revises what contains no judgment too.
-    every = revise(worker, critiques(rows, CRITIQUES, valid), VALIDATED)
-    assert len(proxy.asked) == 7 and all(critique.revision for critique in every)
+    every = revise(worker, critiques(CRITIQUES, valid), rows, VALIDATED)
+    assert len(proxy.asked) == 7 and all(revision.text for revision in revisions(every))
 
 
 def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_is_counted() -> (
@@ -133,31 +137,23 @@ def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_
 
     worker.score = score
     texts = [short, long, long, short, failing]
-    revised = revise(worker, critiques([row(0)] * 5, texts, [True, True, False, True, True]))
-    assert [c.revision for c in revised] == ["revision 1", "", "", "revision 1", ""]
-    assert [c.fits for c in revised] == [True, False, True, True, True]
+    rows = [row(0)] * 5
+    revised = revise(worker, critiques(texts, [True, True, False, True, True]), rows)
+    found = revisions(revised)
+    assert [r.text for r in found] == ["revision 1", "", "", "revision 1", ""]
+    assert [r.fits for r in found] == [True, False, True, True, True]
     assert left_out(revised) == [0.0, 1.0, 0.0, 0.0]
-    # The fields of the batch carry all of it from node to node.
-    fields = columns([critique.revised for critique in revised])
-    batch: Any = {
-        **columns([critique.drawn for critique in revised]),
-        **fields,
-        "response_mask": torch.ones(5, 1),
-        "problem_id": ["0"] * 5,
-    }
-    again = critiques_of(_with_rows(worker), TensorDict(batch, batch_size=[5]))
-    assert [(c.fits, c.failure, c.revised_by) for c in again] == [
-        (c.fits, c.failure, c.revised_by) for c in revised
-    ]
-    for known in (revised, again):
-        scored.clear()
-        worker.rewards.judging = Judging()
-        fields = asyncio.run(judge(worker, known))
-        assert scored == [short, long, short]  # an invalid critique earns its zero
-        assert [f["score"] for f in fields] == [1.0, None, 1.0, 1.0, None]
-        assert fields[1]["reward/critic"] is None and "too long" in str(fields[1]["detail"])
-        assert fields[4]["reward/critic"] is None and fields[4]["detail"] == "down"
-        assert worker.rewards.judging == Judging(asked=1, failed=1, error="the proxy: down")
+    # The batch carries all of it from node to node.
+    batch = TensorDict(filled_in(revised, revision_columns), batch_size=[5])
+    assert batch["revision_failure"].tolist() == ["", "", "", "", "down"]
+    assert samples_of(batch) == revised
+    judged = asyncio.run(judge(worker, revised, rows))
+    outcomes = [sample.outcome for sample in judged if sample.outcome]
+    assert scored == [short, long, short]  # an invalid critique earns its zero
+    assert [outcome.total for outcome in outcomes] == [1.0, None, 1.0, 1.0, None]
+    assert outcomes[1].rewards == {"critic": None} and "too long" in outcomes[1].detail
+    assert outcomes[4].rewards == {"critic": None} and outcomes[4].detail == "down"
+    assert worker.rewards.judging == Judging(asked=1, failed=1, error="the proxy: down")
 
 
 class Codec:

@@ -14,17 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.steps.batch import (
-    Sample,
-    joined_samples,
-    make_batch,
-    pad_rows,
-    sizes_of,
-    spans_of,
-    tensors_of,
-    versions_of,
-)
+from ctrl_megatron.steps.batch import joined_samples, make_batch, pad_rows, sizes_of, tensors_of
 from ctrl_megatron.steps.ctrl import reward_spread
+from ctrl_megatron.steps.sample import Sample, spans_of, versions_of
 from ctrl_megatron.steps.sampling import share_prompts, share_rows
 from ctrl_megatron.types import Completion, VersionSpan
 

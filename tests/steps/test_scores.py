@@ -11,8 +11,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import RewardOutcome, Scores, register_reward, registry
-from ctrl_megatron.steps.chain import score_fields
 from ctrl_megatron.steps.ctrl import place_scores
+from ctrl_megatron.steps.sample import outcomes_of
 from ctrl_megatron.steps.worker import DAGWorker
 
 NAN = float("nan")
@@ -97,5 +97,4 @@ def test_a_row_knows_how_much_its_critique_held_of_the_program() -> None:
     outcomes = [RewardOutcome(reward=None, copied=1.0, copying="mask"), RewardOutcome(reward=0.0)]
     rewards = [outcome.reward for outcome in outcomes]
     scores = Scores(parts={"critic": rewards}, totals=rewards, outcomes=[*outcomes])
-    fields = score_fields(scores)
-    assert [row["copied"] for row in fields] == [1.0, None]
+    assert [outcome.copied for outcome in outcomes_of(scores)] == [1.0, None]

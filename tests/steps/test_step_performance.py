@@ -15,6 +15,8 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.steps.critique_report import critique_examples
 from ctrl_megatron.steps.performance import step_performance
+from ctrl_megatron.steps.sample import Outcome, Revision, Sample
+from ctrl_megatron.types import Completion
 
 
 def model(passes: int, updates: int) -> Any:
@@ -33,7 +35,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
             from_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
             from_all=lambda mine: [mine, {"sandbox/restarts": 1}],
         ),
-        policy=model(100, 6000),
+        actor=model(100, 6000),
         reference=reference,
         value=None,
         reward_model=None,
@@ -63,7 +65,7 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     }
     batch = TensorDict(masks, batch_size=[2])
     # Nodes of a second policy take time, and its model computes.
-    second = SimpleNamespace(policy=model(10, 90), reference=None, value=None)
+    second = SimpleNamespace(actor=model(10, 90), reference=None, value=None)
     stage.agents = [stage, second]
     with stage.timeline.phase("agent1_actor_update"):
         now[0] += 8
@@ -75,6 +77,21 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     assert found["perf/mfu"] == pytest.approx((100 + 6000 + 200 + 10 + 90 + 3) / (15 * 4 * 1e3))
 
 
+def critique(
+    row: str, text: str, judgment: bool | None, revision: Revision | None = None, detail: str = ""
+) -> Sample:
+    drawn = Completion(token_ids=(1,), log_probs=(0.0,), finish_reason="stop", spans=())
+    outcome = Outcome(total=0.0, rewards={}, detail=detail)
+    return Sample(
+        row_id=row,
+        completion=drawn,
+        text=text,
+        judgment=judgment,
+        revision=revision,
+        outcome=outcome,
+    )
+
+
 def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     stage = worker(None, lambda: 0.0, 0)
     rows = [Row(id=i, problem=f"P{i}", solution="s", pass_rate=0.5) for i in "xyz"]
@@ -82,17 +99,16 @@ def test_examples_prefer_valid_critiques_and_show_one_per_group() -> None:
     named = {
         "problem_id": ["x", "x", "y", "z"],
         "uid": ["gx", "gx", "gy", "gz"],
-        "critique": ["c0", "c1", "c2", "c3"],
-        "revision": ["", "r1", "", "r3"],
-        "detail": ["", "d1", "", ""],
         "version": ["actor@4"] * 4,
-        "revision_version": ["", "proxy:big", "", "proxy:big"],
+        "sample": [
+            critique("x", "c0", None),
+            critique("x", "c1", False, Revision(text="r1", version="proxy:big"), "d1"),
+            critique("y", "c2", None),
+            critique("z", "c3", True, Revision(text="r3", version="proxy:big")),
+        ],
     }
     batch = TensorDict(
         {
-            "valid": torch.tensor([False, True, False, True]),
-            "judged_correct": torch.tensor([False, False, False, True]),
-            "response_mask": torch.ones(4, 1, dtype=torch.bool),
             "reward/critic": torch.tensor([0.0, 0.25, 0.0, float("nan")]),
             "pass_rate": torch.tensor([0.0, 0.25, 0.0, 1.0]),
             "copied": torch.tensor([float("nan"), 0.5, float("nan"), 1.0]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,10 @@ from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 from ctrl_megatron.steps import ctrl, grpo
-from ctrl_megatron.steps.batch import DrawsAhead, Sample
 from ctrl_megatron.steps.conversation import converse
+from ctrl_megatron.steps.draws import DrawsAhead
+from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
+from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import Answer, Failure
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -157,7 +160,8 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         train=table,
         validation=table,
         timeline=Timeline(),
-        codec=SimpleNamespace(decode=decode, eos_token_ids=(0,)),
+        codec=SimpleNamespace(decode=decode, eos_token_ids=(0,), pad_token_id=0),
+        means=lambda values: {},
         engine=script,
         proxy=script,
         begun={},
@@ -184,8 +188,17 @@ def run(
     script, loop = Script(delays, beside=beside), Clock()
     try:
         worker = working(script, loop, streaming=streaming, code=code)
-        draw = grpo.draw_and_reward if code else ctrl.draw_and_judge
-        samples = draw(worker, range(len(worker.train.rows)), 0)
+        nodes = (
+            grpo.JUDGED
+            if code
+            else (
+                ctrl.generate_critiques,
+                ctrl.generate_revisions,
+                ctrl.judge_revisions,
+            )
+        )
+        step = DynamicSampling(nodes, lambda samples: {}, ())
+        samples = step.draw(worker, range(len(worker.train.rows)), 0)
         assert not worker.begun
         return loop.now, samples, script
     finally:
@@ -198,10 +211,10 @@ def seconds(samples: int) -> st.SearchStrategy[list[tuple[float, float, float]]]
     return st.lists(one, min_size=samples, max_size=samples)
 
 
-def results(sample: Any) -> dict[str, Any]:
-    """The sample's fields; equal programs share a failure only if they are judged together."""
-    failed = sample.fields["score"] is None
-    return {k: v for k, v in sample.fields.items() if not (failed and k == "cached")}
+def results(sample: Any) -> Sample:
+    """The sample; equal programs share a failure only if they are judged together."""
+    cached = sample.outcome.total is not None and sample.outcome.cached
+    return replace(sample, outcome=replace(sample.outcome, cached=cached))
 
 
 @settings(max_examples=8, deadline=None)

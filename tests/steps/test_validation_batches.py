@@ -15,6 +15,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.steps import chain, conversation, grpo
+from ctrl_megatron.steps.sample import Revision
 from ctrl_megatron.types import Completion, Verdict
 
 JUDGMENT = "Overall judgment: Incorrect"
@@ -79,11 +80,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.calls.append((role, len(prompts)))
         return [[completion(prompt[0])] for prompt in prompts]
 
-    def revise(worker: Any, critiques: Any, then: chain.Next) -> Any:
+    def revise(worker: Any, critiques: Any, rows: Any, then: chain.Next) -> Any:
         assert then.without_judgment
-        assert [c.text for c in critiques] == [f"{c.row.id}. {JUDGMENT}" for c in critiques]
+        assert [c.text for c in critiques] == [f"{row.id}. {JUDGMENT}" for row in rows]
         worker.calls.append(("proxy", len(critiques)))
-        return [replace(c, revision=c.text, revision_tokens=1) for c in critiques]
+        return [replace(c, revision=Revision(text=c.text, tokens=1)) for c in critiques]
 
     monkeypatch.setattr(chain, "generate", generate)
     monkeypatch.setattr(grpo, "generate", generate)

@@ -33,8 +33,8 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.config import load_config
 from ctrl_megatron.graph.columns import texts
+from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.graph.executor import Executor
-from ctrl_megatron.graph.node_fields import needs, writes
 from ctrl_megatron.graph.world_link import News
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import join
@@ -80,22 +80,19 @@ def _number(batch: TensorDict) -> torch.Tensor:
 def redistributions(report: Report) -> TaskGraph:
     """4 -> 2 -> 4 -> 1: each node computes from the field of the one before."""
 
-    @needs(lambda config: {"response_mask": ""})
-    @writes("values")
+    @node(needs=always("response_mask"), writes=("values",))
     def double(worker: Any, batch: TensorDict) -> NodeOutput:
         report["critic"] = _seen(batch)
         return NodeOutput(fields={"values": 2 * _number(batch)})
 
-    @needs(lambda config: {"values": ""})
-    @writes("mixed")
+    @node(needs=always("values"), writes=("mixed",))
     def add(worker: Any, batch: TensorDict) -> NodeOutput:
         report["actor"] = _seen(batch)
         right = torch.equal(batch["values"], 2 * _number(batch))
         report["right"] = right and report.get("right", True)
         return NodeOutput(fields={"mixed": batch["values"] + 1})
 
-    @needs(lambda config: {"mixed": ""})
-    @writes("ref_log_prob")
+    @node(needs=always("mixed"), writes=("ref_log_prob",))
     def check(worker: Any, batch: TensorDict) -> NodeOutput:
         report["reference"] = _seen(batch)
         report["right"] = torch.equal(batch["mixed"], 2 * _number(batch) + 1)
@@ -128,19 +125,17 @@ def diamond(report: Report) -> TaskGraph:
         time.sleep(SLEEP_SECONDS)
         report["span"] = began, time.monotonic()
 
-    @writes("old_log_probs")
+    @node(writes=("old_log_probs",))
     def left(worker: Any, batch: TensorDict) -> NodeOutput:
         slept()
         return NodeOutput(fields={"old_log_probs": _number(batch)})
 
-    @needs(lambda config: {"response_mask": ""})
-    @writes("values")
+    @node(needs=always("response_mask"), writes=("values",))
     def right(worker: Any, batch: TensorDict) -> NodeOutput:
         slept()
         return NodeOutput(fields={"values": _number(batch)})
 
-    @needs(lambda config: {"old_log_probs": "", "values": ""})
-    @writes()
+    @node(needs=always("old_log_probs", "values"), writes=())
     def joins(worker: Any, batch: TensorDict) -> NodeOutput:
         report["joined"] = torch.equal(batch["old_log_probs"], batch["values"])
         return NodeOutput()
@@ -159,20 +154,17 @@ def transfer(report: Report) -> TaskGraph:
     """A message of many fields, after the rows have been dealt with another."""
     names = [f"field_{number}" for number in range(FIELDS)]
 
-    @needs(lambda config: {"response_mask": ""})
-    @writes("values")
+    @node(needs=always("response_mask"), writes=("values",))
     def greet(worker: Any, batch: TensorDict) -> NodeOutput:
         return NodeOutput(fields={"values": batch["response_mask"][:, 0].float()})
 
-    @needs(lambda config: {"values": ""})
-    @writes(*names)
+    @node(needs=always("values"), writes=(*names,))
     def give(worker: Any, batch: TensorDict) -> NodeOutput:
         fields = {name: torch.rand(batch["responses"].shape) for name in names}
         report["began"] = time.monotonic()
         return NodeOutput(fields=fields)
 
-    @needs(lambda config: dict.fromkeys(names, ""))
-    @writes()
+    @node(needs=lambda config: dict.fromkeys(names, ""), writes=())
     def take(worker: Any, batch: TensorDict) -> NodeOutput:
         report["ended"] = time.monotonic()
         report["bytes"] = sum(batch[name].nbytes for name in names)

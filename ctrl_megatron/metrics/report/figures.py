@@ -28,6 +28,7 @@ STACK_COLOURS = {
     "elsewhere": ORANGE,
 }
 KIND_COLOURS: dict[Kind, str] = {"main": BLUE, "host": ORANGE, "wait": GREY}
+PLACE_COLOURS = {"trainer": BLUE, "engines": GREEN, "aside": ORANGE}
 Points = Sequence[tuple[int, float]]
 """(step, value) pairs in the order of steps."""
 Interval = tuple[float, float]
@@ -230,6 +231,40 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
     axes.set_xlim(min(0.0, *(p.start for p in phases)), last * 1.07)
     axes.set_xlabel("seconds since the step began", color=MUTED, fontsize=8)
     axes.grid(axis="x", color=GRID, lw=0.8)
+    return _svg(figure)
+
+
+def graph_svg(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The nodes of a step with arrows from those that each waits for, from left to right.
+    ``nodes`` are those of ``graph.picture.graph_facts``.
+    """
+    column: dict[str, int] = {}
+    for node in nodes:
+        column[node["name"]] = 1 + max((column[name] for name in node["after"]), default=-1)
+    columns = [
+        [n for n in nodes if column[n["name"]] == i] for i in range(1 + max(column.values()))
+    ]
+    tallest = max(map(len, columns))
+    place = {
+        node["name"]: (i, (row - (len(same) - 1) / 2))
+        for i, same in enumerate(columns)
+        for row, node in enumerate(same)
+    }
+    figure = Figure(figsize=(1.35 * len(columns), 0.4 + 0.62 * tallest), layout="constrained")
+    axes = figure.subplots()
+    axes.set_axis_off()
+    for node in nodes:
+        x, y = place[node["name"]]
+        axes.text(
+            *(x, y, node["name"].replace("_", "\n")),
+            **{"ha": "center", "va": "center", "fontsize": 8, "color": INK, "zorder": 3},
+            bbox={"boxstyle": "round,pad=0.35", "fc": "white", "ec": PLACE_COLOURS[node["place"]]},
+        )
+        for name in node["after"]:
+            arrow = {"arrowstyle": "->", "color": GREY, "lw": 0.9, "shrinkA": 24, "shrinkB": 24}
+            axes.annotate("", xy=(x, y), xytext=place[name], arrowprops=arrow, zorder=1)
+    axes.set_xlim(-0.6, len(columns) - 0.4)
+    axes.set_ylim(tallest / 2 + 0.1, -tallest / 2 - 0.1)
     return _svg(figure)
 
 

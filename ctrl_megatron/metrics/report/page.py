@@ -20,11 +20,13 @@ from ctrl_megatron.metrics.report.document import (
 )
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
+    GREEN,
     GREY,
     ORANGE,
     SHADE,
     curve_svg,
     gantt_svg,
+    graph_svg,
     stack_svg,
 )
 from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
@@ -38,6 +40,11 @@ _TIMELINE_COLOURS = (
     (ORANGE, "host, in the background"),
     (GREY, "main thread waits"),
     (SHADE, "host and main work at the same time"),
+)
+_GRAPH_COLOURS = (
+    (BLUE, "trainer"),
+    (GREEN, "engines draw, and the ranks share"),
+    (ORANGE, "beside the trainer, on the host"),
 )
 
 
@@ -56,6 +63,8 @@ def render(run: RunFiles) -> str:
         metrics=_metrics(series),
         timeline=_timeline(run.timelines) if run.timelines else None,
         timeline_colours=_TIMELINE_COLOURS,
+        graph=graph_svg(run.graph) if run.graph else None,
+        graph_colours=_GRAPH_COLOURS,
         examples=_examples(run.examples or []),
         config=run.config,
     )

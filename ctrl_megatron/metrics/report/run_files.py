@@ -32,6 +32,8 @@ class RunFiles:
     """Rows of the run's final table."""
     warnings: list[dict[str, Any]] | None = None
     """Every warning of every step: ``{"step": int, "warning": name, "text": str}``."""
+    graph: list[dict[str, Any]] | None = None
+    """The nodes of a step (``graph.picture.graph_facts``)."""
     config: str | None = None
     """The configuration as YAML text."""
     written: float | None = None
@@ -48,13 +50,15 @@ def read_run_files(run_dir: Path) -> RunFiles:
         "examples.jsonl": ("examples", _past),
         "summary.json": ("summary", _summary),
         "warnings.jsonl": ("warnings", _warnings),
+        "graph.json": ("graph", read_json),
         "config.yaml": ("config", read_text),
     }
     there = {file: run_dir / file for file in readers if (run_dir / file).is_file()}
     if not there:
         raise UserError(f"{run_dir} has none of {', '.join(readers)}; is it a run's directory?")
     contents = {readers[file][0]: readers[file][1](path) for file, path in there.items()}
-    usual = [file for file in readers if file != "warnings.jsonl"]  # most runs have none
+    # Most runs have no warnings, and runs of earlier versions no graph.
+    usual = [file for file in readers if file not in ("warnings.jsonl", "graph.json")]
     left_out = [f"{f}: not recorded" for f in usual if not contents.get(readers[f][0])]
     cut = {path: cut_line(path) for path in there.values() if path.suffix == ".jsonl"}
     left_out += [f"{path.name}: line {n} is cut off and left out" for path, n in cut.items() if n]

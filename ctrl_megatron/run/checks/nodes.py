@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.errors import UserError, all_of
+from ctrl_megatron.graph.declarations import KEYS_OF_NODES, OF_MODELS, OF_REWARD_MODEL, VALIDATION
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node
-from ctrl_megatron.graph.node_fields import OF_MODELS, OF_REWARD_MODEL, may_write
-from ctrl_megatron.graph.node_keys import OF_NODES, VALIDATION
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.parallel.layout import World
 from ctrl_megatron.run.worlds import HOME, world_of_roles
@@ -22,16 +21,17 @@ def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
     world_of = world_of_roles(worlds)
     problems = []
     for node in graph.nodes.values():
-        declared = (hasattr(node.executable, name) for name in ("needs", "writes"))
-        if world_of(node) == HOME or (all(declared) and not node.runs_aside):
+        says = node.declared
+        whole = says is not None and says.needs is not None and says.writes is not None
+        if world_of(node) == HOME or (whole and not node.runs_aside):
             continue
         problems.append(
             UserError(
                 f"the node {node.node_id!r} of the pipeline {graph.graph_id} runs on ranks of its "
                 "own and does not declare what travels",
                 key=f"placement.{world_of(node)}",
-                remedy="write it as an ordinary function with @needs(...) and @writes(...) of "
-                "ctrl_megatron.graph.node_fields, or leave the key out",
+                remedy="write it as an ordinary function with @node(needs=..., writes=...) of "
+                "ctrl_megatron.pipeline, or leave the key out",
             )
         )
     all_of(problems)
@@ -54,12 +54,11 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
 def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> Iterator[UserError]:
     """For the nodes of one policy, dependencies first."""
     for place, node in enumerate(order):
-        needed: Mapping[str, str] = getattr(node.executable, "needs", lambda config: {})(config)
         ancestors = graph.get_ancestors(node.node_id)
         # The output of a coroutine function is there once a node that depends on it has waited.
         before = [n for n in order[:place] if not n.runs_aside or n.node_id in ancestors]
-        for field, setting in needed.items():
-            if not any(may_write(writer, field) for writer in before):
+        for field, setting in node.needed(config).items():
+            if not any(writer.may_write(field) for writer in before):
                 why = f"{setting}: " if setting else ""
                 yield UserError(
                     f"{why}the node {node.node_id!r} of the pipeline {graph.graph_id} needs "
@@ -105,7 +104,7 @@ def _remedy(field: str) -> str:
 
 def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> list[UserError]:
     problems = []
-    if config.needs_reference and not any(may_write(node, "ref_log_prob") for node in nodes):
+    if config.needs_reference and not any(node.may_write("ref_log_prob") for node in nodes):
         on = config.actor_rollout_ref.actor.use_kl_loss
         key = "actor_rollout_ref.actor.use_kl_loss" if on else "algorithm.use_kl_in_reward"
         problems.append(
@@ -114,7 +113,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
                 remedy=_remedy("ref_log_prob"),
             )
         )
-    if config.needs_reward_model and not any(may_write(node, OF_REWARD_MODEL) for node in nodes):
+    if config.needs_reward_model and not any(node.may_write(OF_REWARD_MODEL) for node in nodes):
         problems.append(
             UserError(
                 f"reward_model.enable=true: no node of the pipeline {graph.graph_id} uses the "
@@ -142,7 +141,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
                 "ctrl_megatron.steps.ctrl), or change the setting",
             )
         )
-    critics = [node.node_id for node in nodes if getattr(node.executable, "asks_values", False)]
+    critics = [node.node_id for node in nodes if "value" in node.uses]
     if critics and not config.needs_values:
         problems.append(
             UserError(
@@ -165,9 +164,9 @@ def check_read(config: Config, graph: TaskGraph) -> None:
     by_override = pipeline is not None and pipeline.is_override
     problems = [
         f"{place}: {name} is not read by any node of the pipeline {graph.graph_id}; leave it out, "
-        "or name it in the attribute reads of the function that reads it"
+        "or name it in @node(reads=...) on the function that reads it"
         for name, place in written.items()
-        if _is_below(name, OF_NODES)
+        if _is_below(name, KEYS_OF_NODES)
         and not _is_below(name, read)
         and (place.is_override or not by_override)
         and not (name == "data.val_files" and not value_of(config, name))
@@ -181,7 +180,7 @@ def _is_below(name: str, keys: tuple[str, ...]) -> bool:
 
 
 def check_calls(graph: TaskGraph) -> None:
-    """UserError for a node whose function has parameters other than those that ``run_in_step``
+    """UserError for a node whose function has parameters other than those that ``call``
     offers.
     """
     for node in graph.nodes.values():

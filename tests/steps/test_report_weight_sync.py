@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from ctrl_megatron.steps.ctrl import sync_weights
+from ctrl_megatron.steps.ctrl import report_weight_sync
 
 PUSH = SimpleNamespace(num_bytes=3e9, seconds=1.5)
 AGAIN = SimpleNamespace(num_bytes=0, seconds=0.5)
@@ -38,5 +38,5 @@ AGAIN = SimpleNamespace(num_bytes=0, seconds=0.5)
     ],
 )
 def test_pushes_are_reported_where_there_are_any(reports: list[Any], metrics: Any) -> None:
-    worker: Any = SimpleNamespace(device=SimpleNamespace(take_reports=lambda: reports))
-    assert sync_weights(worker, TensorDict({}, batch_size=[])).metrics == metrics
+    worker: Any = SimpleNamespace(owner=SimpleNamespace(take_reports=lambda: reports))
+    assert report_weight_sync(worker, TensorDict({}, batch_size=[])).metrics == metrics

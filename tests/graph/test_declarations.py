@@ -11,7 +11,7 @@ import pytest
 from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph.node_fields import needs, writes
+from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.pipeline import NodeRole, NodeType, Pipeline
 from ctrl_megatron.run.checks.nodes import check_fields
 from ctrl_megatron.steps import ctrl, grpo
@@ -111,11 +111,11 @@ def test_a_function_of_ones_own_may_write_anything_but_what_its_role_does_not_sa
     with pytest.raises(UserError, match=r"the node 'update' .*ref_log_prob.*role REFERENCE"):
         check(config, *OF_VALUES, ref=(anything, {}))
     check(config, *OF_VALUES, ref=(anything, {"node_role": NodeRole.REFERENCE}))
-    check(config, *OF_VALUES, ref=(writes("ref_log_prob")(lambda worker, batch: None), {}))
+    check(config, *OF_VALUES, ref=(node(writes=("ref_log_prob",))(anything), {}))
 
 
 def test_what_a_function_of_ones_own_needs_is_asked_for_too() -> None:
-    hungry = needs(lambda config: {"hints": "my.key=true"})(lambda worker, batch: None)
+    hungry = node(needs=lambda config: {"hints": "my.key=true"})(anything)
     with pytest.raises(UserError, match=r"^my.key=true: the node 'old' .* needs the field hints"):
         check(config_of(), *OF_VALUES, old=(hungry, {}))
 
