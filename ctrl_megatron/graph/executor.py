@@ -26,7 +26,7 @@ from ctrl_megatron.graph.columns import taken_rows
 from ctrl_megatron.graph.declarations import OF_TOKENS
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
-from ctrl_megatron.graph.world_link import Between, OneWorld, Receive, Run, Send
+from ctrl_megatron.graph.world_link import Receive, Run, Send, SingleWorld, WorldLink
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -66,20 +66,20 @@ class Executor:
         agents: Sequence[Rank] = (),
         runs: Callable[[Node], bool] = lambda node: True,
         before_update: Callable[[TensorDict, int], None] = lambda batch, policy: None,
-        between: Between | None = None,
+        link: WorldLink | None = None,
     ) -> None:
         """``agents`` are the workers of all policies, ``worker`` first; none for that one alone. A
         node for which ``runs`` is False is left out. In every step ``before_update`` is called on
         all ranks for each policy, with its batch, which the first of its nodes that changes weights
-        is about to use, and its number. ``between`` leads to other worlds.
+        is about to use, and its number. ``link`` leads to other worlds.
         """
         self.graph, self._worker, self._before_update = graph, worker, before_update
         self._agents = agents or (worker,)
         self.batches: list[TensorDict] = []
         """The batch of each policy."""
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
-        self._between = between or OneWorld()
-        self._program = self._between.program(graph, [node for node in every if runs(node)])
+        self._link = link or SingleWorld()
+        self._program = self._link.program(graph, [node for node in every if runs(node)])
         self._pending: dict[str, tuple[Future[NodeOutput] | None, int]] = {}
         """Nodes that run aside: the result, on leaders, and how many moves came before it."""
         self._moves: list[list[Sequence[int]]] = []
@@ -118,10 +118,10 @@ class Executor:
                             self._merge(policy, output, metrics, node)
                     case Send(message):
                         self._ready(message.node, metrics)
-                        self._between.send(message, self.batches[0])
+                        self._link.send(message, self.batches[0])
                     case Receive(message):
                         with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
-                            output = self._between.receive(message, self.batches[0])
+                            output = self._link.receive(message, self.batches[0])
                         self._merge(0, output, metrics)
                 del left[0]
             for needed in list(self._pending):
@@ -130,7 +130,7 @@ class Executor:
         except (StopRequested, ServiceFault) as why:
             # What failed is behind, unless it was to send, which has not been done then.
             failed = left[:1] if left and isinstance(left[0], Send) else []
-            self._between.abandon([*failed, *left[1:]], why)
+            self._link.abandon([*failed, *left[1:]], why)
             raise
         finally:
             self._worker.stop.deferred = False
@@ -146,7 +146,7 @@ class Executor:
         for needed in [n for n in self._pending if n in ancestors]:
             self._collect(needed, metrics)
         # The world that deals the rows decides it for the others.
-        may_stop = self._between.is_home and not self.weights_changed
+        may_stop = self._link.is_home and not self.weights_changed
         if may_stop and self._worker.stop.agreed(self._worker.groups):
             raise StopRequested
         if node.changes_weights and policy not in self._updating:
@@ -177,7 +177,7 @@ class Executor:
         if output is None:
             return
         if output.batch is not None and output.batch is not self.batches[policy]:
-            self._between.new_rows()
+            self._link.new_rows()
         named = prefixed(output.metrics, policy)
         if repeated := metrics.keys() & named.keys():
             by = "" if node is None else f", of which {node.node_id!r} is the second"

@@ -22,8 +22,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """What a node of the world ``to`` needs from ``source``."""
+class WorldMessage:
+    """The fields that a node of the world ``to`` needs from nodes of ``source``."""
 
     number: int
     node: Node
@@ -34,24 +34,24 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the message, of whose fields all are there."""
+    """Send the message; all of its fields have been computed."""
 
-    message: Parcel
+    message: WorldMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
     """Wait for the message."""
 
-    message: Parcel
+    message: WorldMessage
 
 
 Action = Run | Send | Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What the ranks of one world have done in a step, for the others."""
+class WorldReport:
+    """One world's metrics, timings and skipped updates of a step, sent to all worlds."""
 
     rank: int = 0
     """The run's number of the world's first rank."""
@@ -65,8 +65,8 @@ class News:
     """State of the rows' sampler, which is right in the world of rank 0."""
 
 
-class Between(Protocol):
-    """The way from this rank's world to the others. All methods are collective."""
+class WorldLink(Protocol):
+    """Communication with the ranks of the other worlds. All methods are collective."""
 
     @property
     def is_home(self) -> bool:
@@ -74,45 +74,46 @@ class Between(Protocol):
         ...
 
     def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
-        """What this rank does in a step."""
+        """The actions of this rank in a step, in their order."""
         ...
 
     def begin(self) -> None:
-        """Meet before a step. Raises StopRequested, or what another world has ended with."""
+        """Wait for all worlds before a step. Raises StopRequested, or another world's error."""
         ...
 
     def new_rows(self) -> None:
-        """The rows of this world's batch are others than before."""
+        """The batch of this world has other rows from now on."""
         ...
 
-    def send(self, message: Parcel, batch: TensorDict) -> None:
+    def send(self, message: WorldMessage, batch: TensorDict) -> None:
         """Begin to send; returns at once."""
         ...
 
-    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
-        """The message, as what this world's batch gets. Raises what its sender has ended with."""
+    def receive(self, message: WorldMessage, batch: TensorDict) -> NodeOutput:
+        """The fields of the message for this world's batch. Raises the error of its sender."""
         ...
 
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
-        """Tell the others instead of doing the rest of a step."""
+        """Send the error ``why`` in place of the messages of the rest of a step."""
         ...
 
-    def finish(self, news: News) -> list[News]:
-        """Meet at the end of a step; the other worlds' news. Raises as ``begin``."""
+    def finish(self, report: WorldReport) -> list[WorldReport]:
+        """Wait for all worlds at the end of a step; returns the reports of the others. Raises as
+        ``begin``."""
         ...
 
-    def meet(self) -> None:
-        """Meet outside of steps. Raises what another world has ended with."""
+    def synchronize(self) -> None:
+        """Wait for all worlds outside of a step. Raises the error of another world."""
         ...
 
-    def tell(self, why: BaseException, *, changed: bool) -> bool:
-        """Let the others raise ``why`` too, unless they know; returns whether any world has begun
-        to change weights in a step that did not end (``changed`` of this one)."""
+    def propagate(self, why: BaseException, *, changed: bool) -> bool:
+        """Propagate the error ``why`` to all worlds. Returns True if any world had already started
+        to update weights in this step (``changed`` says it of this one)."""
         ...
 
 
-class OneWorld:
-    """``Between`` where all ranks are one world."""
+class SingleWorld:
+    """``WorldLink`` where all ranks are one world."""
 
     is_home = True
 
@@ -123,17 +124,17 @@ class OneWorld:
 
     def new_rows(self) -> None: ...
 
-    def send(self, message: Parcel, batch: TensorDict) -> None: ...
+    def send(self, message: WorldMessage, batch: TensorDict) -> None: ...
 
-    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
+    def receive(self, message: WorldMessage, batch: TensorDict) -> NodeOutput:
         raise AssertionError("one world has no messages to itself")
 
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None: ...
 
-    def finish(self, news: News) -> list[News]:
+    def finish(self, report: WorldReport) -> list[WorldReport]:
         return []
 
-    def meet(self) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def tell(self, why: BaseException, *, changed: bool) -> bool:
+    def propagate(self, why: BaseException, *, changed: bool) -> bool:
         return changed

@@ -171,7 +171,7 @@ class ParallelModel:
                 yield param, self.strategy.held(chunk, param)
 
     @torch.no_grad()
-    def approach(self, other: ParallelModel, share: float) -> None:
+    def interpolate_towards(self, other: ParallelModel, share: float) -> None:
         """Move all weights the ``share`` of the way to those of ``other``, a model of the same
         shape on the same ranks, or onto them if it is 1. This model must be frozen: an optimizer
         has a copy of its weights."""

@@ -87,10 +87,10 @@ class ActorVersions:
         return sum(number < newer for newer in self._numbers)
 
     def last(self, count: int) -> list[int]:
-        """N of the last ``count`` names, for ``go_on``."""
+        """N of the last ``count`` names, for ``restore_names``."""
         return self._numbers[-count:]
 
-    def go_on(self, numbers: Sequence[int], updates: int) -> None:
+    def restore_names(self, numbers: Sequence[int], updates: int) -> None:
         """Take over the names of an earlier run; ``updates`` are the model's now."""
         self._numbers, self._updates = list(numbers), updates
 
@@ -116,9 +116,9 @@ class DeviceOwner:
         directories: Mapping[Role, str | Path],
         strategy: StrategyName = "megatron",
         shared: bool = False,
-        leaves: Sequence[Part] = (),
-        rests_until: int = 0,
-        lends: AnyShape | None = None,
+        offloaded_parts: Sequence[Part] = (),
+        critic_warmup: int = 0,
+        adapter_shape: AnyShape | None = None,
         keep_proxy: bool = False,
         verify: bool = False,
         restarts: EngineKeeper | None = None,
@@ -128,10 +128,11 @@ class DeviceOwner:
         ``directories`` are the HF directories of the roles that no model of the trainer plays, and
         ``strategy`` says which models may be there.
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
-        without it they never sleep. ``leaves`` are the parts of a model that go to host memory
-        while the engines generate. Before training step ``rests_until`` the actor does not learn.
-        ``lends`` is the shape of the actor if the engines get only its adapters: the directories'
-        roles are then played by the engines' own weights, which they keep while they sleep. With
+        without it they never sleep. ``offloaded_parts`` are the parts of a model that go to host
+        memory while the engines generate. In the first ``critic_warmup`` training steps the actor
+        does not learn.
+        ``adapter_shape`` is the shape of the actor if only LoRA adapters are sent. The engines then
+        keep their base weights, also asleep, and the directories' roles use these. With
         ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
         hosts' memory. ``verify`` compares checksums after every push. Without ``restarts`` a lost
         engine is an error.
@@ -139,16 +140,20 @@ class DeviceOwner:
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout, self._verify = sender.groups, layout, verify
         self._waiting = waiting
-        self._lends, self._keep_proxy = lends, keep_proxy
+        self._adapter_shape, self._keep_proxy = adapter_shape, keep_proxy
         self._strategy: StrategyName = strategy
-        self._shared, self._leaves, self._rests_until = shared, leaves, rests_until
+        self._shared, self._offloaded_parts, self._critic_warmup = (
+            shared,
+            offloaded_parts,
+            critic_warmup,
+        )
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
         """The version that the engines have; None for weights that no push of ours has named."""
         self._models: list[ParallelModel] = []
         self._sources: dict[Role, WeightSource] = {}
         for role, directory in directories.items():
-            self.read_from(role, directory)
+            self.set_directory(role, directory)
         self._asleep = set[EngineMemory]()
         self._handing_over = False
         self._step = 0
@@ -159,7 +164,7 @@ class DeviceOwner:
         """N of the weights of each policy that were pushed last."""
         self.to_trainer()
 
-    def adopt(self, model: ParallelModel, role: Role | None = None) -> None:
+    def register_model(self, model: ParallelModel, role: Role | None = None) -> None:
         """Share the device with ``model``, which has just been built and calls ``to_trainer``
         before it is used; push its weights for ``role``.
 
@@ -173,7 +178,7 @@ class DeviceOwner:
         if role is not None:
             self._sources[role] = ModelSource(model, self._layout)
 
-    def read_from(self, role: Role, directory: str | Path) -> None:
+    def set_directory(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
         self._sources[role] = (
             DirectorySource(
@@ -183,8 +188,8 @@ class DeviceOwner:
                 strategy=self._strategy,
                 kept=self._keep_proxy and role == "proxy",
             )
-            if self._lends is None
-            else NoAdapters(self._lends, self._layout, self._groups)
+            if self._adapter_shape is None
+            else NoAdapters(self._adapter_shape, self._layout, self._groups)
         )
         self._loaded = None
 
@@ -204,8 +209,8 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        same = self._step < self._rests_until and self._loaded not in (None, "proxy")
-        keeps = same or self._lends is not None
+        same = self._step < self._critic_warmup and self._loaded not in (None, "proxy")
+        keeps = same or self._adapter_shape is not None
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
         sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
@@ -218,7 +223,7 @@ class DeviceOwner:
             )
         except ServiceLost as lost:
             # One that is lost has freed it too.
-            self.lose(lost)
+            self.mark_lost(lost)
 
     def to_engine(self, role: Role, step: int) -> str:
         """Let the engine generate with the role's weights; returns their version. Collective.
@@ -251,12 +256,12 @@ class DeviceOwner:
                     if role in AGENTS:
                         self.pushed[role] = int(version.removeprefix(f"{role}@"))
                 self._handing_over = True
-                self._let_go()
+                self._offload_models()
                 self._wake_all()
                 self._handing_over = False
                 return version
             except ServiceLost as lost:
-                self.lose(lost)
+                self.mark_lost(lost)
 
     def _make_room(self, sent: ParallelModel | None) -> None:
         """Let the engines' weights have the device, beside those of ``sent``. Collective."""
@@ -268,10 +273,10 @@ class DeviceOwner:
             self.to_trainer()
             sent.onload("weights")
         self._handing_over = True
-        self._let_go(but=sent)
+        self._offload_models(but=sent)
         self._wake("weights")
 
-    def lose(self, lost: ServiceLost) -> None:
+    def mark_lost(self, lost: ServiceLost) -> None:
         """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ``lost`` where
         engines are not started again, or where that has not helped."""
         if self._restarts is None or self._losses == _MOST_LOSSES:
@@ -286,7 +291,7 @@ class DeviceOwner:
         (lost,) = self._groups.on_any(self._suspect or self._restarts.lost())
         if not lost:
             return False
-        self._let_go()
+        self._offload_models()
         # An engine takes its memory when it starts.
         torch.cuda.empty_cache()
         self._groups.barrier()
@@ -323,10 +328,10 @@ class DeviceOwner:
         model = self._sources[role].model
         return 0 if model is None else model.updates
 
-    def _let_go(self, but: ParallelModel | None = None) -> None:
+    def _offload_models(self, but: ParallelModel | None = None) -> None:
         for model in self._models:
             stays = "weights" if model is but else None
-            for part in self._leaves:
+            for part in self._offloaded_parts:
                 if part != stays:
                     model.offload(part)
 

@@ -23,8 +23,8 @@ from ctrl_megatron.rewards.grading import (
     CachedJudge,
     GradingJob,
     Judge,
-    Patience,
     RequestCheck,
+    RetryPolicy,
     judgeable_tests,
     outcome_of,
     program_of,
@@ -90,7 +90,7 @@ class CodeReward:
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         shared_process_graders: bool = False,
     ) -> None:
         verdicts = VerdictCache() if cache is None else cache
@@ -200,7 +200,7 @@ class IoiCodeReward(CodeReward):
         run_timeout: float = RUN_TIMEOUT,
         max_requests: int = MAX_REQUESTS,
         cache: VerdictCache | None = None,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         shared_process_graders: bool = False,
     ) -> None:
         super().__init__(

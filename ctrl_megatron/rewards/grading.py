@@ -352,10 +352,10 @@ class Graded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """What a batch does about a judge that fails for more than ``share`` of its programs: it judges
-    those again, up to ``retries`` times, after ``pause`` seconds, which are doubled every time.
-    A program on which the judge was silent has waited long enough and is not judged again.
+class RetryPolicy:
+    """Retry failed judgments if more than ``share`` of a batch failed: up to ``retries`` times,
+    after ``pause`` seconds, which are doubled every time. A program on which the judge was silent
+    has waited long enough and is not judged again.
     """
 
     share: float = 0.0
@@ -370,9 +370,11 @@ class CachedJudge:
     isolation.
     """
 
-    def __init__(self, judge: Judge, cache: VerdictCache, patience: Patience | None = None) -> None:
+    def __init__(
+        self, judge: Judge, cache: VerdictCache, patience: RetryPolicy | None = None
+    ) -> None:
         self._judge, self._cache = judge, cache
-        self._patience = Patience() if patience is None else patience
+        self._patience = RetryPolicy() if patience is None else patience
         self._identity: object = None
         self._begun: dict[str, deque[asyncio.Task[tuple[Verdict, bool]]]] = {}
         """Key of a job -> its runs that ``begin`` started and ``grade`` has not taken yet."""

@@ -10,7 +10,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.rewards.grading import SHARED_PROCESS, Patience, has_graders
+from ctrl_megatron.rewards.grading import SHARED_PROCESS, RetryPolicy, has_graders
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
 OF_CRITIQUES = ("critic", "transition")
@@ -153,7 +153,7 @@ def _planned(config: Config, name: str, weight: float) -> PlannedReward:
 
 def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str, Any]:
     reward = config.reward
-    patience = Patience(share=reward.max_failed_share, retries=reward.judging_retries)
+    patience = RetryPolicy(share=reward.max_failed_share, retries=reward.judging_retries)
     shared = {
         "run_timeout": reward.run_timeout,
         "max_requests": reward.max_requests,

@@ -67,8 +67,8 @@ def build_worker(
         services,
         shared_proxy(config),
         shared=family.rollout.engine_sleeps,
-        leaves=leaving_parts(config),
-        rests_until=config.trainer.critic_warmup,
+        offloaded_parts=leaving_parts(config),
+        critic_warmup=config.trainer.critic_warmup,
     )
     (policy, reference), *others = (
         build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
@@ -78,12 +78,12 @@ def build_worker(
     if run.is_here("critic"):
         value = build_value_model(config, groups, steps, device.to_trainer)
         if value is not None:
-            device.adopt(value)
+            device.register_model(value)
     reward_model = None
     if run.is_here("reward_model"):
         reward_model = build_reward_model(config, groups, inputs, device.to_trainer)
         if reward_model is not None:
-            device.adopt(reward_model.model)
+            device.register_model(reward_model.model)
             if config.actor_rollout_ref.actor.megatron.param_offload:
                 reward_model.model.offload("weights")
     worker = GuideWorker(
@@ -337,13 +337,13 @@ def build_policies(
         canvas=config.data.max_response_length,
     )
     if device is not None:
-        device.adopt(policy, role)
+        device.register_model(policy, role)
     if config.reference_is_base:
         return policy, BasePolicy(policy)
     reference = build_reference(config, groups, take_device) if with_reference else None
     if reference is not None:
         if device is not None:
-            device.adopt(reference)
+            device.register_model(reference)
         if family.actor.megatron.param_offload:
             reference.offload("weights")
     return policy, reference
@@ -518,8 +518,8 @@ def device_owner(
     directories: Mapping[Role, str],
     *,
     shared: bool = False,
-    leaves: Sequence[Part] = (),
-    rests_until: int = 0,
+    offloaded_parts: Sequence[Part] = (),
+    critic_warmup: int = 0,
 ) -> DeviceOwner:
     """The owner of the devices, which pushes to the configured engines. Collective."""
     family = run.config.actor_rollout_ref
@@ -547,10 +547,10 @@ def device_owner(
         directories=directories,
         strategy=family.actor.strategy,
         shared=shared,
-        leaves=leaves,
-        rests_until=rests_until,
+        offloaded_parts=offloaded_parts,
+        critic_warmup=critic_warmup,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
-        lends=actor_shape(run.config) if family.rollout.adapter_push else None,
+        adapter_shape=actor_shape(run.config) if family.rollout.adapter_push else None,
         verify=run.config.trainer.verify_weight_sync,
         restarts=services if run.config.trainer.service_restarts else None,
     )

@@ -104,7 +104,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             for critic, seed, kind in todo:
                 if weights[critic] != loaded and critic not in written:
                     loaded = weights[critic]
-                    worker.device.read_from("actor", loaded)
+                    worker.device.set_directory("actor", loaded)
                 if first:
                     print(f"{critic}: {kind}, seed {seed}", flush=True)
                 draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))

@@ -19,7 +19,7 @@ from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.executor import Executor, Rank, prefixed
 from ctrl_megatron.graph.graph import TaskGraph
-from ctrl_megatron.graph.world_link import Between, News, OneWorld
+from ctrl_megatron.graph.world_link import SingleWorld, WorldLink, WorldReport
 from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
 from ctrl_megatron.metrics.timeline import timeline_record
 from ctrl_megatron.models.parallel_model import ParallelModel, SkippedUpdate
@@ -103,22 +103,21 @@ class TrainingLoop:
     store: CheckpointStore
     recorder: Recorder
     schedule: Schedule
-    parts: Mapping[str, Resumable] = field(default_factory=dict)
+    checkpointed: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state to save, by name; the sampler is always saved."""
-    late: Mapping[str, Resumable] = field(default_factory=dict)
-    """State that is read when it is saved, and not at the end of the step, and which
-    a checkpoint may lack. Collective."""
-    constants: Mapping[str, float] = field(default_factory=dict)
+    optional_state: Mapping[str, Resumable] = field(default_factory=dict)
+    """State captured while saving; older checkpoints may not contain it. Collective."""
+    constant_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that every step repeats."""
     memory: DeviceMemory | None = None
     """Measures the worker's timeline where there is a GPU."""
-    between: Between = field(default_factory=OneWorld)
+    link: WorldLink = field(default_factory=SingleWorld)
     everyone: RankSet | None = None
     """All ranks of the run; None for those of ``worker.groups``."""
     passes: Callable[[], tuple[float, float]] | None = None
-    """``News.passes`` of this world, for the world of rank 0. Collective."""
-    hear: Callable[[Sequence[News]], None] = lambda news: None
-    """Gets the other worlds' news of a step, before its metrics are computed."""
+    """``WorldReport.passes`` of this world, for the world of rank 0. Collective."""
+    on_world_reports: Callable[[Sequence[WorldReport]], None] = lambda reports: None
+    """Gets the other worlds' reports of a step, before its metrics are computed."""
     watchers: Sequence[StepWatcher] = ()
     keep_batch: Callable[[int, TensorDict], Path] | None = None
     """(step, batch just before the update) -> the directory into which it is written; for the step
@@ -138,14 +137,14 @@ class TrainingLoop:
         cannot be loaded leaves the run's directory as it was.
         """
         first, mode = (self.everyone or self.worker.groups).is_first, self.schedule.resume_mode
-        parts = ("sampler", *self.parts)
+        parts = ("sampler", *self.checkpointed)
         loaded = self.store.load_newest(self._saved_models, mode, parts=parts)
         if loaded is not None:
             state = loaded.state
             self.sampler.load_state_dict(state["sampler"])
-            for name, part in self.parts.items():
+            for name, part in self.checkpointed.items():
                 part.load_state_dict(state[name])
-            for name, part in self.late.items():
+            for name, part in self.optional_state.items():
                 part.load_state_dict(state.get(name, {}))
             self._saved = state["step"]
             self._set_step(self._saved)
@@ -170,7 +169,7 @@ class TrainingLoop:
             worker,
             agents=worker.agents,
             before_update=self._before_update,
-            between=self.between,
+            link=self.link,
         )
         try:
             if schedule.val_before_train and worker.step == 0:
@@ -194,13 +193,13 @@ class TrainingLoop:
                 )
             self._validate(f"after {schedule.stage}")
             self._report_save(self.store.wait())
-            self.between.meet()
+            self.link.synchronize()
         except ServiceFault as why:
-            if not self.between.tell(why, changed=executor.weights_changed):
+            if not self.link.propagate(why, changed=executor.weights_changed):
                 self._save_newest()
             raise
         except StopRequested as why:
-            self.between.tell(why, changed=False)
+            self.link.propagate(why, changed=False)
             self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
@@ -237,7 +236,7 @@ class TrainingLoop:
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
         everyone = self.everyone or worker.groups
-        self.between.begin()
+        self.link.begin()
         for watcher in self.watchers:
             watcher.begin(step)
         self.recorder.begin_step(step)
@@ -249,7 +248,7 @@ class TrainingLoop:
         # Before anything that a stop can interrupt: weights and state are of the same step.
         self._state = self._snapshot()
         phases, elapsed = worker.timeline.phases(), worker.timeline.elapsed()
-        own = News(
+        own = WorldReport(
             rank=everyone.rank,
             metrics=metrics,
             phases=phases,
@@ -257,7 +256,7 @@ class TrainingLoop:
             passes=self.passes() if self.passes else (0.0, 0.0),
             sampler=self.sampler.state_dict(),
         )
-        others = self._news(own)
+        others = self._reports(own)
         for other in others:
             took = seconds_by_name(other.phases)
             # Several worlds may wait for the same one: the longest counts.
@@ -272,7 +271,7 @@ class TrainingLoop:
         if self.memory is not None:
             metrics |= self.memory.take(everyone)
         own_batches = list(zip(worker.agents, executor.batches, strict=True))
-        metrics |= self.constants
+        metrics |= self.constant_metrics
         for policy, (agent, own_batch) in enumerate(own_batches):
             metrics |= prefixed(report.metrics(agent, own_batch), policy)
         self._report_save(self.store.take_report())
@@ -288,18 +287,18 @@ class TrainingLoop:
         record = timeline_record(step, everyone.rank, phases)
         self.recorder.end_step(step, metrics, record, examples)
 
-    def _news(self, own: News) -> list[News]:
-        """The other worlds' news. Collective."""
-        others = self.between.finish(own)
+    def _reports(self, own: WorldReport) -> list[WorldReport]:
+        """The other worlds' reports. Collective."""
+        others = self.link.finish(own)
         if others:
-            self.hear(others)
-        if not self.between.is_home:
+            self.on_world_reports(others)
+        if not self.link.is_home:
             # A node of the world of rank 0 may have drawn rows.
             self.sampler.load_state_dict(dict(others[0].sampler))
         return others
 
     def _skipped(self) -> tuple[tuple[str, SkippedUpdate, tuple[str, ...]], ...]:
-        """``News.skipped`` of this world. Collective."""
+        """``WorldReport.skipped`` of this world. Collective."""
         groups, found = self.worker.groups, []
         for policy, agent in enumerate(self.worker.agents):
             for name, model in agent.trained.items():
@@ -309,10 +308,10 @@ class TrainingLoop:
                     found.append((name, one, tuple(rows)))
         return tuple(found)
 
-    def _report_skipped(self, step: int, worlds: Sequence[News]) -> dict[str, float]:
+    def _report_skipped(self, step: int, worlds: Sequence[WorldReport]) -> dict[str, float]:
         """``update/skipped``: updates of the step that were skipped; nothing where there were
         none."""
-        skipped = [one for news in worlds for one in news.skipped]
+        skipped = [one for report in worlds for one in report.skipped]
         self._bad = [*self._bad, skipped[-1][1]] if skipped else []
         for name, one, rows in skipped:
             where = f"; rows: {', '.join(rows)}" if rows else ""
@@ -349,14 +348,17 @@ class TrainingLoop:
         return [names[place] for place in places if place < len(names)]
 
     def _snapshot(self) -> dict[str, Any]:
-        parts = {"sampler": self.sampler, **self.parts}
+        parts = {"sampler": self.sampler, **self.checkpointed}
         return {name: part.state_dict() for name, part in parts.items()}
 
     def _save(self) -> None:
         with self.worker.timeline.phase("save"):
             # A run that was stopped within a step continues with that step's batch.
             state = self._state or self._snapshot()
-            state = {**state, **{name: part.state_dict() for name, part in self.late.items()}}
+            state = {
+                **state,
+                **{name: part.state_dict() for name, part in self.optional_state.items()},
+            }
             self._report_save(self.store.wait())
             self.store.save(self._saved_models, self.worker.step, state)
         self._saved = self.worker.step

@@ -11,7 +11,7 @@ from ctrl_megatron.checkpoint.store import DRAWN_AHEAD, CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.graph import StepReport
-from ctrl_megatron.graph.world_link import Between, News, OneWorld
+from ctrl_megatron.graph.world_link import SingleWorld, WorldLink, WorldReport
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.layout import World
 from ctrl_megatron.parallel.placement import EngineRole
@@ -59,9 +59,9 @@ def train(config: Config) -> bool:
         if steps < before and is_finished(config, steps, models=saved_folders(config), stage=stage):
             run.watch.quiet()
             return True
-        between = between_worlds(run, inputs)
-        told, isolation = "", dict[str, float]()
-        if between.is_home:
+        link = world_link(run, inputs)
+        described, isolation = "", dict[str, float]()
+        if link.is_home:
             try:
                 services = run.start_services(
                     max_model_len=inputs.max_model_len,
@@ -72,16 +72,16 @@ def train(config: Config) -> bool:
                 run.check_stop()
                 isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
                 proxy = worker.proxy
-                told = engines_and_sandbox(config, services, isolation)
-                if answering := "" if proxy is None else worker.ask(proxy.greet, "the proxy"):
-                    told += f"; {answering}"
+                described = engines_and_sandbox(config, services, isolation)
+                servers = "" if proxy is None else worker.ask(proxy.describe_servers, "the proxy")
+                described += f"; {servers}" if servers else ""
             except StopRequested as why:
-                between.tell(why, changed=False)
+                link.propagate(why, changed=False)
                 raise
         else:
             worker, sampler, steps = apart_worker(run, inputs)
             graph.report = StepReport()
-        between.meet()
+        link.synchronize()
         if run.served is not None:
             run.served.add(lambda: weights_gauges(worker.device))
         recorder = Recorder(
@@ -116,16 +116,18 @@ def train(config: Config) -> bool:
                 max_bad_steps=trainer.max_bad_steps,
             ),
             memory=memory,
-            between=between,
+            link=link,
             everyone=run.everyone,
-            passes=None if between.is_home else lambda: passes(worker),
-            hear=partial(_hear, worker),
-            watchers=(dump, *profiles(config, worker)) if between.is_home else (),
+            passes=None if link.is_home else lambda: passes(worker),
+            on_world_reports=partial(_keep_flops, worker),
+            watchers=(dump, *profiles(config, worker)) if link.is_home else (),
             # A dump holds the batch of one policy.
-            keep_batch=dump.keep if between.is_home and len(worker.agents) == 1 else None,
-            parts=_saved_parts(worker),
-            late={DRAWN_AHEAD: SavedDraws(worker)} if rollout.staleness and between.is_home else {},
-            constants=isolation,
+            keep_batch=dump.keep if link.is_home and len(worker.agents) == 1 else None,
+            checkpointed=_saved_parts(worker),
+            optional_state={DRAWN_AHEAD: SavedDraws(worker)}
+            if rollout.staleness and link.is_home
+            else {},
+            constant_metrics=isolation,
         )
         bound = "" if counted_epochs(config) is None else " at most"
         for line in banner(
@@ -139,7 +141,7 @@ def train(config: Config) -> bool:
                 "data.bad_rows=drop": len(inputs.train.bad),
             },
             validation=len(inputs.validation.rows) if inputs.validation else 0,
-            services=told + "".join(map(world_line, run.worlds[1:])),
+            services=described + "".join(map(world_line, run.worlds[1:])),
         ):
             recorder.say(line)
         for line in inputs.left_out():
@@ -170,15 +172,15 @@ def world_line(world: World) -> str:
     return f"; {' and '.join(world.roles)} on ranks {ranks}: {sizes}"
 
 
-def between_worlds(run: Session, inputs: RunInputs) -> Between:
+def world_link(run: Session, inputs: RunInputs) -> WorldLink:
     """The way from this rank's world to the others."""
     if len(run.worlds) == 1:
-        return OneWorld()
+        return SingleWorld()
     return Worlds(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
 
 
-def _hear(worker: DAGWorker, others: Sequence[News]) -> None:
-    worker.elsewhere = [news.passes for news in others]
+def _keep_flops(worker: DAGWorker, others: Sequence[WorldReport]) -> None:
+    worker.elsewhere = [report.passes for report in others]
 
 
 def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:

@@ -27,7 +27,7 @@ from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole
-from ctrl_megatron.graph.world_link import Action, News, Parcel, Receive, Run, Send
+from ctrl_megatron.graph.world_link import Action, Receive, Run, Send, WorldMessage, WorldReport
 from ctrl_megatron.parallel.groups import Joined
 from ctrl_megatron.parallel.layout import World, world_with
 from ctrl_megatron.parallel.signed_objects import checked, signed
@@ -63,17 +63,17 @@ def plan_step(
     """
     before: dict[str, list[Action]] = defaultdict(list)
     after: dict[str, list[Action]] = defaultdict(list)
-    told: dict[tuple[str, str], set[str]] = defaultdict(set)
+    sent: dict[tuple[str, str], set[str]] = defaultdict(set)
     numbers = itertools.count()
     for node in order:
         ancestors, own = graph.get_ancestors(node.node_id), world_of(node)
         above = [other for other in order if other.node_id in ancestors]
         for source in dict.fromkeys(map(world_of, above)):
             theirs = [other for other in above if world_of(other) == source]
-            new = [other for other in theirs if other.node_id not in told[source, own]]
+            new = [other for other in theirs if other.node_id not in sent[source, own]]
             if source == own or not new:
                 continue
-            told[source, own] |= {other.node_id for other in theirs}
+            sent[source, own] |= {other.node_id for other in theirs}
             if own == HOME:
                 wanted = [name for other in new for name in other.writes]
             else:
@@ -86,7 +86,7 @@ def plan_step(
             ]
             if not fields and all(_follows(graph, one, above, source, world_of) for one in new):
                 continue
-            message = Parcel(
+            message = WorldMessage(
                 number=next(numbers), node=node, source=source, to=own, fields=tuple(fields)
             )
             before[node.node_id].append(Receive(message))
@@ -138,20 +138,20 @@ def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
-    """What one rank says where all meet."""
+class _RankStatus:
+    """The state of one rank, which all ranks exchange."""
 
     stop: bool = False
     fault: str | None = None
     """The text of a ServiceFault that ended the step."""
     stopped: bool = False
     changed: bool = False
-    news: News | None = None
+    report: WorldReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Deal:
-    """Which rank has which rows of the home world's batch, numbered over its data ranks."""
+class _RowAssignment:
+    """The rows of the home world's batch that each data rank of each world gets."""
 
     number: int
     parts: dict[str, list[list[int]]]
@@ -159,7 +159,7 @@ class _Deal:
 
 
 class Worlds:
-    """``Between`` of several worlds, of which the first has rank 0 and deals the rows."""
+    """``WorldLink`` of several worlds, of which the first has rank 0 and deals the rows."""
 
     def __init__(
         self,
@@ -174,11 +174,11 @@ class Worlds:
         self._own, self._groups, self._mail = joined.world.name, joined.groups, joined.mail
         self._pad_token_id = pad_token_id
         self._deals = itertools.count()
-        self._deal: _Deal | None = None
+        self._deal: _RowAssignment | None = None
         self._informed: set[str] = set()
         """The worlds that have the rows of the present deal."""
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._told: tuple[bool] | None = None
+        self._ended: tuple[bool] | None = None
 
     @property
     def is_home(self) -> bool:
@@ -189,47 +189,47 @@ class Worlds:
         worlds = [*self._worlds.values()]
         return plan_step(graph, order, world_of_roles(worlds), self._config)[self._own]
 
-    # Where all meet
+    # Between steps
 
     def begin(self) -> None:
-        self._meet(_Said(stop=self._stop.is_set))
+        self._exchange(_RankStatus(stop=self._stop.is_set))
 
-    def finish(self, news: News) -> list[News]:
+    def finish(self, report: WorldReport) -> list[WorldReport]:
         # What was sent has been received: the others have come here too.
-        said = self._meet(_Said(news=news))
+        said = self._exchange(_RankStatus(report=report))
         firsts = {world.ranks[0] for name, world in self._worlds.items() if name != self._own}
-        return [one.news for rank, one in enumerate(said) if rank in firsts and one.news]
+        return [one.report for rank, one in enumerate(said) if rank in firsts and one.report]
 
-    def meet(self) -> None:
-        self._meet(_Said())
+    def synchronize(self) -> None:
+        self._exchange(_RankStatus())
 
-    def tell(self, why: BaseException, *, changed: bool) -> bool:
-        if self._told is None:
+    def propagate(self, why: BaseException, *, changed: bool) -> bool:
+        if self._ended is None:
             fault = str(why) if isinstance(why, ServiceFault) else None
-            said = _Said(fault=fault, stopped=fault is None, changed=changed)
+            said = _RankStatus(fault=fault, stopped=fault is None, changed=changed)
             with suppress(StopRequested, ServiceFault):
-                self._meet(said)
-        assert self._told is not None
-        return self._told[0]
+                self._exchange(said)
+        assert self._ended is not None
+        return self._ended[0]
 
-    def _meet(self, mine: _Said) -> list[_Said]:
-        if mine.news is not None and not self._groups.is_first:
-            mine = _Said()
+    def _exchange(self, own: _RankStatus) -> list[_RankStatus]:
+        if own.report is not None and not self._groups.is_first:
+            own = _RankStatus()
         everyone: list[Any] = [None] * self._joined.everyone.size
 
-        def gather() -> list[_Said]:
+        def gather() -> list[_RankStatus]:
             for work, _ in self._sent:
                 work.wait()
-            dist.all_gather_object(everyone, mine, group=self._mail)
+            dist.all_gather_object(everyone, own, group=self._mail)
             return everyone
 
-        said = AbandonableCall(gather, "the other worlds").future.result()
+        statuses = AbandonableCall(gather, "the other worlds").future.result()
         self._sent.clear()
-        faults = [one.fault for one in said if one.fault is not None]
-        if faults or any(one.stop or one.stopped for one in said):
-            self._told = (any(one.changed for one in said),)
+        faults = [one.fault for one in statuses if one.fault is not None]
+        if faults or any(one.stop or one.stopped for one in statuses):
+            self._ended = (any(one.changed for one in statuses),)
             raise ServiceFault(faults[0]) if faults else StopRequested
-        return said
+        return statuses
 
     # Rows
 
@@ -245,7 +245,7 @@ class Worlds:
         assert self._deal is not None
         return self._deal.parts[self._own][self._groups.place.dp]
 
-    def send(self, message: Parcel, batch: TensorDict) -> None:
+    def send(self, message: WorldMessage, batch: TensorDict) -> None:
         if self.is_home:
             self._deal = self._deal or self._dealt(batch)
         deal, names = self._deal, message.fields
@@ -265,7 +265,7 @@ class Worlds:
             self._post(message, data, facts, fields, [place[row] for row in rows])
         self._informed.add(message.to)
 
-    def receive(self, message: Parcel, batch: TensorDict) -> NodeOutput:
+    def receive(self, message: WorldMessage, batch: TensorDict) -> NodeOutput:
         letters = self._letters(message)
         for facts, _ in letters:
             if "fault" in facts:
@@ -298,7 +298,7 @@ class Worlds:
                 for data in range(self._worlds[action.message.to].layout.data):
                     self._post(action.message, data, {"fault": fault}, {}, ())
 
-    def _dealt(self, batch: TensorDict) -> _Deal:
+    def _dealt(self, batch: TensorDict) -> _RowAssignment:
         there = self._groups.from_data_ranks(sizes_of(batch))
         numbers = itertools.count()
         parts = {self._own: [[next(numbers) for _ in part] for part in there]}
@@ -307,13 +307,13 @@ class Worlds:
         for name, world in self._worlds.items():
             if name != self._own:
                 parts[name] = deal_rows(sizes, world.layout.data, shared_prefix=shared)
-        return _Deal(number=next(self._deals), parts=parts)
+        return _RowAssignment(number=next(self._deals), parts=parts)
 
     # Messages
 
     def _post(
         self,
-        message: Parcel,
+        message: WorldMessage,
         data: int,
         facts: Mapping[str, Any],
         fields: Mapping[str, Any],
@@ -329,7 +329,7 @@ class Worlds:
             work = dist.isend(tensor, to, group=self._mail, tag=message.number)
             self._sent.append((work, tensor))
 
-    def _letters(self, message: Parcel) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def _letters(self, message: WorldMessage) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(facts, fields) of a message from each data rank of its source, on all ranks of the
         copy.
         """

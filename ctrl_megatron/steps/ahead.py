@@ -31,9 +31,9 @@ _STOP_ROUNDS = 10
 """Seconds that a stop waits for texts which are being drawn; then the save is made without them."""
 
 
-def begin_ahead(worker: DAGWorker, heard: RowListener | None) -> None:
+def begin_ahead(worker: DAGWorker, on_completion: RowListener | None) -> None:
     """Start to draw the samples of the next ``rollout.staleness`` steps of the run, as far as they
-    are not begun, from the actor's weights as they are now. ``heard`` as in ``begin_draw``.
+    are not begun, from the actor's weights as they are now. ``on_completion`` as in ``begin_draw``.
     Collective.
 
     Without ``rollout.update_in_flight`` new draws begin only when the earlier ones are used up:
@@ -54,7 +54,7 @@ def begin_ahead(worker: DAGWorker, heard: RowListener | None) -> None:
                 rows,
                 mini_batch_size=worker.config.actor_rollout_ref.actor.ppo_mini_batch_size,
                 step=step,
-                heard=heard,
+                on_completion=on_completion,
             )
             worker.ahead.keep(draw)
 
@@ -116,7 +116,7 @@ class SavedDraws:
             return
         worker, rollout = self._worker, self._worker.config.actor_rollout_ref.rollout
         updates = worker.device.updates(worker.role)
-        worker.device.versions[worker.role].go_on(state["versions"], updates)
+        worker.device.versions[worker.role].restore_names(state["versions"], updates)
         for saved in state["draws"]:
             age, samples = saved["step"] - saved["begun"], len(saved["groups"][0])
             if samples == rollout.n and age <= rollout.staleness:

@@ -40,7 +40,7 @@ def with_text(worker: RolloutWorker, sample: Sample) -> Sample:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Next:
+class FollowUp:
     """The rest of the chain after a critique, which begins as soon as its input is there and not
     with the whole batch. ``revise`` and ``judge`` take the results, which do not depend on it.
     """
@@ -65,11 +65,11 @@ class Next:
             begin_judging(worker, lambda rewards: self.judge(rewards, sample, row))
 
     def listener(self, worker: RolloutWorker) -> RowListener | None:
-        """Asks for the revision of every critique that it hears of; None where that must wait for
+        """Asks for the revision of every critique that is drawn; None where that must wait for
         the batch, because the proxy cannot answer while the actor's engines draw.
         """
         streams, proxy = worker.config.actor_rollout_ref.rollout.streaming, worker.proxy
-        if not streams or proxy is None or not proxy.beside:
+        if not streams or proxy is None or not proxy.can_overlap:
             return None
         return lambda row, drawn: self._begin_revising(
             worker, read_response(worker, row, drawn), row
@@ -81,15 +81,15 @@ class Next:
                 self.begin_judging(worker, sample, row)
             return
         name, messages = request
-        if name not in worker.begun:
-            worker.begun[name] = asyncio.ensure_future(_answer(worker, messages))
+        if name not in worker.pending:
+            worker.pending[name] = asyncio.ensure_future(_answer(worker, messages))
 
         def revised(task: asyncio.Task[Answer | Failure | None]) -> None:
             # An error is raised by ``revise``, which awaits the task.
             if not task.cancelled() and task.exception() is None:
                 self.begin_judging(worker, _with_revision(sample, task.result()), row)
 
-        worker.begun[name].add_done_callback(revised)
+        worker.pending[name].add_done_callback(revised)
 
 
 async def _answer(
@@ -101,7 +101,7 @@ async def _answer(
     return answer
 
 
-TRAINED = Next(judge=lambda rewards, sample, row: rewards.begin(sample.item(row)))
+TRAINED = FollowUp(judge=lambda rewards, sample, row: rewards.begin(sample.item(row)))
 """What follows a critique that is trained on."""
 
 
@@ -110,13 +110,13 @@ def criticise(
     rows: Sequence[Row],
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    then: Next | None,
+    then: FollowUp | None,
 ) -> list[list[Sample]]:
     """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective.
     ``then`` follows each of them; None where nothing does.
     """
-    heard = None if then is None else then.listener(worker)
-    finished = by_row(rows, params.n, heard)
+    on_completion = None if then is None else then.listener(worker)
+    finished = by_row(rows, params.n, on_completion)
     answers = generate(worker, worker.role, prompts, params, finished=finished)
     return [
         [read_response(worker, row, completion) for completion in group]
@@ -125,7 +125,7 @@ def criticise(
 
 
 def revise(
-    worker: RolloutWorker, samples: Sequence[Sample], rows: Sequence[Row], then: Next = TRAINED
+    worker: RolloutWorker, samples: Sequence[Sample], rows: Sequence[Row], then: FollowUp = TRAINED
 ) -> list[Sample]:
     """The critiques with the frozen proxy's revisions, for those that ``then`` revises. Collective.
     ``rows`` have the program that each is about.
@@ -141,12 +141,12 @@ def revise(
         if request is not None:
             alike[request[0]].append((sample, row))
 
-    def heard(name: str, answer: Answer | Failure | None) -> None:
+    def on_answer(name: str, answer: Answer | Failure | None) -> None:
         for sample, row in alike[name]:
             then.begin_judging(worker, _with_revision(sample, answer), row)
 
     async def ask() -> list[Answer | Failure | None]:
-        return await _revisions(worker, different, heard)
+        return await _revisions(worker, different, on_answer)
 
     assert worker.proxy is not None
     prepare = partial(worker.proxy.prepare, worker.step)
@@ -161,20 +161,20 @@ def revise(
 async def _revisions(
     worker: RolloutWorker,
     conversations: Mapping[str, list[Message]],
-    heard: Callable[[str, Answer | Failure | None], None],
+    on_answer: Callable[[str, Answer | Failure | None], None],
 ) -> list[Answer | Failure | None]:
-    """The proxy's answers to the conversations, by their texts. ``heard`` is called with those that
-    were not asked for before.
+    """The proxy's answers to the conversations, by their texts. ``on_answer`` is called with those
+    that were not asked for before.
     """
     assert worker.proxy is not None
-    begun = {name: worker.begun.pop(name) for name in conversations if name in worker.begun}
+    begun = {name: worker.pending.pop(name) for name in conversations if name in worker.pending}
     new = [name for name in conversations if name not in begun]
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
     ask = partial(
         worker.proxy.answer,
         [conversations[name] for name in new],
         limit,
-        lambda place, answer: heard(new[place], answer),
+        lambda place, answer: on_answer(new[place], answer),
     )
 
     async def wait(task: asyncio.Task[Answer | Failure | None]) -> list[Answer | Failure | None]:

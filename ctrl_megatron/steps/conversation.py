@@ -12,7 +12,7 @@ from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice, parse_judgment
-from ctrl_megatron.steps.chain import Next, count_failures, criticise, judge_programs, revise
+from ctrl_megatron.steps.chain import FollowUp, count_failures, criticise, judge_programs, revise
 from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.steps.sampling import (
     begin_judging,
@@ -31,7 +31,7 @@ def revised_text(sample: Sample) -> str:
     return sample.revision.text if sample.revision else ""
 
 
-VALIDATED = Next(
+VALIDATED = FollowUp(
     without_judgment=True,
     judge=lambda rewards, sample, row: rewards.begin_solution(revised_text(sample), row),
 )

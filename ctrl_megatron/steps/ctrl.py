@@ -319,7 +319,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the batch of this data rank's critiques, with
     ``critique_columns``.
     """
-    drawn = draw_samples(worker, **requested(worker, batch), heard=TRAINED.listener(worker))
+    drawn = draw_samples(worker, **requested(worker, batch), on_completion=TRAINED.listener(worker))
     samples = [with_text(worker, sample) for sample in drawn]
     return sampled(worker, samples, measure_critiques, critique_columns)
 
@@ -656,7 +656,7 @@ def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     keys, reference = worker.config.actor_rollout_ref.ref, worker.refreshed_reference
     if reference is None or not keys.sync_steps or (worker.step + 1) % keys.sync_steps:
         return NodeOutput()
-    reference.approach(worker.policy, keys.sync_mix)
+    reference.interpolate_towards(worker.policy, keys.sync_mix)
     if worker.config.actor_rollout_ref.actor.megatron.param_offload:
         reference.offload("weights")
     return NodeOutput()

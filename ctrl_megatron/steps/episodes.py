@@ -271,7 +271,7 @@ class Episodes:
                 [partial(one, row, number) for row in rows for number in range(params.n)]
             )
 
-        worker.settle()
+        worker.wait_for_draws()
         version, played = answered(
             worker,
             lambda: worker.device.to_engine(worker.role, worker.step),

@@ -142,8 +142,8 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the batch of this data rank with the column
     ``completion`` (B,) text.
     """
-    heard = partial(_begin_reward, worker)
-    drawn = draw_samples(worker, **requested(worker, batch), heard=heard)
+    on_completion = partial(_begin_reward, worker)
+    drawn = draw_samples(worker, **requested(worker, batch), on_completion=on_completion)
     samples = [with_text(worker, sample) for sample in drawn]
     return sampled(worker, samples, measure_completions, completion_columns)
 

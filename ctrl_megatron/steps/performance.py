@@ -81,7 +81,7 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
         # The step is done and will be recorded, also where a stop was requested meanwhile.
         counted = worker.ask(ask, "the engines' counters", stoppable=False)
     except ServiceLost as lost:
-        worker.device.lose(lost)
+        worker.device.mark_lost(lost)
         return {}
     before, worker.counted = worker.counted, counted
     return step_metrics(before, counted)

@@ -40,7 +40,7 @@ class SharedProxy:
     leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
     """
 
-    beside = False
+    can_overlap = False
 
     def __init__(
         self,
@@ -59,16 +59,22 @@ class SharedProxy:
         self._version = self._device.to_engine(self._role, step)
 
     async def answer(
-        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+        self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
     ) -> list[Answer | Failure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
         version = self._version
         return await _answers(
-            self._engine, self._codec, asked, max_tokens, heard, drawn_by=version, version=version
+            self._engine,
+            self._codec,
+            asked,
+            max_tokens,
+            on_answer,
+            drawn_by=version,
+            version=version,
         )
 
-    async def greet(self) -> str:
+    async def describe_servers(self) -> str:
         return ""
 
     async def close(self) -> None:
@@ -95,16 +101,16 @@ class EngineProxy:
     ) -> None:
         self._engine, self._codec, self._longest = engine, codec, max_model_len
         self._version = f"proxy:{codec.path.resolve().name}"
-        self.beside, self._patient = joins_calls, patient
+        self.can_overlap, self._patient = joins_calls, patient
 
-    async def greet(self) -> str:
+    async def describe_servers(self) -> str:
         return ""
 
     def prepare(self, step: int) -> None:
         """Its engines are always ready."""
 
     async def answer(
-        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+        self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
     ) -> list[Answer | Failure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
@@ -115,7 +121,7 @@ class EngineProxy:
                     self._codec,
                     asked,
                     max_tokens,
-                    heard,
+                    on_answer,
                     drawn_by=INITIAL_VERSION,
                     version=self._version,
                 )
@@ -139,7 +145,7 @@ class ApiProxy:
     is equal.
     """
 
-    beside = True
+    can_overlap = True
 
     def __init__(
         self,
@@ -158,16 +164,16 @@ class ApiProxy:
         """Its servers are always ready."""
 
     async def answer(
-        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+        self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
     ) -> list[Answer | Failure | None]:
         async def one(place: int, messages: Conversation) -> Answer | Failure | None:
             answer = await self._remembered(messages, max_tokens)
-            heard(place, answer)
+            on_answer(place, answer)
             return answer
 
         return await gathered([partial(one, *numbered) for numbered in enumerate(conversations)])
 
-    async def greet(self) -> str:
+    async def describe_servers(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]
         answers = [await self._ask(server, hello, 1) for server in self._servers.values()]
         named = {answer.version for answer in answers if isinstance(answer, Answer)}
@@ -269,7 +275,7 @@ async def _answers(
     codec: TextCodec,
     prompts: Sequence[list[int] | None],
     max_tokens: int,
-    heard: ProxyListener,
+    on_answer: ProxyListener,
     *,
     drawn_by: str,
     version: str,
@@ -280,7 +286,7 @@ async def _answers(
     answers: list[Answer | Failure | None] = [None] * len(prompts)
     places = [place for place, prompt in enumerate(prompts) if prompt is not None]
     for place in set(range(len(prompts))) - set(places):
-        heard(place, None)
+        on_answer(place, None)
 
     def finished(number: int, completion: Completion) -> None:
         answer = answers[places[number]] = Answer(
@@ -289,7 +295,7 @@ async def _answers(
             version=version,
             finish_reason=completion.finish_reason,
         )
-        heard(places[number], answer)
+        on_answer(places[number], answer)
 
     if places:
         asked = [prompt for prompt in prompts if prompt is not None]

@@ -46,7 +46,7 @@ def begin_draw(
     mini_batch_size: int,
     attempt: int = 0,
     step: int | None = None,
-    heard: RowListener | None = None,
+    on_completion: RowListener | None = None,
     asks: Asks | None = None,
 ) -> Draw:
     """Start to draw the ``rollout.n`` samples of the worker's policy for this data rank's share of
@@ -54,8 +54,8 @@ def begin_draw(
     ``asks`` makes the prompt of a row, by default that of the data. Collective.
 
     The data ranks share every mini-batch of ``mini_batch_size`` prompts equally. ``attempt``
-    numbers the draws of training step ``step``, by default the next one. ``heard`` is called with
-    every completion as soon as it is drawn, on the leader's event loop.
+    numbers the draws of training step ``step``, by default the next one. ``on_completion`` is
+    called with every completion as soon as it is drawn, on the leader's event loop.
     """
     number = worker.step if step is None else step
     version = worker.device.to_engine(worker.role, worker.step)
@@ -67,7 +67,7 @@ def begin_draw(
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
         return await worker.engine.generate(
-            prompts, params, finished=by_row(table, params.n, heard)
+            prompts, params, finished=by_row(table, params.n, on_completion)
         )
 
     groups = worker.begin(ask_engine)
@@ -90,32 +90,34 @@ def finish_draw(
     draw: Draw,
     *,
     mini_batch_size: int,
-    heard: RowListener | None = None,
+    on_completion: RowListener | None = None,
     asks: Asks | None = None,
 ) -> list[Sample]:
     """The samples of the draw, on all ranks of the model copy. Collective. Raises RuntimeError if
     other weights drew any token, unless weights may change meanwhile (``update_in_flight``).
 
     A draw whose engines are lost is begun anew on all ranks, from the policy's weights as they are
-    now; ``heard`` and ``asks`` as in ``begin_draw``.
+    now; ``on_completion`` and ``asks`` as in ``begin_draw``.
     """
     mine = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
     what = f"{len(mine) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
     try:
         answers = worker.wait(draw.groups, f"{what} from the engines")
     except ServiceLost as lost:
-        worker.device.lose(lost)
-        worker.settle()
+        worker.device.mark_lost(lost)
+        worker.wait_for_draws()
         again = begin_draw(
             worker,
             draw.rows,
             mini_batch_size=mini_batch_size,
             attempt=draw.attempt,
             step=draw.step,
-            heard=heard,
+            on_completion=on_completion,
             asks=asks,
         )
-        return finish_draw(worker, again, mini_batch_size=mini_batch_size, heard=heard, asks=asks)
+        return finish_draw(
+            worker, again, mini_batch_size=mini_batch_size, on_completion=on_completion, asks=asks
+        )
     if not worker.config.actor_rollout_ref.rollout.update_in_flight:
         require_version(answers, draw.version)
     return [
@@ -156,7 +158,7 @@ def draw_samples(
     *,
     mini_batch_size: int,
     attempt: int = 0,
-    heard: RowListener | None = None,
+    on_completion: RowListener | None = None,
     asks: Asks | None = None,
 ) -> list[Sample]:
     """The samples of ``begin_draw``, once they are all there; or of the draw of ``rows`` that an
@@ -166,14 +168,27 @@ def draw_samples(
         # What is being drawn goes on with the policy's weights as they are now.
         worker.device.to_engine(worker.role, worker.step)
     draw = worker.ahead.take(worker.step, rows) or begin_draw(
-        worker, rows, mini_batch_size=mini_batch_size, attempt=attempt, heard=heard, asks=asks
+        worker,
+        rows,
+        mini_batch_size=mini_batch_size,
+        attempt=attempt,
+        on_completion=on_completion,
+        asks=asks,
     )
-    return finish_draw(worker, draw, mini_batch_size=mini_batch_size, heard=heard, asks=asks)
+    return finish_draw(
+        worker, draw, mini_batch_size=mini_batch_size, on_completion=on_completion, asks=asks
+    )
 
 
-def by_row(rows: Sequence[Row], n: int, heard: RowListener | None) -> CompletionListener | None:
-    """A listener for ``n`` completions of each of the rows, which calls ``heard``."""
-    return None if heard is None else lambda place, drawn: heard(rows[place // n], drawn)
+def by_row(
+    rows: Sequence[Row], n: int, on_completion: RowListener | None
+) -> CompletionListener | None:
+    """A listener for ``n`` completions of each of the rows, which calls ``on_completion``."""
+    return (
+        None
+        if on_completion is None
+        else lambda place, drawn: on_completion(rows[place // n], drawn)
+    )
 
 
 def begin_judging(worker: RolloutWorker, start: Callable[[RewardSum], None]) -> None:
@@ -199,7 +214,7 @@ def generate(
     Collective: the ranks of a model copy pass the same arguments and get the same completions.
     Raises RuntimeError if other weights drew any token.
     """
-    worker.settle()
+    worker.wait_for_draws()
 
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
@@ -230,7 +245,7 @@ def answered(
         try:
             return ready, worker.ask(ask, what)
         except ServiceLost as lost:
-            worker.device.lose(lost)
+            worker.device.mark_lost(lost)
 
 
 def require_version(answers: Sequence[Sequence[Completion]], version: str) -> None:

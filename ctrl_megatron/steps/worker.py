@@ -64,11 +64,11 @@ class Proxy(Protocol):
     """A frozen model that answers conversations greedily."""
 
     @property
-    def beside(self) -> bool:
+    def can_overlap(self) -> bool:
         """Whether it can answer while the actor's engines draw."""
         ...
 
-    async def greet(self) -> str:
+    async def describe_servers(self) -> str:
         """The servers of the proxy and their model, for the first lines of a run; empty where the
         run's own engines answer. UserError where no server can be used (leaders only).
         """
@@ -81,11 +81,11 @@ class Proxy(Protocol):
         ...
 
     async def answer(
-        self, conversations: Sequence[Conversation], max_tokens: int, heard: ProxyListener
+        self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
     ) -> list[Answer | Failure | None]:
         """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
-        conversation leaves no room for one in the proxy's context. Leaders only. ``heard`` has been
-        called with every answer when it returns.
+        conversation leaves no room for one in the proxy's context. Leaders only. ``on_answer`` has
+        been called with every answer when it returns.
         """
         ...
 
@@ -131,7 +131,7 @@ class RolloutWorker:
     reward_weights: Mapping[str, float]
     """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None
-    begun: dict[str, asyncio.Task[Answer | Failure | None]] = field(default_factory=dict)
+    pending: dict[str, asyncio.Task[Answer | Failure | None]] = field(default_factory=dict)
     """The proxy's answers that were asked for before ``chain.revise`` needs them, by the text of
     their conversation (leaders only)."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -175,7 +175,7 @@ class RolloutWorker:
         """The result of what ``begin`` started; as ``ask`` otherwise."""
         return self.groups.from_leader(self.waiting.together(begun, what, stoppable=stoppable))
 
-    def settle(self) -> None:
+    def wait_for_draws(self) -> None:
         """Wait until the engines draw nothing for a later step, so that their weights may change.
         Collective.
         """
@@ -282,7 +282,7 @@ class DAGWorker(RolloutWorker):
         """``actor``; UserError where another world has it."""
         return present(self.actor, "the actor")
 
-    def settle(self) -> None:
+    def wait_for_draws(self) -> None:
         for draw in self.ahead.every():
             # One whose engines are lost is begun anew when its step comes.
             with suppress(ServiceLost):

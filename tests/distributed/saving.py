@@ -162,7 +162,7 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
         save_hf(copy, Path(out) / "exported", side_files=directory)
 
 
-def go_on(
+def restore_names(
     rank: int,
     layout: dict,
     directory: str,

@@ -125,10 +125,10 @@ class Bench:
         self,
         loop: BackgroundLoop,
         *,
-        leaves: Any = (),
+        offloaded_parts: Any = (),
         shared: bool = True,
         linked: bool = True,
-        rests_until: int = 0,
+        critic_warmup: int = 0,
         engine: Any = None,
         restarts: Any = None,
     ) -> None:
@@ -144,13 +144,13 @@ class Bench:
             Waiting(groups=self.groups, stop=StopFlag(), limit=60.0),  # type: ignore[arg-type]
             directories={"proxy": "proxy's"},
             shared=shared,
-            leaves=leaves,
-            rests_until=rests_until,
+            offloaded_parts=offloaded_parts,
+            critic_warmup=critic_warmup,
             restarts=restarts,
         )
         self.actor, self.reference = self.model("actor"), self.model("reference")
-        self.owner.adopt(self.actor, "actor")
-        self.owner.adopt(self.reference)
+        self.owner.register_model(self.actor, "actor")
+        self.owner.register_model(self.reference)
 
     def model(self, name: str) -> Any:
         return NotedModel(name, self.events, self.owner.to_trainer)
@@ -187,7 +187,7 @@ def emptied(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_a_step_with_everything_leaving(loop: BackgroundLoop, emptied: list[list[str]]) -> None:
-    bench = Bench(loop, leaves=ALL)
+    bench = Bench(loop, offloaded_parts=ALL)
     emptied.append(bench.events)
     assert bench.taken() == ["sleep 2"]
     assert bench.use("actor") == "actor@0"
@@ -217,7 +217,7 @@ def test_a_step_with_everything_leaving(loop: BackgroundLoop, emptied: list[list
 
 
 def test_weights_are_kept_in_sleep_only_if_they_are_needed_next(loop: BackgroundLoop) -> None:
-    bench = Bench(loop, rests_until=2)
+    bench = Bench(loop, critic_warmup=2)
     bench.use("actor", 0)
     bench.taken()
     bench.owner.to_trainer()
@@ -256,7 +256,7 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
 def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) -> None:
     bench = Bench(loop)
     second = bench.model("second")
-    bench.owner.adopt(second, "agent1")
+    bench.owner.register_model(second, "agent1")
     assert bench.use("agent1", 2) == "agent1@2" and bench.use("actor", 2) == "actor@2"
     bench.owner.to_trainer()
     # Only the second one's weights change, so only it gets another name.
@@ -271,14 +271,14 @@ def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) 
 def test_another_directory_of_a_role_is_pushed(loop: BackgroundLoop) -> None:
     bench = Bench(loop, shared=False)
     bench.use("proxy")
-    bench.owner.read_from("proxy", "another")
+    bench.owner.set_directory("proxy", "another")
     bench.use("proxy")
     bench.use("proxy")
     assert bench.taken() == ["push proxy", "push proxy"]
 
 
 def test_an_engine_with_memory_of_its_own_never_sleeps(loop: BackgroundLoop) -> None:
-    bench = Bench(loop, shared=False, leaves=("gradients",))
+    bench = Bench(loop, shared=False, offloaded_parts=("gradients",))
     bench.use("actor")
     bench.actor.onload("gradients")
     bench.use("actor")
@@ -292,9 +292,9 @@ def test_what_would_collide_is_refused(loop: BackgroundLoop) -> None:
     bench = Bench(loop)
     bench.use("proxy")
     with pytest.raises(RuntimeError, match="built while the engine has the device"):
-        bench.owner.adopt(bench.model("late"))
+        bench.owner.register_model(bench.model("late"))
     bench.owner.to_trainer()
-    bench.owner.adopt(bench.model("in time"))
+    bench.owner.register_model(bench.model("in time"))
 
     def use_in_a_push(bucket: int, memory: torch.Tensor) -> None:
         bench.reference.onload("weights")
@@ -311,7 +311,7 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
     monkeypatch.setattr("ctrl_megatron.resharding.device.push", lambda *_, **__: None)
     counts = []
     for linked in (True, False):
-        bench = Bench(loop, leaves=ALL, linked=linked)
+        bench = Bench(loop, offloaded_parts=ALL, linked=linked)
         for role in ("actor", "proxy", "actor"):
             bench.use(role)
         bench.owner.to_trainer()
@@ -366,14 +366,16 @@ class MortalEngine(NotedEngine):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("leaves", [(), ALL])
+@pytest.mark.parametrize("offloaded_parts", [(), ALL])
 def test_an_engine_that_dies_in_any_call_is_restored_with_the_right_weights(
-    loop: BackgroundLoop, shared: bool, leaves: tuple[str, ...]
+    loop: BackgroundLoop, shared: bool, offloaded_parts: tuple[str, ...]
 ) -> None:
     deaths = 0
     for dies_at in range(2, 20):
         engine = MortalEngine(dies_at)
-        bench = Bench(loop, shared=shared, leaves=leaves, engine=engine, restarts=engine)
+        bench = Bench(
+            loop, shared=shared, offloaded_parts=offloaded_parts, engine=engine, restarts=engine
+        )
         for step in range(2):
             bench.actor.updates = step
             for role, version in (("actor", f"actor@{step}"), ("proxy", "proxy")):

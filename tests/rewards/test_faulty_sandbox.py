@@ -11,7 +11,7 @@ from reward_samples import CORRECT, block, function_row, stdio_row
 from scripted_sandbox import Fault, Sandbox, always, serving, three_of_ten
 
 from ctrl_megatron.rewards import Judging, RewardItem, RewardModelForCritic, RewardSum, Scores
-from ctrl_megatron.rewards.grading import Patience
+from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.sandbox import SandboxClient
 
 ROW = function_row()
@@ -19,7 +19,7 @@ NONE = "It looks fine."
 
 
 def score(
-    service: Sandbox, *, patience: Patience | None = None, programs: int = 20
+    service: Sandbox, *, patience: RetryPolicy | None = None, programs: int = 20
 ) -> tuple[Scores, Judging]:
     """The rewards of twenty critiques of ``programs`` different programs, and of one without a
     judgment.
@@ -43,7 +43,7 @@ def score(
 @pytest.mark.parametrize("fault", get_args(Fault))
 def test_a_dead_service_leaves_every_reward_unknown(fault: Fault) -> None:
     service = Sandbox(fault, always)
-    scores, judging = score(service, patience=Patience(retries=1, pause=0.01))
+    scores, judging = score(service, patience=RetryPolicy(retries=1, pause=0.01))
     assert scores.totals == [None] * 20 + [0.0]
     assert (judging.asked, judging.failed) == (20, 20) and judging.error
     # Verdicts that are missing are asked for once in a round, all else as often as the client does.
@@ -52,7 +52,7 @@ def test_a_dead_service_leaves_every_reward_unknown(fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", get_args(Fault))
 def test_a_service_that_fails_three_of_ten_requests_is_asked_again(fault: Fault) -> None:
-    patience = Patience(retries=5, pause=0.01)
+    patience = RetryPolicy(retries=5, pause=0.01)
     scores, judging = score(Sandbox(fault, three_of_ten), patience=patience)
     assert scores.totals == [1.0] * 20 + [0.0]
     assert (judging.asked, judging.failed) == (20, 0)
@@ -68,7 +68,7 @@ def test_equal_programs_are_asked_for_and_fail_once() -> None:
 
 def test_what_stays_unknown_is_no_zero() -> None:
     lost = Sandbox("empty", lambda number: number < 6)
-    scores, judging = score(lost, patience=Patience(share=0.5, retries=5))
+    scores, judging = score(lost, patience=RetryPolicy(share=0.5, retries=5))
     assert sorted(map(str, scores.totals[:20])) == sorted(["None"] * 6 + ["1.0"] * 14)
     assert scores.totals[20] == 0.0
     assert (judging.asked, judging.failed) == (20, 6)

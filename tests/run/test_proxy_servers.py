@@ -83,11 +83,11 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
 
 def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> None:
     both = {"http://a": Scripted("big"), "http://b": Scripted("b", fails=True)}
-    said = asyncio.run(ApiProxy(both, "m").greet())
+    said = asyncio.run(ApiProxy(both, "m").describe_servers())
     assert said == "proxy api:big on 1 of 2 servers (without b is down)"
     down = ApiProxy({"http://b": Scripted("b", fails=True)}, "m")
     with pytest.raises(UserError, match=r"no server of the proxy answers: b is down"):
-        asyncio.run(down.greet())
+        asyncio.run(down.describe_servers())
 
 
 def test_a_file_of_answers_serves_the_next_run_for_equal_requests_only(tmp_path: Path) -> None:

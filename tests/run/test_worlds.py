@@ -19,7 +19,7 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import always
 from ctrl_megatron.graph.declarations import node as declare
-from ctrl_megatron.graph.world_link import Action, Parcel, Receive, Run, Send
+from ctrl_megatron.graph.world_link import Action, Receive, Run, Send, WorldMessage
 from ctrl_megatron.parallel.layout import Layout, World, worlds_of
 from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline
 from ctrl_megatron.run import worlds
@@ -174,7 +174,7 @@ def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circ
     found = programs(*nodes)
     sent = [a.message for of in found.values() for a in of if isinstance(a, Send)]
     received = [a.message for of in found.values() for a in of if isinstance(a, Receive)]
-    key: Callable[[Parcel], int] = lambda message: message.number  # noqa: E731
+    key: Callable[[WorldMessage], int] = lambda message: message.number  # noqa: E731
     assert sorted(sent, key=key) == sorted(received, key=key)
     assert [message.number for message in sorted(sent, key=key)] == list(range(len(sent)))
     # Each world goes on as far as it can: all of them reach their end.

@@ -177,7 +177,7 @@ class Evaluator:
         self.rewards = SimpleNamespace(
             judge_solutions=self._judge, begin_solution=lambda text, row: None
         )
-        self.begun: dict[str, Any] = {}
+        self.pending: dict[str, Any] = {}
         self.role = "actor"
         self.background = SimpleNamespace(submit=asyncio.run)
         self.step = 0

@@ -163,7 +163,7 @@ def all_episodes(codec: TextCodec, make: Callable[..., Any]) -> list[list[Episod
         engine=Parrot(codec, ["yes"] * 9),
         codec=codec,
         step=2,
-        settle=lambda: None,
+        wait_for_draws=lambda: None,
         device=SimpleNamespace(to_engine=lambda role, step: f"{role}@{step}"),
         role="actor",
         ask=lambda work, what: asyncio.run(work()),

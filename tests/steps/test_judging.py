@@ -14,7 +14,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import ServiceFault
 from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.grading import CachedJudge, GradingJob, Patience
+from ctrl_megatron.rewards.grading import CachedJudge, GradingJob, RetryPolicy
 from ctrl_megatron.rewards.items import RewardItem, Rewards
 from ctrl_megatron.sandbox.client import SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest, TestConfig
@@ -59,7 +59,7 @@ def jobs(count: int) -> list[GradingJob]:
     ]
 
 
-def grade(service: Service, patience: Patience, count: int = 10) -> list[bool]:
+def grade(service: Service, patience: RetryPolicy, count: int = 10) -> list[bool]:
     judge = CachedJudge(service, VerdictCache(), patience)
     answers = asyncio.run(judge.grade_all([*jobs(count), None], 4))
     assert answers.pop() is None
@@ -68,19 +68,19 @@ def grade(service: Service, patience: Patience, count: int = 10) -> list[bool]:
 
 def test_programs_that_were_not_judged_are_judged_again_and_only_those() -> None:
     service = Service({1, 2, 3}, rounds=2)
-    assert all(grade(service, Patience(share=0.2, retries=3, pause=0.001)))
+    assert all(grade(service, RetryPolicy(share=0.2, retries=3, pause=0.001)))
     assert sorted(service.calls) == sorted([*range(10), *[1, 2, 3] * 2])
 
 
 def test_a_share_that_is_allowed_is_not_judged_again() -> None:
     service = Service({1, 2}, rounds=1)
-    assert grade(service, Patience(share=0.2, retries=3, pause=0.001)).count(False) == 2
+    assert grade(service, RetryPolicy(share=0.2, retries=3, pause=0.001)).count(False) == 2
     assert len(service.calls) == 10
 
 
 def test_retries_end() -> None:
     service = Service(set(range(10)), rounds=99)
-    assert not any(grade(service, Patience(share=0.2, retries=2, pause=0.001)))
+    assert not any(grade(service, RetryPolicy(share=0.2, retries=2, pause=0.001)))
     assert len(service.calls) == 30
 
 
@@ -91,7 +91,7 @@ def test_a_silent_judge_is_not_asked_again() -> None:
             raise SandboxSilent("no sign of life for 640 s")
 
     service = Silent(set(), rounds=0)
-    assert not any(grade(service, Patience(share=0.2, retries=3, pause=0.001)))
+    assert not any(grade(service, RetryPolicy(share=0.2, retries=3, pause=0.001)))
     assert len(service.calls) == 10
 
 

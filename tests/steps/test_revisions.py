@@ -63,7 +63,7 @@ class Scripted:
         self.room, self.fails = room, fails
         self.asked: list[str] = []
 
-    beside = False
+    can_overlap = False
 
     def prepare(self, step: int) -> None:
         """It is always ready."""
@@ -94,7 +94,7 @@ def working(proxy: Scripted) -> Any:
     return SimpleNamespace(
         config=load_config(None, [], "none"),
         proxy=proxy,
-        begun={},
+        pending={},
         step=0,
         ask=lambda work, what: asyncio.run(work()),
         rewards=rewards,

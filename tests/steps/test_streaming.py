@@ -68,7 +68,7 @@ class Script:
     """Engines, a proxy and a judge; the completion with number i takes ``delays[i]``."""
 
     def __init__(self, delays: Delays, *, beside: bool) -> None:
-        self.delays, self.beside = delays, beside
+        self.delays, self.can_overlap = delays, beside
         self.revised, self.answered = list[int](), list[str]()
 
     async def generate(self, prompts: Any, params: Any, *, finished: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         means=lambda values: {},
         engine=script,
         proxy=script,
-        begun={},
+        pending={},
         background=SimpleNamespace(submit=loop.create_task),
         device=SimpleNamespace(to_engine=lambda role, step: f"{role}@0"),
         role="actor",
@@ -176,7 +176,7 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         ask=lambda work, what="": loop.run_until_complete(work()),
         begin=lambda work: loop.create_task(work()),
         wait=lambda task, what="": loop.run_until_complete(task),
-        settle=lambda: None,
+        wait_for_draws=lambda: None,
         ahead=DrawsAhead(),
     )
 
@@ -199,7 +199,7 @@ def run(
         )
         step = DynamicSampling(nodes, lambda samples: {}, ())
         samples = step.draw(worker, range(len(worker.train.rows)), 0)
-        assert not worker.begun
+        assert not worker.pending
         return loop.now, samples, script
     finally:
         loop.close()

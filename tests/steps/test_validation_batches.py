@@ -80,7 +80,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.calls.append((role, len(prompts)))
         return [[completion(prompt[0])] for prompt in prompts]
 
-    def revise(worker: Any, critiques: Any, rows: Any, then: chain.Next) -> Any:
+    def revise(worker: Any, critiques: Any, rows: Any, then: chain.FollowUp) -> Any:
         assert then.without_judgment
         assert [c.text for c in critiques] == [f"{row.id}. {JUDGMENT}" for row in rows]
         worker.calls.append(("proxy", len(critiques)))

@@ -35,7 +35,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.graph.executor import Executor
-from ctrl_megatron.graph.world_link import News
+from ctrl_megatron.graph.world_link import WorldReport
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import join
 from ctrl_megatron.parallel.layout import Layout, World
@@ -155,7 +155,7 @@ def transfer(report: Report) -> TaskGraph:
     names = [f"field_{number}" for number in range(FIELDS)]
 
     @node(needs=always("response_mask"), writes=("values",))
-    def greet(worker: Any, batch: TensorDict) -> NodeOutput:
+    def describe_servers(worker: Any, batch: TensorDict) -> NodeOutput:
         return NodeOutput(fields={"values": batch["response_mask"][:, 0].float()})
 
     @node(needs=always("values"), writes=(*names,))
@@ -173,8 +173,8 @@ def transfer(report: Report) -> TaskGraph:
     return (
         Pipeline("transfer")
         .add_node("draw", draw)
-        .add_node("greet", greet, ["draw"], node_role=NodeRole.CRITIC)
-        .add_node("give", give, ["greet"])
+        .add_node("describe_servers", describe_servers, ["draw"], node_role=NodeRole.CRITIC)
+        .add_node("give", give, ["describe_servers"])
         .add_node("take", take, ["give"], node_role=NodeRole.CRITIC)
         .build()
     )
@@ -210,7 +210,7 @@ def _rank(
         StopFlag(),
         load_config(None, [], "none"),
     )
-    between = Worlds(joined, worlds, config, stop, 0)
+    link = Worlds(joined, worlds, config, stop, 0)
     worker: Any = SimpleNamespace(
         groups=joined.groups,
         background=BackgroundLoop(),
@@ -223,10 +223,10 @@ def _rank(
     for _ in range(TRIES if what == "transfer" else 1):
         report: Report = {}
         graph = GRAPHS[what](report)
-        own = rows_of(rank, rows, response) if between.is_home else TensorDict({}, batch_size=[0])
-        between.begin()
-        Executor(graph, worker, between=between).run_step(own)
-        between.finish(News())
+        own = rows_of(rank, rows, response) if link.is_home else TensorDict({}, batch_size=[0])
+        link.begin()
+        Executor(graph, worker, link=link).run_step(own)
+        link.finish(WorldReport())
         reports.append(report)
         if what == "transfer":
             reports.append(raw(joined.mail, rows * response * 4 * FIELDS, rank))

@@ -334,30 +334,30 @@ RIGHT_UNIT_TESTS: tuple[Case, ...] = (
     case(
         "random choice is patched",
         "patches",
-        "greet",
+        "describe_servers",
         """
         from unittest.mock import patch
 
         @patch("random.choice")
         def test_greeting(choice):
             choice.return_value = "Ahoy"
-            assert greet("Ann") == "Ahoy, Ann!"
+            assert describe_servers("Ann") == "Ahoy, Ann!"
             assert choice.call_args.args[0] == ["Hello", "Hi", "Ahoy"]
 
         @patch("random.choice", lambda xs: xs[0])
         def test_first():
-            assert greet("Bo") == "Hello, Bo!"
+            assert describe_servers("Bo") == "Hello, Bo!"
         """,
         """
         import random
 
-        def greet(name):
+        def describe_servers(name):
             return f"{random.choice(['Hello', 'Hi', 'Ahoy'])}, {name}!"
         """,
         """
         import random
 
-        def greet(name):
+        def describe_servers(name):
             return f"Hello, {name}!"
         """,
     ),
