@@ -84,7 +84,6 @@ class Display:
         self._show_phases()
 
     def end_phase(self, name: str) -> None:
-        """A phase ends."""
         with self._lock:
             self._active.remove(name)
             seconds = time.monotonic() - self._began[name]

@@ -163,11 +163,9 @@ class FsdpStrategy:
         return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named}
 
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
-        """As in ``Strategy``."""
         return self._shards[param.name]
 
     def sent(self, chunk: int, param: str) -> torch.Tensor:
-        """As in ``Strategy``."""
         module, _, leaf = param.rpartition(".")
         adapter = getattr(self._module.get_submodule(module), "adapter", None)
         own = self._shards[param]
@@ -177,7 +175,6 @@ class FsdpStrategy:
         return torch.addmm(own, up, down, alpha=adapter.scale)
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """As in ``Strategy``."""
         yield from self._shards.values()
 
     def gradients(self) -> Iterator[torch.Tensor]:
@@ -185,7 +182,6 @@ class FsdpStrategy:
         return iter(())
 
     def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
-        """As in ``Strategy``."""
         named = dict(self._module.named_parameters())
         for param, shard in places:
             if tuple(shard.shape) != param.shape:
@@ -196,7 +192,6 @@ class FsdpStrategy:
             named[param.name].requires_grad_(learns)
 
     def start_optimizer(self) -> ShardedAdam:
-        """As in ``Strategy``."""
         assert self._options.optimizer is not None
         pairs = [
             (weight, self._shards[name])
@@ -215,7 +210,6 @@ class FsdpStrategy:
     def run(
         self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
     ) -> list[Any]:
-        """As in ``Strategy``."""
         reports = []
         for micro in micro_batches:
             loss, report = step(iter([micro]), _Pass(self, micro))
@@ -251,7 +245,6 @@ class FsdpStrategy:
     def log_probs(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in ``Strategy``."""
         if not self.packs:
             logs = (output.squeeze(0).float() / temperature).log_softmax(-1)
             chosen = logs.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1)
@@ -266,7 +259,6 @@ class FsdpStrategy:
         )
 
     def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-        """As in ``Strategy``."""
         hidden = output.squeeze(0)[micro.predictors].float()
         head = self._head
         bias = None if head.bias is None else head.bias.float()

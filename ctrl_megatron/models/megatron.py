@@ -47,28 +47,23 @@ class MegatronStrategy:
         """As in ``Strategy``: there is one way."""
 
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
-        """As in ``Strategy``."""
         model = self.models[chunk]
         named = dict(model.named_buffers() if param.buffer else model.named_parameters())
         return named[param.name]
 
     def sent(self, chunk: int, param: str) -> torch.Tensor:
-        """As in ``Strategy``."""
         return merged(self.models[chunk], param)
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """As in ``Strategy``."""
         for model in self.models:
             yield from model.parameters()
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """As in ``Strategy``."""
         for chunk in self.chunks if self._options.optimizer else ():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
     def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
-        """As in ``Strategy``."""
         options = self._options.optimizer
         for param, weight in places:
             learns = param.trained and not param.buffer and options is not None
@@ -115,7 +110,6 @@ class MegatronStrategy:
         self.config.finalize_model_grads_func = _finalise_without_division
 
     def start_optimizer(self) -> Optimization:
-        """As in ``Strategy``."""
         options = self._options
         assert options.optimizer is not None
         return Optimization(self.chunks, options.optimizer, options.build, self._groups)
@@ -130,7 +124,6 @@ class MegatronStrategy:
         return -(-most // multiple) * multiple
 
     def begin_step(self) -> None:
-        """As in ``Strategy``."""
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -159,7 +152,6 @@ class MegatronStrategy:
     def log_probs(
         self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in ``Strategy``."""
         # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
         # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
         hidden, tensor = output.transpose(0, 1), self._groups.tensor
@@ -183,7 +175,6 @@ class MegatronStrategy:
         )
 
     def values(self, module: GPTModel, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-        """As in ``Strategy``."""
         values = output.transpose(0, 1)
         if self.config.sequence_parallel:
             # Every tensor rank computes the same loss from the gathered values, so its gradient

@@ -43,7 +43,6 @@ class Linear:
     attention_factor: float = 1.0
 
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """As in ``Scaling``."""
         return inverse / self.factor
 
 
@@ -55,7 +54,6 @@ class Dynamic:
     attention_factor: float = 1.0
 
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """As in ``Scaling``."""
         return inverse
 
 
@@ -71,7 +69,6 @@ class Llama3:
     attention_factor: float = 1.0
 
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """As in ``Scaling``."""
         context = self.original_max_position_embeddings
         wavelength = 2 * math.pi / inverse
         blend = (context / wavelength - self.low_freq_factor) / (
@@ -100,7 +97,6 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
     def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
-        """As in ``Scaling``."""
         pairs = len(inverse)
 
         def dimension(turns: float) -> float:

@@ -59,22 +59,18 @@ class ShardedAdam:
 
     @property
     def updates(self) -> int:
-        """As in ``Optimizer``."""
         return self._schedule.num_steps - self._ahead
 
     @property
     def learning_rate(self) -> str:
-        """As in ``Optimizer``."""
         return self._options.learning_rate
 
     def forget_gradients(self) -> None:
-        """As in ``Optimizer``."""
         for parameter, shard in self._pairs:
             parameter.grad = shard.grad = None
 
     @torch.no_grad()
     def grad_norm(self) -> float:
-        """As in ``Optimizer``."""
         for parameter, shard in self._pairs:
             given: Any = parameter.grad
             if given is None:
@@ -107,7 +103,6 @@ class ShardedAdam:
 
     @torch.no_grad()
     def step(self, norm: float) -> dict[str, float]:
-        """As in ``Optimizer``."""
         lr = float(self.adam.param_groups[0]["lr"])
         most = self._options.clip_grad
         if most > 0 and (factor := most / (norm + 1e-6)) < 1.0:
@@ -122,24 +117,20 @@ class ShardedAdam:
         return {"grad_norm": norm, "lr": lr}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """As in ``Optimizer``."""
         for _, shard in self._pairs:
             yield from (self.adam.state[shard][name] for name in MOMENTS)
 
     def owned(self) -> Iterator[OwnedRange]:
-        """As in ``Optimizer``."""
         for _, shard in self._pairs:
             state = self.adam.state[shard]
             flat = {name: state[name].view(-1) for name in MOMENTS}
             yield OwnedRange(weight=shard, start=0, tensors=flat)
 
     def steps(self) -> dict[str, int]:
-        """As in ``Optimizer``."""
         counts = [int(self.adam.state[shard]["step"]) for _, shard in self._pairs]
         return {"adam": max(counts, default=0), "schedule": self.updates}
 
     def set_steps(self, *, adam: int, schedule: int) -> None:
-        """As in ``Optimizer``."""
         for _, shard in self._pairs:
             self.adam.state[shard]["step"].fill_(adam)
         self._schedule.num_steps = schedule + self._ahead
