@@ -116,11 +116,9 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
 
 
 def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
-    from tensordict import NonTensorStack
-
     from ctrl_megatron.prompts import parse_judgment
-    from ctrl_megatron.steps.batch import make_batch
-    from ctrl_megatron.steps.sample import Sample
+    from ctrl_megatron.steps.batch import filled_in, make_batch
+    from ctrl_megatron.steps.sample import Revision, Sample, critique_columns, revision_columns
     from ctrl_megatron.types import Completion, VersionSpan
 
     drawn = []
@@ -137,18 +135,16 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
             Sample(
                 uid=row["uid"],
                 row_id=row["row_id"],
-                mini_batch=0,
                 prompt=prompt,
                 completion=completion,
+                text=row["critique"],
+                judgment=parse_judgment(row["critique"]),
+                revision=Revision(text=row["revision"]),
             )
         )
     batch = make_batch(drawn, pad_token_id=codec.pad_token_id)
-    batch["critique"] = NonTensorStack(*[row["critique"] for row in rows])
-    batch["revision"] = NonTensorStack(*[row["revision"] for row in rows])
-    batch["revision_fits"] = torch.ones(len(rows), dtype=torch.bool)
-    judgments = [parse_judgment(row["critique"]) for row in rows]
-    batch["valid"] = torch.tensor([judgment is not None for judgment in judgments])
-    batch["judged_correct"] = torch.tensor([bool(judgment) for judgment in judgments])
+    for name, column in filled_in(drawn, critique_columns, revision_columns).items():
+        batch[name] = column
     return batch
 
 
