@@ -162,7 +162,7 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
         save_hf(copy, Path(out) / "exported", side_files=directory)
 
 
-def restore_names(
+def go_on(
     rank: int,
     layout: dict,
     directory: str,
