@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.models.shape import GroupedQueryAttention, ModelShape, MultiLatentAttention
-from ctrl_megatron.resharding.shard_plan import EngineCut
+from ctrl_megatron.resharding.plan import EngineCut
 
 Weights = dict[str, torch.Tensor]
 _OF_HEADS = (".q_proj.weight", ".q_b_proj.weight", ".kv_b_proj.weight")

@@ -84,7 +84,7 @@ def save_hf(
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
-    They go through two buckets of ``file_bytes`` in the hosts' shared memory; nothing else is
+    They go through three buckets of ``file_bytes`` in the hosts' shared memory; nothing else is
     gathered. config.json and the tokenizer are taken from ``side_files``; a value model becomes
     transformers' token classification model with one label. A manifest, which names ``origin``,
     has the hashes of all files. The directory appears completely or not at all.

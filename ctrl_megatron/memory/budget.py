@@ -34,6 +34,7 @@ from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_with, worlds_of
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
+from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 
 RESERVE = 0.08
@@ -42,7 +43,6 @@ _RANK_PROCESS, _ENGINE_PROCESS = 6 * GIB, 5 * GIB
 """Host memory of a rank and of an engine's worker, libraries included; estimates."""
 _WRITE_BUFFER = 1 << 30
 """Host memory of a rank that writes its part of a checkpoint file by file."""
-_BUCKETS = 2
 
 Items = Mapping[str, int]
 """Item -> bytes."""
@@ -527,8 +527,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     quantised = family.rollout.quantization is not None
     specs = hf_specs(shapes.actor, family.rollout_dtype, sends, quantised=quantised)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
-    bucket = max(place.offset + spec_bytes(place.spec) for place in places)
-    items = {"weight buckets": _BUCKETS * bucket}
+    items = {"weight buckets": IN_FLIGHT * max(place.end for place in places)}
     proxy = family.proxy
     if config.has_frozen_proxy and proxy.keep_in_host_memory and sends == "merged":
         items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)

@@ -6,17 +6,17 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.models.shape import AnyShape, ModelShape
 from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.parallel.placement import engine_devices, place_engines
-from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_plan import (
-    ShardPlan,
+from ctrl_megatron.resharding.plan import (
+    PushPlan,
     engine_cut,
     takers_of_engines,
     workers_as_takers,
 )
+from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.rollout.transports.nccl import SLOTS
 
 
-def push_plan(config: Config, shape: AnyShape) -> ShardPlan:
+def push_plan(config: Config, shape: AnyShape) -> PushPlan:
     """The plan that brings the actor to the configuration's engines, on GPUs."""
     assert isinstance(shape, ModelShape)  # the configuration refuses others with these media
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -37,8 +37,8 @@ def push_plan(config: Config, shape: AnyShape) -> ShardPlan:
     placement = place_engines(devices, tensor=tensor)
     takers, hosts = workers_as_takers(placement, host_of_rank)
     if colocated:
-        takers, hosts = takers_of_engines(placement, host_of_rank), host_of_rank
-    return ShardPlan(
+        takers, hosts = takers_of_engines(placement, host_of_rank)
+    return PushPlan(
         shape.base,
         world.layout,
         engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),

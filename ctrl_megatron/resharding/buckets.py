@@ -1,137 +1,429 @@
-"""Buckets of weights on every host: filled by its ranks, exchanged between hosts over gloo."""
+"""The buckets of a push as one rank sees them, and how ranks execute ``resharding.schedule`` with
+them."""
 
 from __future__ import annotations
 
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import groupby, pairwise
+from math import prod
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
+from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.resharding.plan import Route, TensorPlace
+from ctrl_megatron.resharding.plan import (
+    WHOLE,
+    EngineCut,
+    Part,
+    PushPlan,
+    TensorPlace,
+    Transfer,
+    one_worker_on_each_host,
+    place_in_buckets,
+    takers_of_engines,
+)
+from ctrl_megatron.resharding.schedule import steps
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.rollout.weight_chunks import spec_bytes, tensor_at
+from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
+from ctrl_megatron.types import TensorSpec
 
+Read = Callable[[int, str, Piece], torch.Tensor]
+"""(worker, HF name, rectangle of it) -> the rectangle's bytes in that worker's memory."""
 _PIECE_BYTES = 8 << 20
+"""Bytes that a rank passes on while the next ones arrive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilledBucket:
-    """A bucket that is complete in this host's memory if the host has an engine."""
+class Buckets:
+    """What one rank sends and receives in every push of a source.
 
-    number: int
-    memory: torch.Tensor
-    """uint8; all ranks of the host have mapped it."""
-    places: tuple[TensorPlace, ...]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, view of the memory) of every tensor."""
-        for place in self.places:
-            yield place.spec.name, tensor_at(self.memory, place.spec, place.offset)
-
-
-def fill_buckets(
-    source: WeightSource,
-    memory: Sequence[torch.Tensor],
-    groups: ProcessGroups,
-    wait_until_read: Callable[[int], None] = lambda bucket: None,
-) -> Iterator[FilledBucket]:
-    """Yield each bucket once it is complete on every host with an engine. Collective.
-
-    ``memory`` are uint8 tensors that the ranks of a host share; buckets use them in turn.
-    ``wait_until_read(bucket)`` returns when the engines beside this rank have read ``bucket``; it
-    is called before that bucket's memory is filled again.
+    By default every host with an engine gets whole tensors in its memory. ``cut``, ``takers`` and
+    ``host_of_rank`` are otherwise those of ``PushPlan``, and so is ``host_memory``.
     """
-    for number in range(1 + max(place.bucket for place in source.places)):
-        if number >= len(memory):
-            wait_until_read(number - len(memory))
-        groups.barrier()
-        shared = memory[number % len(memory)]
-        source.fill(number, shared)
-        groups.barrier()
-        places = _places_of(source, number)
-        if any(place.routes for place in places):
-            if groups.is_first_here:
-                _exchange(places, shared, groups)
-            groups.barrier()
-        yield FilledBucket(number=number, memory=shared, places=places)
 
-
-def filled_buckets(source: WeightSource, memory: Sequence[torch.Tensor]) -> Iterator[FilledBucket]:
-    """The buckets that ``fill_buckets`` has left in ``memory``, which has as many tensors."""
-    for number, shared in enumerate(memory):
-        yield FilledBucket(number=number, memory=shared, places=_places_of(source, number))
-
-
-def _places_of(source: WeightSource, bucket: int) -> tuple[TensorPlace, ...]:
-    return tuple(place for place in source.places if place.bucket == bucket)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByteSpan:
-    """Consecutive bytes of a bucket that take the same route."""
-
-    route: Route
-    start: int
-    stop: int
-
-
-def byte_spans(places: Iterable[TensorPlace]) -> tuple[ByteSpan, ...]:
-    """The bytes of one bucket that hosts send; neighbours on the same route are joined. Pure."""
-    spans: list[ByteSpan] = []
-    growing: dict[Route, int] = {}
-    for place in places:
-        stop = place.offset + spec_bytes(place.spec)
-        grown: dict[Route, int] = {}
-        for route in place.routes:
-            index = growing.get(route, len(spans))
-            if index == len(spans):
-                spans.append(ByteSpan(route=route, start=place.offset, stop=stop))
-            spans[index] = ByteSpan(route=route, start=spans[index].start, stop=stop)
-            grown[route] = index
-        growing = grown
-    return tuple(spans)
-
-
-def pieces(spans: Iterable[ByteSpan]) -> list[ByteSpan]:
-    """The spans cut into small pieces, so that a host passes on one piece while the next arrives;
-    the first pieces of all spans come first. Pure."""
-    cut = [
-        (begin, ByteSpan(route=span.route, start=start, stop=min(start + _PIECE_BYTES, span.stop)))
-        for span in spans
-        for begin, start in enumerate(range(span.start, span.stop, _PIECE_BYTES))
-    ]
-    return [piece for _, piece in sorted(cut, key=lambda entry: entry[0])]
-
-
-def _exchange(places: Iterable[TensorPlace], memory: torch.Tensor, groups: ProcessGroups) -> None:
-    """Send the parts of one bucket, uint8 ``memory``, to the hosts that lack them, over gloo.
-
-    The first rank of every host calls it.
-    """
-    running, arriving = [], []
-    for tag, piece in enumerate(pieces(byte_spans(places))):
-        if groups.here not in piece.route:
-            continue
-        part, position = memory[piece.start : piece.stop], piece.route.index(groups.here)
-        before, after = piece.route[:position], piece.route[position + 1 :]
-        to = [groups.hosts.first_rank(host) for host in after[:1]]
-        if before:
-            giver = groups.hosts.first_rank(before[-1])
-            work = dist.irecv(part, group=groups.host, tag=tag, group_src=giver)
-            arriving.append((work, part, to, tag))
+    def __init__(
+        self,
+        source: WeightSource,
+        groups: ProcessGroups,
+        cut: EngineCut = WHOLE,
+        takers: tuple[tuple[int, ...], ...] = (),
+        host_of_rank: tuple[int, ...] = (),
+        *,
+        host_memory: bool = True,
+    ) -> None:
+        layout = source.layout
+        if not takers:
+            hosts = one_worker_on_each_host(layout.placement)
+            takers, host_of_rank = takers_of_engines(hosts, groups.hosts.of_rank)
+        self._source, self._groups = source, groups
+        self.plan = plan = PushPlan(
+            source.shape,
+            source.train,
+            cut,
+            takers,
+            host_of_rank,
+            dtype=layout.dtype,
+            te_names=source.te_names,
+            sends=layout.sends,
+            quantised=layout.quantised,
+            host_memory=host_memory,
+        )
+        self.places: list[list[TensorPlace]] = []
+        """The tensors of every bucket; their offsets are those of whole tensors."""
+        self._number_of: dict[Part, int] = {}
+        if host_memory:
+            placed = place_in_buckets(source.specs, layout.bucket_bytes)
+            self.places = [list(own) for _, own in groupby(placed, lambda place: place.bucket)]
+            bucket_of = {place.spec.name: place.bucket for place in placed}
+            self._number_of = {part: bucket_of[plan.tensor(part)] for part in plan.parts}
         else:
-            running += [_sent(part, rank, groups, tag) for rank in to]
-    for work, part, to, tag in arriving:
-        assert work is not None
-        work.wait()
-        running += [_sent(part, rank, groups, tag) for rank in to]
-    for work in running:
-        assert work is not None
-        work.wait()
+            specs = {spec.name: spec for spec in source.specs}
+            for number, parts in enumerate(plan.buckets(layout.bucket_bytes)):
+                self._number_of |= dict.fromkeys(parts, number)
+                names = dict.fromkeys(r.piece.hf for p in parts for _, r in plan.rectangles(p))
+                self.places.append(list(place_in_buckets((specs[n] for n in names), sys.maxsize)))
+        self.parts: list[list[Part]] = [[] for _ in self.places]
+        """The parameters, or single tensors, of every bucket."""
+        for part, number in self._number_of.items():
+            self.parts[number].append(part)
+        self.own = self.transfers(groups.rank)
+        """The transfers of every bucket in which this rank takes part."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory in which every bucket has room as whole tensors."""
+        return max(places[-1].end for places in self.places)
+
+    def transfers(self, rank: int | None) -> list[list[Transfer]]:
+        """Bucket by bucket the transfers in which ``rank`` takes part; all of them if it is None.
+
+        The transfers from one rank to another have the same order on both.
+        """
+        found: list[list[Transfer]] = [[] for _ in self.parts]
+        for transfer in self.plan.transfers(rank):
+            found[self._number_of[transfer.part]].append(transfer)
+        return found
+
+    def weights(
+        self, transfer: Transfer, scales: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """The values of a transfer's rectangles, of which this rank has the shard; ``scales`` are
+        those of the bucket's weights in 8 bits."""
+        for rectangle in transfer.rectangles:
+            values, piece = self._source.values(transfer.part.chunk, rectangle), rectangle.piece
+            if scales and rectangle.dtype == FP8:
+                own = scales[piece.hf + SCALES].to(values.device)
+                values = quantised(values, own, piece.hf_start)
+            yield values
+
+    def scales(self, number: int) -> dict[str, torch.Tensor]:
+        """Name -> the scales of a bucket's weights in 8 bits, on the host. Collective over all
+        ranks if there are any: a block may lie in the shards of several."""
+        specs = [p.spec for p in self.places[number] if p.spec.name.endswith(SCALES)]
+        if not specs:
+            return {}
+        sizes = [prod(spec.shape) for spec in specs]
+        largest = torch.zeros(sum(sizes))
+        parts = largest.split(sizes)
+        of = {s.name: part.view(s.shape) for s, part in zip(specs, parts, strict=True)}
+        for transfer in self.own[number]:
+            if transfer.giver != self._groups.rank:
+                continue
+            for rectangle, values in zip(transfer.rectangles, self.weights(transfer), strict=True):
+                if rectangle.dtype == FP8:
+                    start = rectangle.piece.hf_start
+                    block = largest_of_blocks(values, start).cpu()
+                    raise_to(of[rectangle.piece.hf + SCALES], block, start)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.host)
+        return {name: scales_of(blocks) for name, blocks in of.items()}
+
+    def wholes(self, number: int, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole tensor) of a bucket, put together from the parts of all workers."""
+        specs = {place.spec.name: place.spec for place in self.places[number]}
+        for part in self.parts[number]:
+            wholes: dict[str, torch.Tensor] = {}
+            for worker, rectangle in self.plan.rectangles(part):
+                piece = rectangle.piece
+                found = read(worker, piece.hf, piece)
+                if found.shape == specs[piece.hf].shape:
+                    wholes[piece.hf] = found
+                    continue
+                if piece.hf not in wholes:
+                    wholes[piece.hf] = found.new_empty(specs[piece.hf].shape)
+                wholes[piece.hf][piece.hf_slices] = found
+            yield from wholes.items()
 
 
-def _sent(part: torch.Tensor, rank: int, groups: ProcessGroups, tag: int) -> Any:
-    return dist.isend(part, group=groups.host, tag=tag, group_dst=rank)
+class Phases(Protocol):
+    """The phases of a push on one rank, for the number of a bucket."""
+
+    def fill(self, number: int) -> None:
+        """Write what this rank sends."""
+        ...
+
+    def exchange(self, number: int) -> None:
+        """Begin to send and to receive."""
+        ...
+
+    def settle(self, number: int) -> None:
+        """Return when the bucket may be offered to engines, as far as this rank is concerned."""
+        ...
+
+    def sent(self, number: int) -> SentBucket:
+        """The bucket for this host's engines."""
+        ...
+
+
+def run_push(
+    buckets: int,
+    phases: Phases,
+    groups: ProcessGroups,
+    wait_until_read: Callable[[int], None],
+) -> Iterator[SentBucket]:
+    """Execute ``schedule.steps``; yields each bucket when engines may load it. Collective.
+
+    ``wait_until_read(number)`` returns when the engines beside this rank have read a bucket.
+    """
+    for step in steps(buckets):
+        match step:
+            case "meet", _, _:
+                groups.barrier()
+            case "begin", "fill", number:
+                phases.fill(number)
+            case "begin", "exchange", number:
+                phases.exchange(number)
+            case "end", "exchange", number:
+                phases.settle(number)
+            case "begin", "load", number:
+                yield phases.sent(number)
+            case "end", "load", number:
+                wait_until_read(number)
+            case "end", "fill", _:
+                pass
+
+
+class BucketMemory(Protocol):
+    """The memory of a host's engines for the buckets in flight, which all ranks of the host can
+    write and read."""
+
+    def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
+        """The rectangle ``piece`` of HF tensor ``name`` in a worker's memory for a bucket."""
+        ...
+
+    def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole tensor) of a bucket, as an engine of this host has it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when everything that this rank has written is there."""
+        ...
+
+    def chunk(self, number: int) -> WeightChunk:
+        """What this host's engines need to read a bucket."""
+        ...
+
+
+class HostBuckets:
+    """``BucketMemory`` in which a tensor, or a worker's part of it, is where it is in the bucket of
+    whole tensors. All engines of a host read the same memory."""
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        memory: Sequence[torch.Tensor],
+        chunk: Callable[[int, int], WeightChunk],
+    ) -> None:
+        """``memory`` are uint8 tensors of ``Buckets.size`` that the ranks of a host share: for each
+        bucket in flight, or each bucket, one for every worker number. ``chunk`` makes the chunk of
+        a bucket from its number and the index of its first memory."""
+        self._buckets, self._memory, self._chunk = buckets, memory, chunk
+        self._workers = buckets.plan.cut.tensor
+        self._place = {place.spec.name: place for own in buckets.places for place in own}
+
+    def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
+        return self._whole(number, worker, self._place[name])[piece.hf_slices]
+
+    def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._workers > 1:
+            yield from self._buckets.wholes(number, partial(self.at, number, 0))
+            return
+        for place in self._buckets.places[number]:
+            yield place.spec.name, self._whole(number, 0, place)
+
+    def synchronize(self) -> None:
+        """Copies into host memory have ended when they return."""
+
+    def chunk(self, number: int) -> WeightChunk:
+        return self._chunk(number, self._first(number))
+
+    def _first(self, number: int) -> int:
+        """The index of the first worker's memory for a bucket."""
+        return number * self._workers % len(self._memory)
+
+    def _whole(self, number: int, worker: int, place: TensorPlace) -> torch.Tensor:
+        """A tensor in the memory of a worker for a bucket."""
+        return tensor_at(self._memory[self._first(number) + worker], place.spec, place.offset)
+
+
+Line = tuple[int, ...]
+"""Ranks through which bytes pass: the first has them, each sends them to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arrival:
+    """A piece of a message on its way to this rank."""
+
+    work: Any
+    piece: torch.Tensor
+    passed_on: tuple[int, int] | None
+    """The next rank of the line, and the tag of the message to it."""
+
+
+class HostExchange:
+    """``Phases`` with ``BucketMemory``: a rank writes into the memory of its own host, and messages
+    to ranks of other hosts go over gloo, in pieces that each rank of a line passes on."""
+
+    def __init__(self, buckets: Buckets, groups: ProcessGroups, memory: BucketMemory) -> None:
+        self._buckets, self._groups, self._memory = buckets, groups, memory
+        of_rank = groups.hosts.of_rank
+        takers = buckets.plan.takers
+        self._scattered = any(len({of_rank[taker] for taker in own}) > 1 for own in takers)
+        """Whether no host has all parts of an engine on several hosts."""
+        self._here: list[list[Transfer]] = []
+        self._lines: list[dict[Line, list[Transfer]]] = []
+        for transfers in buckets.own:
+            here, lines = [], defaultdict(list)
+            for transfer in transfers:
+                if of_rank[transfer.giver] != of_rank[transfer.takers[0]]:
+                    lines[transfer.giver, *transfer.takers].append(transfer)
+                elif transfer.giver == groups.rank:
+                    here.append(transfer)
+            self._here.append(here)
+            self._lines.append(lines)
+        self._messages: dict[int, dict[Line, torch.Tensor]] = {}
+        self._arriving: dict[int, list[_Arrival]] = {}
+        self._leaving: dict[int, list[Any]] = {}
+        self._tags = Counter[tuple[int, int]]()
+
+    def fill(self, number: int) -> None:
+        """Write what stays on this host, and the messages to others."""
+        scales = self._buckets.scales(number)
+        self._messages[number] = messages = {}
+        for line, transfers in self._lines[number].items():
+            messages[line] = torch.empty(message_bytes(transfers), dtype=torch.uint8)
+            if line[0] == self._groups.rank:
+                fill_message(self._buckets, transfers, messages[line], scales)
+        for transfer in self._here[number]:
+            values = self._buckets.weights(transfer, scales)
+            for rectangle, weight in zip(transfer.rectangles, values, strict=True):
+                self._place(number, transfer, rectangle.piece).copy_(weight)
+        for name, values in scales.items() if self._groups.is_first_here else ():
+            whole = Piece(hf=name, hf_start=(0, 0), start=(0, 0), extent=tuple(values.shape))
+            self._memory.at(number, 0, 0, name, whole).copy_(values)
+
+    def exchange(self, number: int) -> None:
+        """Begin to send and to receive messages."""
+        groups, rank = self._groups, self._groups.rank
+        arriving: list[tuple[int, _Arrival]] = []
+        leaving = self._leaving[number] = []
+        for line, memory in self._messages[number].items():
+            hops = {hop: self._tags[hop] for hop in pairwise(line) if rank in hop}
+            into = next((hop for hop in hops if hop[1] == rank), None)
+            out = next((hop for hop in hops if hop[0] == rank), None)
+            for turn, start in enumerate(range(0, len(memory), _PIECE_BYTES)):
+                piece = memory[start : start + _PIECE_BYTES]
+                to = None if out is None else (out[1], hops[out] + turn)
+                if into is None:
+                    assert to is not None
+                    work = dist.isend(piece, group=groups.host, group_dst=to[0], tag=to[1])
+                    leaving.append(work)
+                else:
+                    tag = hops[into] + turn
+                    work = dist.irecv(piece, group=groups.host, group_src=into[0], tag=tag)
+                    arriving.append((turn, _Arrival(work=work, piece=piece, passed_on=to)))
+            for hop in hops:
+                self._tags[hop] += -(-len(memory) // _PIECE_BYTES)
+        # The first pieces of all lines come first, so that no line waits for another one.
+        self._arriving[number] = [arrival for _, arrival in sorted(arriving, key=lambda a: a[0])]
+
+    def settle(self, number: int) -> None:
+        """Pass on and write what arrives, and wait until everything has left."""
+        leaving = self._leaving.pop(number)
+        for arrival in self._arriving.pop(number):
+            arrival.work.wait()
+            if arrival.passed_on is not None:
+                to, tag = arrival.passed_on
+                group = self._groups.host
+                leaving.append(dist.isend(arrival.piece, group=group, group_dst=to, tag=tag))
+        for line, message in self._messages.pop(number).items():
+            if line[0] != self._groups.rank:
+                for transfer, piece, part in in_message(self._lines[number][line], message):
+                    self._place(number, transfer, piece).copy_(part)
+        self._memory.synchronize()
+        for work in leaving:
+            work.wait()
+
+    def sent(self, number: int) -> SentBucket:
+        """The bucket; its tensors are those of one engine of this host, where all of its workers
+        are here."""
+        chunk = self._memory.chunk(number)
+        if self._scattered:
+            return SentBucket(chunk=chunk, unseen=True)
+        return SentBucket(chunk=chunk, tensors=self._memory.tensors(number))
+
+    def _place(self, number: int, transfer: Transfer, piece: Piece) -> torch.Tensor:
+        """The place of a rectangle in the memory of the worker for which this host takes it."""
+        of_rank, here = self._groups.hosts.of_rank, self._groups.here
+        pairs = zip(transfer.takers, transfer.engines, strict=True)
+        engine = next(engine for taker, engine in pairs if of_rank[taker] == here)
+        return self._memory.at(number, engine, transfer.worker, piece.hf, piece)
+
+
+def message_bytes(transfers: Iterable[Transfer]) -> int:
+    """The size of a message with these transfers."""
+    return sum(aligned(r.num_bytes) for transfer in transfers for r in transfer.rectangles)
+
+
+def fill_message(
+    buckets: Buckets,
+    transfers: Sequence[Transfer],
+    memory: torch.Tensor,
+    scales: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write the message with these transfers, of which this rank has the shards; ``scales`` as for
+    ``Buckets.weights``."""
+    weights = (weight for transfer in transfers for weight in buckets.weights(transfer, scales))
+    for (_, _, part), weight in zip(in_message(transfers, memory), weights, strict=True):
+        part.copy_(weight)
+
+
+def in_message(
+    transfers: Iterable[Transfer], memory: torch.Tensor
+) -> Iterator[tuple[Transfer, Piece, torch.Tensor]]:
+    """(transfer, rectangle, the rectangle's values) of everything in a message."""
+    offset = 0
+    for transfer in transfers:
+        for rectangle in transfer.rectangles:
+            piece = rectangle.piece
+            spec = TensorSpec(name=piece.hf, dtype=rectangle.dtype, shape=piece.extent)
+            yield transfer, piece, tensor_at(memory, spec, offset)
+            offset += aligned(rectangle.num_bytes)
+
+
+def push_through_host(
+    buckets: Buckets,
+    groups: ProcessGroups,
+    memory: BucketMemory,
+    wait_until_read: Callable[[int], None],
+) -> Iterator[SentBucket]:
+    """``run_push`` through memory of the hosts. Collective."""
+    phases = HostExchange(buckets, groups, memory)
+    return run_push(len(buckets.parts), phases, groups, wait_until_read)

@@ -56,7 +56,7 @@ def push(
     start = time.monotonic()
     queue, sent = None, Checksums() if engine and verify else None
     if engine:
-        queue = ChunkQueue(engine, loop, waiting, [p.spec for p in source.places], version)
+        queue = ChunkQueue(engine, loop, waiting, source.specs, version)
 
     def wait_until_read(bucket: int) -> None:
         if queue:
@@ -86,7 +86,7 @@ def push(
                 f"after the update to {version} the engine has other bytes than were sent for "
                 f"{len(wrong)} of {len(wanted)} tensors: {wrong[:5]}"
             )
-    num_bytes = sum(spec_bytes(place.spec) for place in source.places) if moved else 0
+    num_bytes = sum(map(spec_bytes, source.specs)) if moved else 0
     return PushReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Literal
 
-from ctrl_megatron.resharding.shard_plan import Part, ShardPlan
+from ctrl_megatron.resharding.plan import Part, PushPlan
 
 Phase = Literal["fill", "exchange", "load"]
 Way = Literal["rank", "host", "network"]
@@ -111,7 +112,7 @@ class PushTime:
     load: Load
 
 
-def push_table(plan: ShardPlan, time: PushTime, speeds: Speeds) -> str:
+def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
     """The simulated push as text."""
     engines, giga = len(plan.takers), 1e9
     lines = [
@@ -140,7 +141,7 @@ def push_table(plan: ShardPlan, time: PushTime, speeds: Speeds) -> str:
     return "\n".join(lines)
 
 
-def simulate(plan: ShardPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
+def simulate(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
     """The time of a push whose ranks execute ``steps``.
 
     A phase of a bucket runs beside other phases, after the same phase of the bucket before. A link
@@ -201,7 +202,7 @@ def simulate(plan: ShardPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
 class _Loads:
     """The load of every part; the layers of a stage whose parts are alike have the same."""
 
-    def __init__(self, plan: ShardPlan) -> None:
+    def __init__(self, plan: PushPlan) -> None:
         self._plan = plan
         self._alike = cache(self._sizes)
         self._found: dict[object, Load] = {}
@@ -223,10 +224,10 @@ class _Loads:
         for flow in plan.flows(part):
             size, takers = flow.num_bytes, plan.takers_of[flow.worker]
             for share in plan.shares(part, flow):
-                giver, taker = share.giver, takers[share.engine]
-                same_host = plan.host_of_rank[giver] == plan.host_of_rank[taker]
-                way: Way = "rank" if giver == taker else "host" if same_host else "network"
                 own = size * (share.end - share.begin) / share.of
-                load.sent[way, giver] = load.sent.get((way, giver), 0) + own
-                load.got[way, taker] = load.got.get((way, taker), 0) + own
+                for giver, taker in pairwise((share.giver, *(takers[e] for e in share.engines))):
+                    same_host = plan.host_of_rank[giver] == plan.host_of_rank[taker]
+                    way: Way = "rank" if giver == taker else "host" if same_host else "network"
+                    load.sent[way, giver] = load.sent.get((way, giver), 0) + own
+                    load.got[way, taker] = load.got.get((way, taker), 0) + own
         return load

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.layer_spec import fuses_norms
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape
-from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.resharding.plan import (
-    EngineLayout,
-    TensorPlace,
-    hf_specs,
-    place_in_buckets,
-    plan,
-)
-from ctrl_megatron.rollout.weight_chunks import tensor_at
-from ctrl_megatron.types import StrategyName
+from ctrl_megatron.parallel.layout import Layout
+from ctrl_megatron.resharding.plan import EngineLayout, Rectangle, hf_specs
+from ctrl_megatron.types import StrategyName, TensorSpec
 
 
 class WeightSource(Protocol):
-    """Fills buckets with whole HF tensors; all ranks do it together."""
+    """Weights of which each rank has shards, as ``models.shards`` cuts ``shape`` for ``train``."""
 
     @property
     def layout(self) -> EngineLayout:
-        """The engines that read them."""
+        """The engines that take them."""
         ...
 
     @property
-    def places(self) -> Sequence[TensorPlace]:
-        """Every tensor's place, in the order of buckets; equal on all ranks of a host, and on all
-        hosts but for ``sources``."""
+    def shape(self) -> AnyShape: ...
+
+    @property
+    def train(self) -> Layout:
+        """The ranks that have the shards."""
+        ...
+
+    @property
+    def te_names(self) -> bool:
+        """Whether parameters have the names of the Transformer Engine spec."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every HF tensor that is sent, in checkpoint order."""
         ...
 
     @property
@@ -56,94 +57,42 @@ class WeightSource(Protocol):
         change, and there is host memory for all of them."""
         ...
 
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        """Write this rank's share of ``bucket`` into ``memory`` (uint8, shared by the ranks)."""
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+        """A rectangle of this rank's shards, in virtual stage ``chunk``."""
         ...
 
 
 class ModelSource:
-    """A model's shards in the trainer, whatever its strategy: each rank copies its own rectangles;
-    of what is quantised the largest magnitudes of blocks are gathered, and nothing else."""
+    """A model's shards in the trainer, whatever its strategy; adapters are merged."""
 
     kept = False
 
     def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
-        self.model, self.layout = model, layout
-        groups = model.groups
-        self.places = plan(
-            model.shape,
-            groups.layout,
-            layout,
-            fuses_norms(model.shape),
-            groups.hosts.of_rank,
-            groups.here,
-        )
-        self._copies: dict[int, dict[tuple[int, str], list[tuple[TensorPlace, Piece]]]]
-        self._copies = defaultdict(lambda: defaultdict(list))
-        for place in self.places:
-            for source in place.sources:
-                if source.rank == groups.rank:
-                    pieces = self._copies[place.bucket][source.chunk, source.param]
-                    pieces.append((place, source.piece))
+        self.model, self.layout, self.shape = model, layout, model.shape
+        self.train, self.te_names = model.groups.layout, fuses_norms(model.shape)
+        self.specs = hf_specs(model.shape, layout.dtype, layout.sends, quantised=layout.quantised)
 
-    def weight(self, chunk: int, param: str) -> torch.Tensor:
-        """A parameter or buffer of this rank's virtual stage ``chunk``, with its adapter merged."""
-        return self.model.sent(chunk, param)
-
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        scales = self._scales(bucket) if self.layout.quantised else {}
-        for param, pieces in self._copies[bucket].items():
-            weight = self.weight(*param)
-            for place, piece in pieces:
-                whole, part = tensor_at(memory, place.spec, place.offset), weight[piece.slices]
-                if place.spec.dtype == FP8:
-                    own = scales[place.spec.name + SCALES].to(part.device)
-                    part = quantised(part, own, piece.hf_start)
-                whole[piece.hf_slices].copy_(part)
-        for place in self._scale_places(bucket) if self.model.groups.is_first_here else ():
-            whole = tensor_at(memory, place.spec, place.offset)
-            whole.copy_(scales[place.spec.name])
-
-    def _scale_places(self, bucket: int) -> list[TensorPlace]:
-        return [p for p in self.places if p.bucket == bucket and p.spec.name.endswith(SCALES)]
-
-    def _scales(self, bucket: int) -> dict[str, torch.Tensor]:
-        """Name -> the bucket's scales, on the host. Collective over all ranks: a block may lie in
-        the shards of several."""
-        specs = [place.spec for place in self._scale_places(bucket)]
-        sizes = [prod(spec.shape) for spec in specs]
-        largest = torch.zeros(sum(sizes))
-        parts = largest.split(sizes)
-        of = {s.name: part.view(s.shape) for s, part in zip(specs, parts, strict=True)}
-        for param, pieces in self._copies[bucket].items():
-            weight = self.weight(*param)
-            for place, piece in pieces:
-                if place.spec.dtype == FP8:
-                    own = largest_of_blocks(weight[piece.slices], piece.hf_start).cpu()
-                    raise_to(of[place.spec.name + SCALES], own, piece.hf_start)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.model.groups.host)
-        return {name: scales_of(blocks) for name, blocks in of.items()}
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+        return self.model.sent(chunk, rectangle.param).detach()[rectangle.piece.slices]
 
 
 class NoAdapters:
     """Adapters that change nothing: with them an engine computes what its base does."""
 
-    kept = False
+    kept, te_names, model = False, False, None
 
     def __init__(self, shape: AnyShape, layout: EngineLayout, groups: ProcessGroups) -> None:
-        self.model, self.layout = None, layout
-        specs = hf_specs(shape, layout.dtype, layout.sends)
-        self.places = place_in_buckets(specs, layout.bucket_bytes)
-        self._fills = groups.is_first_here
+        self.shape, self.layout, self.train = shape, layout, _replicated(groups)
+        self.specs = hf_specs(shape, layout.dtype, layout.sends)
 
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        if self._fills:
-            memory.zero_()
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+        return torch.zeros(rectangle.piece.extent)
 
 
 class DirectorySource:
-    """The safetensors of an HF directory, read on each host with an engine; the ranks of a host
-    share the reading tensor by tensor."""
+    """The safetensors of an HF directory, which every rank can read; those of a host share it."""
+
+    te_names, model = False, None
 
     def __init__(
         self,
@@ -154,25 +103,16 @@ class DirectorySource:
         strategy: StrategyName = "megatron",
         kept: bool = False,
     ) -> None:
-        self.model, self.kept, self.layout = None, kept, layout
-        shape = read_shape(directory, strategy)
-        specs = hf_specs(shape, layout.dtype, quantised=layout.quantised)
-        self.places = place_in_buckets(specs, layout.bucket_bytes)
+        self.kept, self.layout, self.train = kept, layout, _replicated(groups)
+        self.shape = read_shape(directory, strategy)
+        self.specs = hf_specs(self.shape, layout.dtype, quantised=layout.quantised)
         self._tensors = SafetensorsDirectory(directory)
-        self._tensors.check(shape)
-        ranks = [rank for rank, host in enumerate(groups.hosts.of_rank) if host == groups.here]
-        needed = self.places if groups.here in layout.hosts else ()
-        self._scales = {p.spec.name: p for p in needed if p.spec.name.endswith(SCALES)}
-        read = [place for place in needed if place.spec.name not in self._scales]
-        self._own_places = read[ranks.index(groups.rank) :: len(ranks)]
+        self._tensors.check(self.shape)
 
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        for place in self._own_places:
-            if place.bucket == bucket:
-                whole = self._tensors.read(place.spec.name)
-                if place.spec.dtype == FP8:
-                    scales = scales_of(largest_of_blocks(whole, (0, 0)))
-                    beside = self._scales[place.spec.name + SCALES]
-                    tensor_at(memory, beside.spec, beside.offset).copy_(scales)
-                    whole = quantised(whole, scales, (0, 0))
-                tensor_at(memory, place.spec, place.offset).copy_(whole)
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+        return self._tensors.read_part(rectangle.piece.hf, rectangle.piece.hf_slices)
+
+
+def _replicated(groups: ProcessGroups) -> Layout:
+    """The layout in which every rank has everything."""
+    return Layout(data=groups.size, sharded=1)

@@ -29,8 +29,7 @@ from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
-from ctrl_megatron.resharding.plan import EngineLayout
-from ctrl_megatron.resharding.shard_plan import engine_cut
+from ctrl_megatron.resharding.plan import EngineLayout, engine_cut
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum

@@ -13,12 +13,12 @@ from tiny_models import save_tiny
 from world import run_world
 
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.resharding.shard_plan import EngineCut
+from ctrl_megatron.resharding.plan import EngineCut
 
 STAGES = {"tensor": 2, "pipeline": 2}
 
 
-@pytest.mark.parametrize("transport", ["shards", "cuda_ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["shared_memory", "shards", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(
     ("family", "layout", "of_rank", "readers", "workers"),
     [
@@ -26,10 +26,12 @@ STAGES = {"tensor": 2, "pipeline": 2}
         ("qwen2_tied", STAGES, (0, 0, 1, 1), (0, 1), 4),
         # Replicas, of which one host has none, and experts; its engine gets all from elsewhere.
         ("qwen3_moe_mixed", {"data": 3}, (0, 1, 2), (0, 2), 2),
+        # Every host lacks what three others have, and passes it on.
+        ("qwen2_tied", {"pipeline": 4}, (0, 1, 2, 3), (0, 1, 2, 3), 1),
         # Whole models.
         ("llama", {"tensor": 2, "virtual_pipeline": 2, "pipeline": 2}, (0, 0, 1, 1), (1,), 1),
     ],
-    ids=["stages", "replicas", "whole"],
+    ids=["stages", "replicas", "line", "whole"],
 )
 def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
     family: str,

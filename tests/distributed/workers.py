@@ -60,44 +60,6 @@ def in_turn(rank: int, layout: dict, out: str, calls: dict[str, dict[str, Any]])
     }
 
 
-def pass_on(rank: int, routes: list[tuple[int, ...]], size: int) -> list[list[int]]:
-    """Every rank is a host. Tensor i of ``size`` bytes is written by the first host of route i with
-    the bytes (i + 1); returns which values each tensor has here afterwards."""
-    from ctrl_megatron.parallel.hosts import Hosts
-    from ctrl_megatron.resharding.buckets import fill_buckets
-    from ctrl_megatron.resharding.plan import TensorPlace, place_in_buckets
-    from ctrl_megatron.types import TensorSpec
-
-    groups = start({"data": 4})
-    hosts = Hosts(names=tuple("abcd"), of_rank=(0, 1, 2, 3))
-    groups = replace(groups, hosts=hosts)
-    specs = [
-        TensorSpec(name=f"{i}", dtype="bfloat16", shape=(size // 2,)) for i in range(len(routes))
-    ]
-    placed = place_in_buckets(specs, bucket_bytes=3 * size)
-    routed = [replace(p, routes=(route,)) for p, route in zip(placed, routes, strict=True)]
-
-    class Source:
-        places: tuple[TensorPlace, ...] = tuple(routed)
-        kept = False
-
-        def fill(self, bucket: int, memory: torch.Tensor) -> None:
-            memory.zero_()
-            for place in self.places:
-                if place.bucket == bucket and place.routes[0][0] == rank:
-                    number = int(place.spec.name) + 1
-                    memory[place.offset : place.offset + size] = number
-
-    found = []
-    memory = [torch.zeros(3 * size + 512, dtype=torch.uint8) for _ in range(2)]
-    source: Any = Source()
-    for bucket in fill_buckets(source, memory, groups):
-        for place in bucket.places:
-            part = bucket.memory[place.offset : place.offset + size]
-            found.append(sorted({int(part.min()), int(part.max())}))
-    return found
-
-
 def on_hosts(groups: Any, of_rank: tuple[int, ...]) -> Any:
     """``groups`` as if the ranks were on these hosts."""
     from ctrl_megatron.parallel.hosts import Hosts
@@ -121,15 +83,17 @@ def push_shards(
     each push, engine by engine, with the tensors for checksums last; empty on ranks that are not
     the first of a host."""
     from ctrl_megatron.parallel.placement import place_engines
-    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding import buckets as exchange
+    from ctrl_megatron.resharding.plan import EngineCut, EngineLayout
     from ctrl_megatron.resharding.push import read_whole
-    from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports.cuda_ipc import CudaIpcReceiver
     from ctrl_megatron.rollout.transports.nccl import NcclReceiver
-    from ctrl_megatron.rollout.transports.shards import ShardsReceiver
+    from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver
 
+    # A host passes on one piece of a message while the next arrives.
+    exchange._PIECE_BYTES = 700
     groups = on_hosts(start(layout), of_rank)
     policy = make_policy(groups, directory)
     each = workers // len(readers) if spanning else 2 * workers
@@ -142,7 +106,8 @@ def push_shards(
     )
     source, sender = ModelSource(policy, taken), sender_class(transport)(groups)
     kinds: Any = {
-        "shards": ShardsReceiver,
+        "shared_memory": SharedMemoryReceiver,
+        "shards": SharedMemoryReceiver,
         "cuda_ipc": CudaIpcReceiver,
         "nccl": NcclReceiver,
     }
@@ -233,13 +198,12 @@ def push_two_policies(
     Returns what this rank has after each push: pieces of memory, those that it has mapped of
     others, and page-locked pieces."""
     from ctrl_megatron.parallel.placement import place_engines
-    from ctrl_megatron.resharding.plan import EngineLayout
-    from ctrl_megatron.resharding.shard_plan import EngineCut
+    from ctrl_megatron.resharding.plan import EngineCut, EngineLayout
     from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import cuda_ipc, sender_class
     from ctrl_megatron.rollout import device_memory
     from ctrl_megatron.rollout.transports import cuda_ipc as receiving
-    from ctrl_megatron.rollout.transports.shards import ShardsReceiver
+    from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver
 
     class Driver(device_memory.HostMemory):
         """As CUDA's, its memory may be freed only while nobody has it mapped."""
@@ -277,7 +241,7 @@ def push_two_policies(
 
     groups = start(layout)
     policy, sender, found = make_policy(groups, directory), sender_class(transport)(groups), []
-    kind: Any = {"shards": ShardsReceiver, "cuda_ipc": receiving.CudaIpcReceiver}[transport]
+    kind: Any = {"shards": SharedMemoryReceiver, "cuda_ipc": receiving.CudaIpcReceiver}[transport]
     receiver = kind(lambda: (rank % workers, workers))
     # The buckets of the second are larger.
     sources = [
@@ -335,7 +299,7 @@ def push_to_restarted(rank: int, layout: dict[str, Any], directory: str) -> tupl
             with sender.send(source, lambda number: futures[number].result()) as buckets:
                 for bucket in buckets:
                     futures.append(thread.submit(read, bucket.chunk))
-        return len(futures), found == [place.spec.name for place in source.places]
+        return len(futures), found == [spec.name for spec in source.specs]
 
     first, other = nccl.NcclReceiver(), nccl.NcclReceiver()
     found = [push(first), push(first), push(other)]
@@ -412,9 +376,8 @@ def _pushing(
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.parallel.waiting import Waiting
-    from ctrl_megatron.resharding.plan import EngineLayout
+    from ctrl_megatron.resharding.plan import EngineCut, EngineLayout
     from ctrl_megatron.resharding.push import push
-    from ctrl_megatron.resharding.shard_plan import EngineCut
     from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.client import RemoteEngine

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.resharding.buckets import fill_buckets
+from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_host
+from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
-from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 
 
 class FileSender:
-    """Two files on every host, which its ranks have mapped."""
+    """A file for each bucket in flight on every host, which its ranks have mapped."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
@@ -26,27 +27,26 @@ class FileSender:
     def send(
         self, source: WeightSource, wait_until_read: Callable[[int], None]
     ) -> Iterator[Iterator[SentBucket]]:
-        size = max(place.offset + spec_bytes(place.spec) for place in source.places)
+        buckets = Buckets(source, self.groups)
         with tempfile.TemporaryDirectory(prefix="file-sender-") as own:
             folder = Path(self.groups.from_first_here(own))
-            paths = [folder / "0", folder / "1"]
-            memory = [
-                torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            paths = [folder / str(number) for number in range(IN_FLIGHT)]
+            files = [
+                torch.from_file(str(path), shared=True, size=buckets.size, dtype=torch.uint8)
                 for path in paths
             ]
             print(f"weights go through {folder}", flush=True)
 
-            def sent() -> Iterator[SentBucket]:
-                for bucket in fill_buckets(source, memory, self.groups, wait_until_read):
-                    place = {
-                        "file": str(paths[bucket.number % 2]),
-                        "first_bytes": {p.spec.name: p.offset for p in bucket.places},
-                    }
-                    specs = [p.spec for p in bucket.places]
-                    chunk = weight_chunk("file_receiver:FileReceiver", specs, place)
-                    yield SentBucket(chunk=chunk, tensors=tuple(bucket.tensors()))
+            def chunk(number: int, first: int) -> WeightChunk:
+                places = buckets.places[number]
+                place = {
+                    "file": str(paths[first]),
+                    "first_bytes": {p.spec.name: p.offset for p in places},
+                }
+                return weight_chunk("file_receiver:FileReceiver", (p.spec for p in places), place)
 
-            yield sent()
+            memory = HostBuckets(buckets, files, chunk)
+            yield push_through_host(buckets, self.groups, memory, wait_until_read)
             # The other ranks' files are in the first rank's folder.
             self.groups.barrier()
 

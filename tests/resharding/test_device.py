@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from test_plan import model
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.hosts import Hosts
+from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
-from ctrl_megatron.resharding.plan import EngineLayout, TensorPlace
+from ctrl_megatron.resharding.plan import EngineLayout, Rectangle, hf_specs
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.engine import EngineDied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -30,7 +32,7 @@ ALL = ("weights", "gradients", "optimizer")
 class OneRank:
     """``ProcessGroups`` of a single process, without torch.distributed; counts its meetings."""
 
-    is_first_here = True
+    is_first_here, rank, size = True, 0, 1
     here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
     def __init__(self) -> None:
@@ -75,23 +77,19 @@ class NotedModel:
             self.events.append(f"{self.name} {part} back")
 
 
-class OneTensor:
-    """A ``WeightSource`` of one tensor."""
+class Zeros:
+    """A ``WeightSource`` of zeros in one bucket."""
 
-    layout = EngineLayout(dtype="float32", bucket_bytes=64)
-
-    places = (
-        TensorPlace(spec=TensorSpec(name="w", dtype="float32", shape=(4,)), bucket=0, offset=0),
-    )
-
-    kept = False
+    layout = EngineLayout(dtype="float32", bucket_bytes=1 << 20)
+    shape, train, te_names, kept = model(hidden=64, layers=1), Layout(), False, False
+    specs = hf_specs(shape, "float32")
 
     def __init__(self, model: NotedModel | None) -> None:
         self.model = model
 
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
         assert self.model is None or "weights" not in self.model.away
-        memory.zero_()
+        return torch.zeros(rectangle.piece.extent)
 
 
 class NotedEngine:
@@ -167,8 +165,8 @@ class Bench:
 @pytest.fixture(autouse=True)
 def one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models and directories have one tensor."""
-    monkeypatch.setattr(device_file, "ModelSource", lambda model, layout: OneTensor(model))
-    monkeypatch.setattr(device_file, "DirectorySource", lambda *_, **__: OneTensor(None))
+    monkeypatch.setattr(device_file, "ModelSource", lambda model, layout: Zeros(model))
+    monkeypatch.setattr(device_file, "DirectorySource", lambda *_, **__: Zeros(None))
 
 
 @pytest.fixture
@@ -296,10 +294,11 @@ def test_what_would_collide_is_refused(loop: BackgroundLoop) -> None:
     bench.owner.to_trainer()
     bench.owner.register_model(bench.model("in time"))
 
-    def use_in_a_push(bucket: int, memory: torch.Tensor) -> None:
+    def use_in_a_push(chunk: int, rectangle: Rectangle) -> torch.Tensor:
         bench.reference.onload("weights")
+        raise AssertionError("the model was used")
 
-    bench.owner._sources["actor"].fill = use_in_a_push  # type: ignore[method-assign]
+    bench.owner._sources["actor"].values = use_in_a_push  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="used while weights go to the engine"):
         bench.use("actor")
 
@@ -352,7 +351,7 @@ class MortalEngine(NotedEngine):
 
     async def checksums(self) -> dict[str, str]:
         self._lives()
-        return {"w": tensor_checksum(torch.zeros(4))}
+        return {s.name: tensor_checksum(torch.zeros(s.shape)) for s in Zeros.specs}
 
     def lost(self) -> bool:
         return False  # it has not been noticed yet, which is the harder case

@@ -12,28 +12,31 @@ from typing import Any
 
 import pytest
 import torch
+from test_plan import model
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import Hosts
+from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding import transports as sending
-from ctrl_megatron.resharding.plan import EngineLayout, place_in_buckets
+from ctrl_megatron.resharding.buckets import Buckets
+from ctrl_megatron.resharding.plan import EngineLayout, Rectangle, hf_specs
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rollout import transports as receiving
 from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.transports import read_chunk
 from ctrl_megatron.rollout.transports.shared_memory import SharedMemoryReceiver
 from ctrl_megatron.rollout.weight_chunks import weight_chunk
-from ctrl_megatron.types import TensorSpec
 
 BUILT_IN = [module.name for module in iter_modules(sending.__path__)]
-SHARDS = "ctrl_megatron.rollout.transports.shards"
-SPECS = [TensorSpec(name=f"t{i}", dtype="float32", shape=(i + 1, 5)) for i in range(9)]
+SHAPE = model(hidden=64, layers=3)
+SPECS = hf_specs(SHAPE, "float32")
+NUMBERS = {spec.name: float(number) for number, spec in enumerate(SPECS)}
 
 
 class OneRank:
     """``ProcessGroups`` of a single process, without torch.distributed."""
 
-    is_first_here = True
+    is_first_here, rank, size = True, 0, 1
 
     def barrier(self) -> None:
         """There is no other rank to wait for."""
@@ -50,18 +53,17 @@ class OneRank:
 class Numbers:
     """A ``WeightSource`` whose tensors have one value each."""
 
-    places = place_in_buckets(SPECS, bucket_bytes=300)
-    layout = EngineLayout(dtype="float32", bucket_bytes=300)
-    model = None
-    kept = False
+    layout = EngineLayout(dtype="float32", bucket_bytes=60_000)
+    shape, train, te_names, specs = SHAPE, Layout(), False, SPECS
+    model, kept = None, False
 
-    def fill(self, bucket: int, memory: torch.Tensor) -> None:
-        memory.fill_(0xFF)
-        for number, place in enumerate(self.places):
-            if place.bucket == bucket:
-                size = 4 * place.spec.shape[0] * place.spec.shape[1]
-                part = memory[place.offset : place.offset + size]
-                part.view(torch.float32).fill_(float(number))
+    def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+        return torch.full(rectangle.piece.extent, NUMBERS[rectangle.piece.hf])
+
+
+def buckets_of(source: Any) -> Buckets:
+    groups: Any = OneRank()
+    return Buckets(source, groups)
 
 
 def own_names() -> list[str]:
@@ -71,7 +73,9 @@ def own_names() -> list[str]:
 
 def test_both_halves_of_every_medium_are_there() -> None:
     assert "shared_memory" in BUILT_IN
-    assert [module.name for module in iter_modules(receiving.__path__)] == BUILT_IN
+    halves = [module.name for module in iter_modules(receiving.__path__)]
+    # Parts of tensors are read where whole ones are.
+    assert halves == [name for name in BUILT_IN if name != "shards"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -89,11 +93,11 @@ def test_what_is_sent_is_read(name: str) -> None:
                 assert read.keys() == sent.keys()
                 assert all(torch.equal(read[key], tensor) for key, tensor in sent.items())
                 found |= read
-        assert list(found) == [spec.name for spec in SPECS]
-        for number, spec in enumerate(SPECS):
-            assert torch.equal(found[spec.name], torch.full(spec.shape, float(number)))
-        # Two buckets' memory is used in turn: each is read before it is filled again.
-        assert waited == list(range(source.places[-1].bucket - 1))
+        assert found.keys() == NUMBERS.keys()
+        for spec in SPECS:
+            assert torch.equal(found[spec.name], torch.full(spec.shape, NUMBERS[spec.name]))
+        # The memory of three buckets is used in turn: each is read before it is filled again.
+        assert waited == list(range(len(buckets_of(source).parts) - 3)) != []
         assert own_names() == []
 
 
@@ -102,15 +106,14 @@ def test_kept_buckets_are_filled_once_and_read_again() -> None:
         kept = True
 
         def __init__(self) -> None:
-            self.filled: list[int] = []
+            self.read: list[str] = []
 
-        def fill(self, bucket: int, memory: torch.Tensor) -> None:
-            self.filled.append(bucket)
-            super().fill(bucket, memory)
+        def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
+            self.read.append(rectangle.param)
+            return super().values(chunk, rectangle)
 
     groups: Any = OneRank()
     sender, source, other = sender_class("shared_memory")(groups), Kept(), Numbers()
-    every = list(range(1 + source.places[-1].bucket))
 
     def push(source: Any, most: int = 99) -> tuple[dict[str, torch.Tensor], list[bool]]:
         found, kept = dict[str, torch.Tensor](), []
@@ -122,13 +125,14 @@ def test_kept_buckets_are_filled_once_and_read_again() -> None:
 
     # A push that is lost after its first bucket leaves nothing that can be read again.
     push(source, most=1)
-    assert source.filled == [0]
+    begun = len(source.read)
     first, moved = push(source)
-    assert source.filled == [0, *every] and not any(moved)
+    every = len(source.read) - begun
+    assert 0 < begun < every and not any(moved)
     push(other)
     again, moved = push(source)
-    assert source.filled == [0, *every] and all(moved)
-    assert first.keys() == again.keys() == {spec.name for spec in SPECS}
+    assert len(source.read) == begun + every and all(moved)
+    assert first.keys() == again.keys() == NUMBERS.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert own_names() == []
 
@@ -162,28 +166,27 @@ def test_host_memory_is_page_locked_while_it_is_mapped(monkeypatch: pytest.Monke
                 list(receiver.tensors(bucket.chunk))
 
     class Large(Numbers):
-        places = place_in_buckets(SPECS, bucket_bytes=10_000)
+        layout = EngineLayout(dtype="float32", bucket_bytes=1 << 22)
 
     class Kept(Numbers):
         kept = True
 
     sender, sizes = sender_class("shared_memory")(groups), runtime.locked.values
     push(sender, Numbers())
-    ends = [p.offset + 4 * p.spec.shape[0] * 5 for p in Numbers.places]
-    # Two segments, each in the sender's process and in the engine's.
-    assert list(sizes()) == [max(ends)] * 4
+    ends = [places[-1].end for places in buckets_of(Numbers()).places]
+    # Three segments, each in the sender's process and in the engine's.
+    assert list(sizes()) == [max(ends)] * 6
     # Larger ones replace the sender's; the engine's receiver still has the old ones mapped.
     push(sender, Large())
-    assert len(sizes()) == 2 + 2 + 1
+    assert len(sizes()) == 3 + 3 + 1
     # Senders of one push, as those of an export, leave nothing locked.
     del sender
-    assert len(sizes()) == 2 + 1
+    assert len(sizes()) == 3 + 1
     # Of the proxy each bucket's own bytes, in the engine's process only: ranks fill it from files.
     runtime.locked.clear()
     receiver = SharedMemoryReceiver()
     push(sender_class("shared_memory")(groups), Kept())
-    of_bucket = {p.bucket: end for p, end in zip(Numbers.places, ends, strict=True)}
-    assert list(sizes()) == list(of_bucket.values())[-5:]
+    assert list(sizes()) == ends[-5:]
 
 
 def test_a_lock_that_is_refused_is_reported(
@@ -200,8 +203,9 @@ def test_a_lock_that_is_refused_is_reported(
 
 
 def test_a_shard_for_an_engine_of_another_size_is_refused() -> None:
-    place = {"segments": ["one", "two"], "offsets": [0], "locked": 0}
-    chunk = weight_chunk(f"{SHARDS}:ShardsReceiver", SPECS[:1], place)
+    place = {"segments": ["one", "two"], "workers": 2, "offsets": [0], "locked": 0}
+    receiver = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
+    chunk = weight_chunk(receiver, SPECS[:1], place)
     with pytest.raises(ValueError, match=r"cut for an engine of 2 workers; this one has 1"):
         list(read_chunk(chunk))
 
@@ -214,7 +218,7 @@ def test_a_push_that_fails_leaves_no_name_behind() -> None:
         sender.send(Numbers(), lambda bucket: None) as buckets,  # type: ignore[arg-type]
     ):
         next(buckets)
-        assert len(own_names()) == 2
+        assert len(own_names()) == 3
         raise RuntimeError("half-way")
     assert own_names() == []
 
@@ -224,7 +228,7 @@ def test_close_removes_names_that_a_push_has_left() -> None:
     sender = sender_class("shared_memory")(groups)
     context = sender.send(Numbers(), lambda bucket: None)  # type: ignore[arg-type]
     next(context.__enter__())
-    assert len(own_names()) == 2
+    assert len(own_names()) == 3
     # As another thread does when the run ends in the middle of a push.
     sender.close()
     assert own_names() == []

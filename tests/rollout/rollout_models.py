@@ -334,7 +334,12 @@ def shared_chunk(segment: str, places: Sequence[tuple[TensorSpec, int]]) -> Weig
     return weight_chunk(
         "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver",
         [spec for spec, _ in places],
-        {"segments": [segment], "offsets": [offset for _, offset in places], "locked": 0},
+        {
+            "segments": [segment],
+            "offsets": [offset for _, offset in places],
+            "locked": 0,
+            "workers": None,
+        },
     )
 
 

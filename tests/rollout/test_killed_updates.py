@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.parallel.parent_watch import group_members
-from ctrl_megatron.resharding.shard_plan import engine_cut
+from ctrl_megatron.resharding.plan import engine_cut
 from ctrl_megatron.rollout.engine import EngineDied, EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk

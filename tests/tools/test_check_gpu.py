@@ -66,16 +66,15 @@ class FirstWeights:
     """A ``WeightSource`` that goes on to give the weights of its first push."""
 
     def __init__(self, source: Any) -> None:
-        self._source, self._first = source, dict[int, Any]()
+        self._source, self._first = source, dict[Any, Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def fill(self, bucket: int, memory: Any) -> None:
-        if bucket not in self._first:
-            self._source.fill(bucket, memory)
-            self._first[bucket] = memory.clone()
-        memory.copy_(self._first[bucket])
+    def values(self, chunk: int, rectangle: Any) -> Any:
+        if (chunk, rectangle) not in self._first:
+            self._first[chunk, rectangle] = self._source.values(chunk, rectangle).clone()
+        return self._first[chunk, rectangle]
 
 
 class StaleSender(SharedMemorySender):

@@ -8,19 +8,21 @@ Processes on a CPU use host memory behind the same interface, and no GPU has run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.resharding.buckets import Buckets, push_through_host
+from ctrl_megatron.resharding.plan import takers_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_buckets import BucketMemory, ShardBuckets
-from ctrl_megatron.resharding.sources import ModelSource
-from ctrl_megatron.resharding.transports.shards import Lend, ShardsSender
+from ctrl_megatron.resharding.sources import WeightSource
+from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.device_memory import DriverName, MemoryDriver, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at, weight_chunk
@@ -31,24 +33,39 @@ _Place = tuple[int, int, int]
 """The number of a bucket among those in flight, of an engine, and of its worker."""
 
 
-class CudaIpcSender(ShardsSender):
-    """``ShardsSender`` into memory that engines map; it has no names and ends with its process."""
+class CudaIpcSender:
+    """``Sender`` of a model of the trainer into memory that engines map; it has no names and ends
+    with its process. An HF directory goes as whole tensors through shared memory."""
 
     def __init__(self, groups: ProcessGroups) -> None:
-        super().__init__(groups)
-        self._mapped = _MappedMemory(groups)
+        self.groups = groups
+        self._whole, self._mapped = SharedMemorySender(groups), _MappedMemory(groups)
+        self._prepared: dict[WeightSource, tuple[Buckets, _MappedBuckets]] = {}
 
-    def _prepare(self, source: ModelSource) -> tuple[ShardBuckets, Lend]:
-        buckets = ShardBuckets(source, self.groups, source.layout.placement)
-        memory = _MappedBuckets(buckets, self.groups, self._mapped)
+    @contextmanager
+    def send(
+        self,
+        source: WeightSource,
+        wait_until_read: Callable[[int], None] = lambda bucket: None,
+    ) -> Iterator[Iterator[SentBucket]]:
+        """All sources use the memory in turn, since they have the same engines."""
+        if source.model is None:
+            with self._whole.send(source, wait_until_read) as sent:
+                yield sent
+            return
+        if source not in self._prepared:
+            cut, engines = source.layout.cut, source.layout.placement
+            takers = takers_of_engines(engines, self.groups.hosts.of_rank)
+            buckets = Buckets(source, self.groups, cut, *takers, host_memory=False)
+            self._prepared[source] = buckets, _MappedBuckets(buckets, self.groups, self._mapped)
+        buckets, memory = self._prepared[source]
+        self._mapped.grow_to(memory.sizes, buckets.plan.takers)
+        yield push_through_host(buckets, self.groups, memory, wait_until_read)
+        self._mapped.free_replaced()
 
-        @contextmanager
-        def lend() -> Iterator[BucketMemory]:
-            self._mapped.grow_to(memory.sizes, buckets.plan.takers)
-            yield memory
-            self._mapped.free_replaced()
-
-        return buckets, lend
+    def close(self) -> None:
+        """Remove the names that ranks of this host have left in /dev/shm."""
+        self._whole.close()
 
 
 class _MappedMemory:
@@ -113,11 +130,10 @@ class _MappedMemory:
 class _MappedBuckets:
     """``BucketMemory`` in which the parts of a worker lie behind each other."""
 
-    def __init__(self, buckets: ShardBuckets, groups: ProcessGroups, mapped: _MappedMemory) -> None:
+    def __init__(self, buckets: Buckets, groups: ProcessGroups, mapped: _MappedMemory) -> None:
         takers, of_rank = buckets.plan.takers, groups.hosts.of_rank
         self._served = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.here]
-        self.engine = self._served[0] if self._served else 0
-        self._places, self._mapped = buckets.places, mapped
+        self._buckets, self._mapped = buckets, mapped
         self._parts: list[list[list[PackedPart]]] = []
         self._find: list[dict[tuple[int, str], list[tuple[Piece, TensorSpec, int]]]] = []
         self.sizes = [0] * buckets.plan.cut.tensor
@@ -125,7 +141,7 @@ class _MappedBuckets:
         for number, places in enumerate(buckets.places):
             self._pack(number, buckets, {p.spec.name: i for i, p in enumerate(places)})
 
-    def _pack(self, number: int, buckets: ShardBuckets, index: dict[str, int]) -> None:
+    def _pack(self, number: int, buckets: Buckets, index: dict[str, int]) -> None:
         """Choose the place of every part of a bucket."""
         used = [0] * len(self.sizes)
         packed: list[list[PackedPart]] = [[] for _ in used]
@@ -157,6 +173,10 @@ class _MappedBuckets:
                 return tensor_at(memory, spec, offset)[rows]
         raise AssertionError(f"{name}: {piece} is no part of worker {worker}")
 
+    def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for engine in self._served[:1]:
+            yield from self._buckets.wholes(number, partial(self.at, number, engine))
+
     def synchronize(self) -> None:
         self._mapped.driver.synchronize()
 
@@ -175,4 +195,4 @@ class _MappedBuckets:
             "sizes": mapped.sizes,
             "parts": self._parts[number],
         }
-        return weight_chunk(_RECEIVER, (place.spec for place in self._places[number]), place)
+        return weight_chunk(_RECEIVER, (p.spec for p in self._buckets.places[number]), place)

@@ -23,15 +23,10 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import LOOPBACK
+from ctrl_megatron.resharding.buckets import Buckets, fill_message, message_bytes, run_push
+from ctrl_megatron.resharding.plan import Transfer, workers_as_takers
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.resharding.shard_buckets import (
-    ShardBuckets,
-    fill_message,
-    message_bytes,
-    run_push,
-)
-from ctrl_megatron.resharding.shard_plan import Transfer
-from ctrl_megatron.resharding.sources import ModelSource, WeightSource
+from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.communicator import (
@@ -58,7 +53,7 @@ class NcclSender:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._whole = SharedMemorySender(groups)
-        self._prepared: tuple[ModelSource, _Messages] | None = None
+        self._prepared: tuple[WeightSource, _Messages] | None = None
         self._store: Any = None
         self._session, self._pushes = "", 0
 
@@ -69,7 +64,7 @@ class NcclSender:
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
         """Groups and memory of messages are kept from one push to the next, unless a push fails."""
-        if not isinstance(source, ModelSource):
+        if source.model is None:
             with self._whole.send(source, wait_until_read) as sent:
                 yield sent
             return
@@ -188,9 +183,10 @@ class _Messages:
     A member that is lost ends the messages of this rank; its engine reports the loss.
     """
 
-    def __init__(self, source: ModelSource, groups: ProcessGroups) -> None:
-        self.buckets = buckets = ShardBuckets(
-            source, groups, source.layout.placement, directly=True
+    def __init__(self, source: WeightSource, groups: ProcessGroups) -> None:
+        takers = workers_as_takers(source.layout.placement, groups.hosts.of_rank)
+        self.buckets = buckets = Buckets(
+            source, groups, source.layout.cut, *takers, host_memory=False
         )
         self._groups, plan, layout = groups, buckets.plan, groups.layout
         self.engines, self.workers = len(plan.takers), plan.cut.tensor
@@ -198,7 +194,7 @@ class _Messages:
             layout.holders("dense", (("pp", stage),)) for stage in range(layout.pipeline)
         ]
         self.link: Communicator | None = None
-        self._out = [_grouped(own, lambda t: (t.engine, t.worker)) for own in buckets.own]
+        self._out = [_grouped(own, lambda t: (t.engines[0], t.worker)) for own in buckets.own]
         size = max(sum(map(message_bytes, out.values())) for out in self._out)
         self._memory = [
             torch.empty(size, dtype=torch.uint8, device=groups.device) for _ in range(IN_FLIGHT)
@@ -217,7 +213,7 @@ class _Messages:
         self._into = [
             _grouped(
                 chain.from_iterable(own[number] for own in of_workers),
-                lambda t: (t.engine, t.worker, t.part.pp, t.giver),
+                lambda t: (t.engines[0], t.worker, t.part.pp, t.giver),
             )
             for number in range(len(buckets.parts))
         ]

@@ -1,8 +1,8 @@
 """Weights in POSIX shared memory: how the ranks of a host write them.
 
-Two segments on every host are used in turn: the ranks fill one while engines read the other. They
-are created for the first push and kept, because memory that the system provides anew takes several
-times as long to fill.
+Every host has a segment for each bucket in flight, or one for each worker number of an engine: its
+engines share them. They are created for the first push and kept, because memory that the system
+provides anew takes several times as long to fill.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import SHARED_MEMORY, pid_namespace, shared_memory_prefix
-from ctrl_megatron.resharding.buckets import fill_buckets, filled_buckets
+from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_host
+from ctrl_megatron.resharding.plan import one_engine_of_each_host, takers_of_engines
+from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.device_memory import lock_pages
-from ctrl_megatron.rollout.weight_chunks import spec_bytes, weight_chunk
+from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 
 _RECEIVER = "ctrl_megatron.rollout.transports.shared_memory:SharedMemoryReceiver"
 _OURS = re.compile(r"ctrl-(\d+)-(\d+)-[^-]+(-\d+)?")
@@ -117,15 +119,20 @@ class HostSegments:
 
 
 class SharedMemorySender:
-    """``Sender`` through two segments on every host, which each of its ranks has mapped.
+    """``Sender`` through segments that every rank of a host has mapped. Engines get whole tensors;
+    with ``parts`` each worker has segments of its own, in which only its part is written.
 
-    A source that is ``kept`` gets a segment for each of its buckets: they are filled in its first
+    A source that is ``kept`` gets segments for each of its buckets: they are filled in its first
     push, and engines read them again in later ones.
     """
 
+    parts = False
+
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
-        self._segments = HostSegments(groups, 2)
+        self._segments: dict[int, HostSegments] = {}
+        """By number of workers."""
+        self._buckets: dict[WeightSource, Buckets] = {}
         self._kept: tuple[WeightSource, HostSegments] | None = None
         self._complete = False
         """Whether all segments of ``_kept`` are filled."""
@@ -138,53 +145,83 @@ class SharedMemorySender:
         wait_until_read: Callable[[int], None] = lambda bucket: None,
     ) -> Iterator[Iterator[SentBucket]]:
         """The segments have names only within the context."""
-        size = max(place.offset + spec_bytes(place.spec) for place in source.places)
-        segments = self._segments_for(source)
-        with segments.named(size) as named:
-            names = [segments.names_on(host) for host in source.layout.hosts_of(self.groups.here)]
-            yield self._sent(source, named, names, wait_until_read)
+        if source not in self._buckets:
+            self._buckets[source] = self._planned(source)
+        buckets = self._buckets[source]
+        segments = self._segments_for(source, buckets)
+        with segments.named(buckets.size) as named:
+            memory = self._memory(source, buckets, segments, named)
+            if source.kept and self._complete:
+                yield (_kept(memory, number) for number in range(len(buckets.parts)))
+                return
+            yield self._filled(
+                source, push_through_host(buckets, self.groups, memory, wait_until_read)
+            )
 
-    def _segments_for(self, source: WeightSource) -> HostSegments:
+    def _filled(self, source: WeightSource, sent: Iterator[SentBucket]) -> Iterator[SentBucket]:
+        yield from sent
+        self._complete = self._complete or source.kept
+
+    def _planned(self, source: WeightSource) -> Buckets:
+        if not self.parts:
+            return Buckets(source, self.groups)
+        layout, of_rank = source.layout, self.groups.hosts.of_rank
+        engines = one_engine_of_each_host(layout.placement)
+        return Buckets(source, self.groups, layout.cut, *takers_of_engines(engines, of_rank))
+
+    def _segments_for(self, source: WeightSource, buckets: Buckets) -> HostSegments:
+        workers = buckets.plan.cut.tensor
         if not source.kept:
-            return self._segments
+            if workers not in self._segments:
+                count, sparse = IN_FLIGHT * workers, workers > 1
+                self._segments[workers] = HostSegments(self.groups, count, sparse=sparse)
+            return self._segments[workers]
         if self._kept is None or self._kept[0] is not source:
-            count = 1 + max(place.bucket for place in source.places)
+            count = len(buckets.parts) * workers
             self._kept = source, HostSegments(self.groups, count, sparse=True)
             self._complete = False
         return self._kept[1]
 
-    def _sent(
+    def _memory(
         self,
         source: WeightSource,
-        segments: Sequence[SharedSegment],
-        names: Sequence[Sequence[str]],
-        wait_until_read: Callable[[int], None],
-    ) -> Iterator[SentBucket]:
-        """``names`` are those of ``segments`` on each host of an engine that this one serves."""
-        memory = [segment.memory for segment in segments]
-        kept = source.kept and self._complete
-        buckets = (
-            filled_buckets(source, memory)
-            if kept
-            else fill_buckets(source, memory, self.groups, wait_until_read)
-        )
-        for bucket in buckets:
-            turn, end = bucket.number % len(memory), bucket.places[-1]
-            # A kept segment has one bucket for ever, any other the largest sooner or later.
-            used = end.offset + spec_bytes(end.spec)
+        buckets: Buckets,
+        segments: HostSegments,
+        named: Sequence[SharedSegment],
+    ) -> HostBuckets:
+        """The segments as memory of the buckets."""
+        layout, here, workers = source.layout, self.groups.here, buckets.plan.cut.tensor
+        hosts: Sequence[int] = layout.hosts_of(here)
+        if self.parts:
+            served = layout.placement.served_on(here)
+            hosts = served[0].host_of_worker if served else (here,) * workers
+
+        def chunk(number: int, first: int) -> WeightChunk:
+            places = buckets.places[number]
+            # A kept bucket's segment holds nothing else, any other the largest bucket sooner or
+            # later. To lock what workers leave unwritten would take it.
+            used = places[-1].end if source.kept else len(named[0].memory)
             place = {
-                "segments": [own[turn] for own in names],
-                "offsets": [place.offset for place in bucket.places],
-                "locked": used if source.kept else len(memory[turn]),
+                "segments": [
+                    segments.names_on(host)[first + (worker if workers > 1 else 0)]
+                    for worker, host in enumerate(hosts)
+                ],
+                "workers": workers if self.parts else None,
+                "offsets": [place.offset for place in places],
+                "locked": 0 if workers > 1 else used,
             }
-            specs = (place.spec for place in bucket.places)
-            chunk = weight_chunk(_RECEIVER, specs, place)
-            yield SentBucket(chunk=chunk, tensors=bucket.tensors(), kept=kept)
-        self._complete = self._complete or source.kept
+            return weight_chunk(_RECEIVER, (place.spec for place in places), place)
+
+        return HostBuckets(buckets, [segment.memory for segment in named], chunk)
 
     def close(self) -> None:
         """Remove the names that ranks of this host have left in /dev/shm."""
         remove_segments(self._pids.__contains__)
+
+
+def _kept(memory: HostBuckets, number: int) -> SentBucket:
+    """A bucket that an earlier push has filled."""
+    return SentBucket(chunk=memory.chunk(number), tensors=memory.tensors(number), kept=True)
 
 
 def segment_names(count: int) -> list[str]:

@@ -22,9 +22,12 @@ _KEPT_MAPPINGS = 5
 
 class SharedMemoryReceiver:
     """Reads chunks whose place is ``{"segments": [name of a file in /dev/shm on each host of the
-    engine], "offsets": [bytes], "locked": number of a segment's first bytes that are page-locked
+    engine, or for each worker on its host], "workers": number of workers that have segments of
+    their own, "offsets": [bytes], "locked": number of a segment's first bytes that are page-locked
     for copies to a GPU}``.
 
+    In a segment of a worker's own the tensors have their whole shapes, but of each only the part
+    that this worker's loaders take has a value; the rest is memory that was never written.
     Segments stay mapped from one push to the next: mapping one costs more than reading it.
     """
 
@@ -36,10 +39,15 @@ class SharedMemoryReceiver:
         self._mappings = OrderedDict()
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield views of the segment. ValueError if the segment is missing or too small."""
+        """Yield views of the segment. ValueError if the segment is missing or too small, or if the
+        chunk is cut for an engine of another size."""
         # By the file's name, because the resource tracker of multiprocessing.shared_memory would
         # remove the sender's segment when this process ends.
         place, (worker, size) = chunk["place"], self._number()
+        if place["workers"] not in (None, size):
+            raise ValueError(
+                f"the chunk is cut for an engine of {place['workers']} workers; this one has {size}"
+            )
         name = place["segments"][worker * len(place["segments"]) // size]
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a shared-memory segment")
