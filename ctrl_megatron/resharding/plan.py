@@ -11,6 +11,7 @@ engines.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
@@ -472,13 +473,17 @@ def _in_place(rectangle: Rectangle, part: Part) -> Rectangle:
     """The same rectangle of the part's own layer."""
     if part.pattern < 0:
         return rectangle
-    was, piece = f"layers.{part.pattern}.", rectangle.piece
-    hf = piece.hf.replace(was, f"layers.{part.layer}.", 1)
+    piece = rectangle.piece
     return Rectangle(
-        rectangle.param.replace(was, f"layers.{part.local}.", 1),
-        Piece(hf=hf, hf_start=piece.hf_start, start=piece.start, extent=piece.extent),
+        _numbered(rectangle.param, part.local),
+        replace(piece, hf=_numbered(piece.hf, part.layer)),
         rectangle.dtype,
     )
+
+
+def _numbered(name: str, layer: int) -> str:
+    """The name with another layer's number, the first in the names of all families."""
+    return re.sub(r"\.\d+\.", f".{layer}.", name, count=1)
 
 
 def _needed(shape: AnyShape, cut: EngineCut) -> Mapping[str, tuple[tuple[int, Box], ...]]:

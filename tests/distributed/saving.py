@@ -123,6 +123,7 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
     from ctrl_megatron.models import megatron, rules, shards
     from ctrl_megatron.models.rules import ParamRule
     from ctrl_megatron.models.shape import HfTensor
+    from ctrl_megatron.resharding import plan
 
     def with_buffers(*given: Any) -> list[torch.nn.Module]:
         chunks = build(*given)
@@ -144,7 +145,7 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
     build, known, groups = megatron.build_chunks, rules.rules, start(layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron, "build_chunks", with_buffers)
-        for module in (rules, shards):
+        for module in (rules, shards, plan):
             patch.setattr(module, "rules", with_rule)
         make = partial(
             make_policy, groups, directory, optimizer=OPTIMIZER, token_budget=64, dtype="bfloat16"
