@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 EngineName = Literal["vllm", "sglang", "hf", "diffusion"]
+RopeTrait = Literal["whole factor", "short yarn", "dynamic", "attention factor"]
+"""What a scaled rotary embedding may have (``models.rope``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
     """One engine; the defaults are those of an engine with continuous batching."""
 
+    title: str
+    """Its name in sentences."""
     library: str
     """The Python package that must be installed."""
     adapter: str
@@ -41,10 +45,24 @@ class EngineKind:
     """Can compute with weights in 8 bits (``rollout.quantization``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
+    default: bool = False
+    """Taken where none is named and none before it is installed."""
+    multiplies_latent: bool = True
+    """Multiplies the parts of a multi-latent attention when it loads a model, so that they cannot
+    be pushed."""
+    rearranges_quantised: bool = False
+    """Rearranges weights in 8 bits for its kernels, so that they cannot be read back."""
+    unread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """``model_type`` -> the keys of its ``config.json`` that it does not read."""
+    rotates_otherwise: Mapping[RopeTrait, str] = field(default_factory=dict)
+    """The traits of a rotary embedding with which it would rotate otherwise than the trainer; how,
+    and the remedy."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
+    # By the code of vLLM 0.32.
     "vllm": EngineKind(
+        title="vLLM",
         library="vllm",
         adapter="ctrl_megatron.rollout.vllm_engine:VllmEngine",
         socket_name=37,
@@ -59,8 +77,18 @@ ENGINES: Mapping[str, EngineKind] = {
             # Pinned threads of several engines and trainer ranks would share the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
+        default=True,
+        rearranges_quantised=True,
+        rotates_otherwise={
+            "whole factor": "vLLM reads no whole number as factor={factor}; write {decimal}",
+            "short yarn": "vLLM ends at original_max_position_embeddings={original} times "
+            "factor={factor:g}, before max_position_embeddings={context}; lower "
+            "max_position_embeddings",
+        },
     ),
+    # By the code of SGLang 0.5.23.
     "sglang": EngineKind(
+        title="SGLang",
         library="sglang",
         adapter="ctrl_megatron.rollout.sglang_engine:SglangEngine",
         socket_name=12,
@@ -70,15 +98,28 @@ ENGINES: Mapping[str, EngineKind] = {
         cpu_width_unit=32,
         adapters=False,
         quantised=False,
+        unread={
+            "qwen3_moe": ("tie_word_embeddings", "mlp_only_layers or decoder_sparse_step"),
+            "mixtral": ("head_dim",),
+        },
+        rotates_otherwise={
+            "dynamic": "SGLang stretches a dynamic rope at every length, the trainer only beyond "
+            "max_position_embeddings; use vllm or hf",
+            "attention factor": "SGLang does not read the attention_factor of yarn; use vllm or hf",
+        },
     ),
     "hf": EngineKind(
+        title="transformers",
         library="transformers",
+        default=True,
+        multiplies_latent=False,
         adapter="ctrl_megatron.rollout.hf_engine:HfEngine",
         joins_calls=False,
         reserves_cache=False,
         tensor_parallel=False,
     ),
     "diffusion": EngineKind(
+        title="transformers",
         library="transformers",
         adapter="ctrl_megatron.rollout.hf_diffusion:DiffusionEngine",
         joins_calls=False,

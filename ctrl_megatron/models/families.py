@@ -413,21 +413,19 @@ FAMILIES: Mapping[str, Family] = {
 
 def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
     """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
-    computes the same (by the code of SGLang 0.5.23)."""
-    denoises = shape.diffusion is not None
-    if ENGINES[engine].denoises != denoises:
-        able = " or ".join(name for name, kind in ENGINES.items() if kind.denoises == denoises)
+    computes the same."""
+    own, denoises, attention = ENGINES[engine], shape.diffusion is not None, shape.attention
+    alike = {name: kind for name, kind in ENGINES.items() if kind.denoises == denoises}
+    if engine not in alike:
+        able = " or ".join(alike)
         return f"engine {engine!r} does not generate with the {shape.family} family; use {able}"
-    attention = shape.attention
-    if engine != "sglang" or not isinstance(attention, GroupedQueryAttention):
-        return None
-    unread = {
-        "qwen3_moe": {
-            "tie_word_embeddings": shape.tied_embeddings,
-            "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
-        },
-        "mixtral": {"head_dim": attention.heads * attention.head_dim != shape.hidden_size},
-    }.get(shape.family, {})
-    if keys := [key for key, matters in unread.items() if matters]:
-        return f"SGLang does not read {' and '.join(keys)}; use vllm or hf"
+    matters = {
+        "tie_word_embeddings": shape.tied_embeddings,
+        "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
+        "head_dim": isinstance(attention, GroupedQueryAttention)
+        and attention.heads * attention.head_dim != shape.hidden_size,
+    }
+    if keys := [key for key in own.unread.get(shape.family, ()) if matters[key]]:
+        able = " or ".join(name for name, kind in alike.items() if shape.family not in kind.unread)
+        return f"{own.title} does not read {' and '.join(keys)}; use {able}"
     return None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.engine_kinds import ENGINES, EngineName, RopeTrait
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_keys import need
 
@@ -162,25 +162,23 @@ def parse_rope(config: dict[str, Any], where: str) -> Rope:
 
 def engine_difference(rope: Rope, engine: EngineName, context: int) -> str | None:
     """Why ``engine`` would rotate sequences of up to ``context`` tokens otherwise than the trainer,
-    with a remedy; None if it rotates them alike (by the code of vLLM 0.32 and SGLang 0.5.23)."""
-    match engine, rope.scaling:
-        case "vllm", Linear(factor=int(factor)):
-            return f"vLLM reads no whole number as factor={factor}; write {float(factor)}"
-        case "vllm", Yarn(factor=factor, original_max_position_embeddings=original) if (
-            original * factor < context
-        ):
-            return (
-                f"vLLM ends at {_CONTEXT}={original} times factor={factor:g}, before "
-                f"max_position_embeddings={context}; lower max_position_embeddings"
-            )
-        case "sglang", Dynamic():
-            return (
-                "SGLang stretches a dynamic rope at every length, the trainer only beyond "
-                "max_position_embeddings; use vllm or hf"
-            )
-        case "sglang", Yarn(sets_attention_factor=True):
-            return "SGLang does not read the attention_factor of yarn; use vllm or hf"
-    return None
+    with a remedy; None if it rotates them alike."""
+    traits: list[RopeTrait] = []
+    facts: dict[str, object] = {"context": context}
+    match rope.scaling:
+        case Linear(factor=factor) if isinstance(factor, int):
+            traits = ["whole factor"]
+            facts |= {"factor": factor, "decimal": float(factor)}
+        case Dynamic():
+            traits = ["dynamic"]
+        case Yarn(factor=factor, original_max_position_embeddings=original) as yarn:
+            if original * factor < context:
+                traits.append("short yarn")
+            if yarn.sets_attention_factor:
+                traits.append("attention factor")
+            facts |= {"factor": factor, "original": original}
+    told = ENGINES[engine].rotates_otherwise
+    return next((told[trait].format_map(facts) for trait in traits if trait in told), None)
 
 
 def _plain(given: Mapping[str, Any], where: str) -> None:

@@ -286,8 +286,8 @@ def available_engines(*, denoising: bool | None = None) -> tuple[str, ...]:
 
 
 def default_engine() -> str:
-    """``vllm`` if it is installed, else ``hf``."""
-    return "vllm" if "vllm" in available_engines() else "hf"
+    """The first default that is installed."""
+    return next(name for name in available_engines() if ENGINES[name].default)
 
 
 def require_engine(name: str, python: str | None = None) -> None:

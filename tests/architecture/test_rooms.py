@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from package_imports import (
@@ -20,6 +22,8 @@ from package_imports import (
     module_graph,
     module_name,
 )
+
+from ctrl_megatron.engine_kinds import EngineName
 
 ORDER = (
     *(
@@ -214,6 +218,23 @@ def test_every_owner_imports_its_library() -> None:
         if not any(found == name and file.startswith(place) for found, file in imported)
     ]
     assert unused == []
+
+
+def test_only_the_record_of_an_engine_says_what_it_does() -> None:
+    """No file decides by an engine's name but those that bear one, ``rollout/NAME_*.py``."""
+    names = set(get_args(EngineName))
+    own = tuple(f"rollout/{name}_" for name in names)
+    decisions = (ast.Compare, ast.match_case)
+    wrong = [
+        f"{inside(file)}:{part.lineno}"
+        for file in FILES
+        if not inside(file).startswith(own)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, decisions)
+        for part in ast.walk(node.pattern if isinstance(node, ast.match_case) else node)
+        if isinstance(part, ast.Constant) and part.value in names
+    ]
+    assert not wrong
 
 
 def test_engines_are_loaded_only_when_they_are_used() -> None:

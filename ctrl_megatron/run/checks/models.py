@@ -167,8 +167,7 @@ def _check_engine_takes(
             remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
     engine = config.actor_rollout_ref.rollout.name
-    if engine != "hf" and isinstance(shape.attention, MultiLatentAttention):
-        # They multiply parts of its weights with each other when they load a model.
+    if ENGINES[engine].multiplies_latent and isinstance(shape.attention, MultiLatentAttention):
         raise UserError(
             f"{path} has multi-latent attention, whose weights cannot be pushed to engine "
             f"{engine!r}",
