@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # These import torch, which would slow down the refusal of wrong arguments.
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB
-    from ctrl_megatron.memory.fit import require_fit
+    from ctrl_megatron.memory.fit import misfit
     from ctrl_megatron.memory.proposal import placed
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import table
@@ -127,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, _ = placed(config, shapes, gpu_memory=memory)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(table(config, budget, unknown=shapes.proxy_is_unknown))
-    require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
+    if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose):
+        raise UserError(wrong)
     return 0
 
 

@@ -712,6 +712,22 @@ def _reward(config: Config) -> Iterator[str]:
         )
     elif not any((*config.reward.weights.values(), judged and config.reward_model.weight)):
         yield "reward.reward_weights are all 0; nothing would be rewarded"
+    by_keys = {
+        "overlong": config.reward.overlong_buffer.enable,
+        "judgment": config.reward.judgment_weight,
+        "transition": config.reward.transition.is_on,
+        "reward_model": judged,
+    }
+    if twice := sorted(name for name in set(names) if by_keys.get(name)):
+        yield (
+            f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
+            "one of them out"
+        )
+    elif "reward_model" in names:
+        yield (
+            "reward.reward_funcs: 'reward_model' is on with reward_model.enable=true, not by its "
+            "name here"
+        )
     others = set(config.reward.reward_options) - (set(names) - {"critic"})
     if others:
         yield (

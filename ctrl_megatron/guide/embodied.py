@@ -23,7 +23,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.steps.batch import rows_of
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
-from ctrl_megatron.steps.episodes import Episodes, check_episodes, episodes_report
+from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported
 from ctrl_megatron.steps.sampling import balance
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -64,7 +64,8 @@ def embodied_srpo_pipeline(
         turn_tokens=turn_tokens,
         fields=(SUCCESS, TRAJECTORY),
     )
-    check_episodes(config, episodes)
+    if error := unsupported(config, episodes):
+        raise error
     pipeline = Pipeline(
         "embodied_grpo_training_pipeline",
         "act in a world, filter, reward progress, update",

@@ -9,7 +9,6 @@ from typing import Any
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budget
 from ctrl_megatron.memory.shapes import ModelShapes
@@ -56,29 +55,25 @@ def problem(config: Config, budget: MemoryBudget) -> str | None:
     )
 
 
-def require_fit(
+def misfit(
     config: Config,
     shapes: ModelShapes,
     *,
     gpu_memory: int,
     purpose: Purpose = "rl",
     kernels: Kernels = "te",
-) -> MemoryBudget:
-    """The budget of a configuration that fits GPUs of ``gpu_memory`` bytes.
-
-    Raises ValueError with one line that names the phase, the largest items and the remedy.
-    """
+) -> str | None:
+    """Why a configuration does not fit GPUs of ``gpu_memory`` bytes, in one line that names the
+    phase, the largest items and the remedy; None if it fits."""
 
     def budget_of(changed: Config) -> MemoryBudget:
         return memory_budget(
             changed, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels
         )
 
-    budget = budget_of(config)
-    wrong = problem(config, budget)
-    if wrong is None:
-        return budget
-    raise UserError(f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}")
+    if (wrong := problem(config, budget_of(config))) is None:
+        return None
+    return f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}"
 
 
 def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
-from ctrl_megatron.errors import UserError, all_of, is_users, users_input
+from ctrl_megatron.errors import is_users
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.rewards.grading import RequestCheck, judgeable_tests
-from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan, plan_rewards
+from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
 from ctrl_megatron.rewards.registry import get_reward, make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardSum
@@ -56,25 +56,6 @@ def build_reward_sum(
     return RewardSum(functions, weights, judge=judge, tasks=tasks)
 
 
-def check_rewards(config: Config) -> None:
-    """Raise ``UserError`` for a wrong name, option or import path of a reward function, and for a
-    missing key, package or file of the judge. Needs no service.
-    """
-    key = "reward.provider" if config.reward.provider != "local" else "sandbox"
-    key = "sandbox.token_file" if key == "sandbox" and config.sandbox.token_file else key
-    problems = []
-    for name, check in (
-        ("reward.reward_funcs", lambda: _make_without_judge(plan_rewards(config))),
-        (key, lambda: code_judge(config, config.sandbox.endpoint or "http://127.0.0.1")),
-    ):
-        try:
-            with users_input(name):
-                check()
-        except UserError as error:
-            problems.append(error)
-    all_of(problems)
-
-
 def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     """A function that raises ``UserError``, naming file and row, for a row that a function of
     ``plan`` cannot reward: a column that it reads has no value, or no program can be judged on the
@@ -92,14 +73,14 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
             options = {name: planned.options[name] for name in names}
             check = partial(judgeable_tests, check=request, **options)
         elif ":" in name or not is_users(get_reward(name)):
-            made = make_reward(name, **_without_judge(name), **planned.options)
+            made = make_reward(name, **without_judge(name), **planned.options)
             if found := getattr(made, "check_row", None):
                 check = partial(found, check=request)
         checks.append((name, planned, check))
 
     def check_row(row: Row) -> None:
         for name, planned, check in checks:
-            # RewardPlan.check_rows says what is wrong with a row of another task.
+            # run.checks.rewards says what is wrong with a row of another task.
             if planned.of([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):
                 require_columns([row], planned.reads, f"the reward {name}")
                 check(row)
@@ -145,14 +126,8 @@ def code_judge(
     return make_provider(name, **{**shared, **options})
 
 
-def _make_without_judge(plan: RewardPlan) -> None:
-    """Make every function but ``critic``, so that mistakes in options are found."""
-    for name, planned in plan.called.items():
-        if name != "critic":
-            make_reward(name, **_without_judge(name), **planned.options)
-
-
-def _without_judge(name: str) -> dict[str, Any]:
+def without_judge(name: str) -> dict[str, Any]:
+    """What the factory ``name`` is given where nothing is judged."""
     return _accepted(name, {"provider": None, "cache": None})
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
-from ctrl_megatron.errors import UserError, users_input
-from ctrl_megatron.rewards.grading import SHARED_PROCESS, RetryPolicy, has_graders
+from ctrl_megatron.data.rows import Row
+from ctrl_megatron.errors import users_input
+from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
 OF_CRITIQUES = ("critic", "transition")
 """Functions that read the verdict on a revision."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,50 +61,14 @@ class RewardPlan:
         """True where a function needs a sandbox or another provider that runs programs."""
         return any(function.runs_programs for function in self.functions.values())
 
-    def check_rows(self, rows: Sequence[Row]) -> None:
-        """Raise ``UserError`` for a row without a value in a column that a function reads, for a
-        row of another task that a function for critiques would reward, for a task that nothing
-        rewards, and for a task that no row has. Warns of rows with ``grader_files``.
-        """
-        present = dict.fromkeys(row.task for row in rows)
-        for name, function in self.functions.items():
-            mine = function.of(rows)
-            if unknown := [task for task in function.tasks or () if task not in present]:
-                raise UserError(
-                    f"names the task {unknown[0]!r}, and the rows have {', '.join(present)}",
-                    key=f"reward.reward_tasks.{name}",
-                    remedy="name tasks of the rows (their column 'task')",
-                )
-            other = next((row for row in mine if row.task != CRITIQUE), None)
-            if name in OF_CRITIQUES and other is not None:
-                raise UserError(
-                    f"{other.place or f'row {other.id!r}'} has the task {other.task!r}, and "
-                    f"{name} rewards critiques by their revisions",
-                    key=f"reward.reward_tasks.{name}",
-                    remedy=f"set it to [{CRITIQUE}]",
-                )
-            require_columns(mine, function.reads, f"the reward {name}")
-            shared = [row.id for row in mine if has_graders(row)]
-            if function.runs_programs and shared:
-                text = "%s: the grader_files of %d rows (%s, ...) %s"
-                _log.warning(text, name, len(shared), shared[0], SHARED_PROCESS)
-        counted = [function for function in self.functions.values() if function.weight]
-        for task in present if counted else ():
-            if not any(f.tasks is None or task in f.tasks for f in counted):
-                raise UserError(
-                    f"no function of a weight other than 0 rewards the task {task!r}",
-                    key="reward.reward_tasks",
-                    remedy="name the task there, or leave its rows out",
-                )
-
 
 def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPlan:
     """The reward functions that the configuration turns on, and those that ``always`` names.
 
     A function that only ``always`` names has weight 0, and so has ``critic`` where only
     ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
-    functions: the plan has none. Raises ``UserError`` for an unknown name, for an import path that
-    cannot be imported, and for a function that two keys turn on.
+    functions: the plan has none. Raises ``UserError`` for an unknown name, and for an import path
+    that cannot be imported.
     """
     reward, judged = config.reward, config.needs_reward_model
     if always is None:
@@ -122,11 +83,6 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
         terms["transition"] = 1.0
     if judged:
         terms[MODEL_REWARD] = config.reward_model.weight
-    if twice := sorted(reward.weights.keys() & terms.keys()):
-        raise UserError(
-            f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
-            "one of them out"
-        )
     configured = {**reward.weights, **terms}
     needed = (*always, *(("critic",) if "transition" in terms else ()))
     weights = {**dict.fromkeys(needed, 0.0), **configured}
@@ -138,8 +94,6 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
 def _planned(config: Config, name: str, weight: float) -> PlannedReward:
     tasks = config.reward.tasks.get(name)
     if name == MODEL_REWARD:
-        if not config.needs_reward_model:
-            raise UserError(f"{name!r} is on with reward_model.enable=true, not by its name here")
         return PlannedReward(weight=weight, reads=(), options={}, runs_programs=False, tasks=tasks)
     parameters = reward_parameters(name)
     return PlannedReward(

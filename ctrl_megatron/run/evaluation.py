@@ -30,13 +30,13 @@ from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.resharding.transports import sender_class
-from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.run.build import rollout_worker
 from ctrl_megatron.run.checked_rows import checked_inputs
 from ctrl_megatron.run.checks.models import check_models, check_proxy, check_tokenizers
+from ctrl_megatron.run.checks.rewards import check_rewards
 from ctrl_megatron.run.inputs import RunInputs, read_inputs
 from ctrl_megatron.run.session import session
 from ctrl_megatron.steps.conversation import converse, judge_pairs, pair_prompts

@@ -26,6 +26,7 @@ from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.rollout.weight_update import read_model_config
 from ctrl_megatron.run.checks.models import check_proxy, check_reward_model, check_tokenizer
+from ctrl_megatron.run.checks.rewards import check_rewarded
 
 _REENCODED_SHARE = 8
 """The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
@@ -124,7 +125,7 @@ def read_inputs(
     rows = list(train.rows)
     if trains and validation is not None:
         rows += validation.rows
-    rewards.check_rows(rows)
+    check_rewarded(rewards, rows)
     own = None
     if proxy_codec is not None:
         own = proxy_length(config, codec, proxy_codec, rows)
@@ -252,7 +253,7 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
                     count, bad = len(found), len(left_out or ())
     rows_by_id(rows)
     require_a_step(count, 0, bad, config)
-    rewards.check_rows(rows)
+    check_rewarded(rewards, rows)
 
 
 def _require_critiques(config: Config, validated: Sequence[Row]) -> None:

@@ -421,7 +421,8 @@ def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
 
     UserError for settings that episodes do not support.
     """
-    check_episodes(config, episodes)
+    if error := unsupported(config, episodes):
+        raise error
     report = episodes_report(config, episodes)
     pipeline = Pipeline(name, "act in environments, update", report=report)
     synced = add_weight_sync(pipeline, config)
@@ -440,27 +441,28 @@ def episodes_report(config: Config, episodes: Episodes) -> StepReport:
     )
 
 
-def check_episodes(config: Config, episodes: Episodes) -> None:
-    """UserError for settings that episodes do not support."""
+def unsupported(config: Config, episodes: Episodes) -> UserError | None:
+    """The first setting that episodes do not support."""
     rollout = config.actor_rollout_ref.rollout
     for option, value in (("turns", episodes.turns), ("turn_tokens", episodes.turn_tokens)):
         if value is not None and value < 1:
-            raise UserError(f"is {value}", key=f"dag.options.{option}", remedy="give 1 or more")
+            return UserError(f"is {value}", key=f"dag.options.{option}", remedy="give 1 or more")
     if rollout.staleness:
-        raise UserError(
+        return UserError(
             "episodes are not drawn ahead",
             key=f"actor_rollout_ref.rollout.staleness={rollout.staleness}",
             remedy="set it to 0",
         )
     if ENGINES[rollout.name].denoises:
-        raise UserError(
+        return UserError(
             "a masked-diffusion model has no conversation of several turns",
             key=f"actor_rollout_ref.rollout.name={rollout.name}",
             remedy="take an engine of autoregressive models",
         )
     if config.algorithm.filter_groups.enable or config.algorithm.adv_estimator == "remax":
-        raise UserError(
+        return UserError(
             "episodes support neither dynamic sampling nor remax",
             key="algorithm.filter_groups, algorithm.adv_estimator",
             remedy="turn filter_groups off, or take another estimator",
         )
+    return None

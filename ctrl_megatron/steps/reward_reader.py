@@ -10,7 +10,6 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.models.value import RewardModel
 from ctrl_megatron.steps.batch import pad_rows, tensors_of
@@ -67,17 +66,7 @@ class RewardReader:
 
 
 def longest_conversation(config: Config, shape: AnyShape) -> int:
-    """Tokens of the longest conversation that the reward model of ``shape`` reads. UserError for a
-    ``reward_model.max_length`` above the model's context or the token budget of a pass.
-    """
-    family, given = config.actor_rollout_ref, config.reward_model.max_length
-    # A token follows the conversation.
-    budget, context = family.log_prob_token_budget - 1, shape.max_position_embeddings
-    if given is not None and given > min(budget, context):
-        raise UserError(
-            f"{given} tokens are more than the model's context of max_position_embeddings="
-            f"{context} or the {budget} of a pass",
-            key="reward_model.max_length",
-            remedy="lower it, or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-        )
-    return given or min(budget, context)
+    """Tokens of the longest conversation that the reward model of ``shape`` reads: it
+    fits in the model's context and, with the token that follows it, in a pass."""
+    budget = config.actor_rollout_ref.log_prob_token_budget - 1
+    return min(config.reward_model.max_length or budget, budget, shape.max_position_embeddings)

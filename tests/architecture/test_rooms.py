@@ -237,6 +237,23 @@ def test_only_the_record_of_an_engine_says_what_it_does() -> None:
     assert not wrong
 
 
+def test_only_checks_refuse_a_configuration() -> None:
+    """docs/architecture.md, the rule of checks."""
+    refusing = ("config/", "run/", "sft/run.py", "commands/")
+    wrong = [
+        f"{inside(file)}:{raised.lineno} {function.name}"
+        for file in FILES
+        if not inside(file).startswith(refusing)
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and ": Config" in ast.unparse(function.args)
+        and not (function.returns and ast.unparse(function.returns) == "TaskGraph")
+        for raised in ast.walk(function)
+        if isinstance(raised, ast.Raise) and raised.exc and "UserError" in ast.unparse(raised.exc)
+    ]
+    assert not wrong
+
+
 def test_engines_are_loaded_only_when_they_are_used() -> None:
     """Only an engine's own files import it, and they are imported when that engine is used."""
     engines = {"vllm", "sglang", "ray"}

@@ -18,7 +18,7 @@ from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.memory.activations import PassShape, in_flight
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
 from ctrl_megatron.memory.engine import GIB, EngineUse, engine_use
-from ctrl_megatron.memory.fit import problem, require_fit
+from ctrl_megatron.memory.fit import misfit, problem
 from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, trained_state
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
@@ -54,6 +54,10 @@ def example(file: str, *overrides: str, value: bool = False) -> tuple[Config, Mo
     )
 
 
+def fault(config: Config, shapes: ModelShapes) -> str:
+    return misfit(config, shapes, gpu_memory=MEMORY) or ""
+
+
 def totals(budget: MemoryBudget) -> dict[str, int]:
     return {use.phase: use.total for use in budget.phases}
 
@@ -65,7 +69,8 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
     config, shapes = example(file)
     if purpose == "sft":
         shapes = replace(shapes, reference=None)
-    budget = require_fit(config, shapes, gpu_memory=memory, purpose=purpose)
+    assert misfit(config, shapes, gpu_memory=memory, purpose=purpose) is None
+    budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     assert max(totals(budget).values()) <= (1 - RESERVE) * memory
     if purpose == "rl":
         assert budget.engine is not None
@@ -131,8 +136,7 @@ def test_a_second_policy_takes_what_the_actor_takes() -> None:
 
 def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:
     config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.87")
-    with pytest.raises(ValueError, match=r"^sync proxy needs 7\d\.\d GiB .* fits with .*0\.85"):
-        require_fit(config, shapes, gpu_memory=MEMORY)
+    assert re.search(r"^sync proxy needs 7\d\.\d GiB .* fits with .*0\.85", fault(config, shapes))
 
 
 TOO_LARGE = {
@@ -151,9 +155,7 @@ TOO_LARGE = {
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_does_not_fit_is_refused_in_a_line_whose_remedy_helps(name: str) -> None:
     config, shapes = example("ctrl_7b.yaml", *TOO_LARGE[name])
-    with pytest.raises(ValueError) as caught:
-        require_fit(config, shapes, gpu_memory=MEMORY)
-    text = str(caught.value)
+    text = fault(config, shapes)
     assert "\n" not in text and re.match(
         r"(start: \w+|generate|update|log-probs|sync|sync proxy) needs", text
     )
@@ -162,15 +164,14 @@ def test_what_does_not_fit_is_refused_in_a_line_whose_remedy_helps(name: str) ->
     assert remedy, text
     for alternative in remedy.split(", or with "):
         changed, _ = example("ctrl_7b.yaml", *TOO_LARGE[name], *alternative.split())
-        require_fit(changed, shapes, gpu_memory=MEMORY)
+        assert not fault(changed, shapes)
 
 
 def test_a_model_too_large_for_its_gpus_gets_a_larger_layout_as_remedy() -> None:
     config, shapes = example("ctrl_7b.yaml")
     large = shape_of("qwen2.5-72b.json")
     shapes = ModelShapes(actor=large, reference=large, value=None)
-    with pytest.raises(ValueError, match=r"raise .*tensor_model_parallel_size or pipeline"):
-        require_fit(config, shapes, gpu_memory=MEMORY)
+    assert re.search(r"raise .*tensor_model_parallel_size or pipeline", fault(config, shapes))
 
 
 @pytest.mark.parametrize(
@@ -186,13 +187,14 @@ def test_a_layout_that_does_not_suit_the_model_is_named(override: str, words: st
         *(f"{M}tensor_model_parallel_size=1", *override.split(), f"{M}sequence_parallel=false"),
     )
     with pytest.raises(ValueError, match=words):
-        require_fit(config, shapes, gpu_memory=MEMORY)
+        fault(config, shapes)
 
 
 def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
     config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.24")
-    with pytest.raises(ValueError, match=r"tokens beside weights .*, a sequence of .* needs 4096"):
-        require_fit(config, shapes, gpu_memory=MEMORY)
+    assert re.search(
+        r"tokens beside weights .*, a sequence of .* needs 4096", fault(config, shapes)
+    )
 
 
 def test_the_old_7b_example_would_not_have_fitted() -> None:
@@ -419,5 +421,6 @@ def test_a_worker_with_a_gpu_of_its_own_has_room_for_what_it_receives() -> None:
     assert often.awake == quiet.awake + often.received
     full = [*apart, nccl, f"{R}gpu_memory_utilization=0.98", f"{R}update_bucket_megabytes=512"]
     config, _ = example("ctrl_7b.yaml", *full)
-    with pytest.raises(ValueError, match=r"^start: engine needs .* arriving weights; it fits with"):
-        require_fit(config, shapes, gpu_memory=MEMORY)
+    assert re.search(
+        r"^start: engine needs .* arriving weights; it fits with", fault(config, shapes)
+    )

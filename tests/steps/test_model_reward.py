@@ -209,13 +209,13 @@ def test_keys_that_do_not_fit_are_refused(overrides: tuple[str, ...], said: str)
 
 
 def test_its_name_belongs_to_no_list() -> None:
-    config = load_config(None, ["reward.reward_funcs=[reward_model]"], "none")
+    named = "reward.reward_funcs=[reward_model]"
     with pytest.raises(
         UserError, match=r"reward_funcs: 'reward_model' is on with reward_model\.en"
     ):
-        plan_rewards(config)
+        load_config(None, [named], "none")
     with pytest.raises(UserError, match="'reward_model', which keys of its own turn on"):
-        plan_rewards(configured("reward.reward_funcs=[reward_model]"))
+        configured(named)
 
 
 def test_directories_that_reward_nothing_are_refused(tmp_path: Path) -> None:

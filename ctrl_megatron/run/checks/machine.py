@@ -17,7 +17,7 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.memory.disk import disk_use
-from ctrl_megatron.memory.fit import require_fit
+from ctrl_megatron.memory.fit import misfit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import peak_flops
 from ctrl_megatron.models.layer_spec import has_transformer_engine
@@ -61,7 +61,8 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
         peak_flops(name)
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
-    require_fit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels)
+    if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels):
+        raise UserError(wrong)
 
 
 def check_disk(config: Config, purpose: Purpose) -> None:

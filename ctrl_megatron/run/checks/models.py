@@ -318,7 +318,15 @@ def check_reward_model(config: Config) -> TextCodec | None:
             layout = world_with(worlds, "reward_model").layout
             check_split(shape, layout)
             layout.check_layers(shape.num_layers)
-    longest = longest_conversation(config, shape)
+    longest, given = longest_conversation(config, shape), keys.max_length
+    if given is not None and given > longest:
+        budget = config.actor_rollout_ref.log_prob_token_budget - 1
+        raise UserError(
+            f"{given} tokens are more than the model's context of max_position_embeddings="
+            f"{shape.max_position_embeddings} or the {budget} of a pass",
+            key="reward_model.max_length",
+            remedy="lower it, or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        )
     with users_input("reward_model.model.tokenizer_path"):
         codec = TextCodec(keys.model.tokenizer_path or path)
         question = {"role": "user", "content": "?"}

@@ -22,7 +22,6 @@ from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.resharding.transports import sender_class
-from ctrl_megatron.rewards.build import check_rewards
 from ctrl_megatron.rewards.plan import RewardPlan, plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.run.checks.machine import (
@@ -47,6 +46,7 @@ from ctrl_megatron.run.checks.nodes import (
     check_sampling,
     check_worlds,
 )
+from ctrl_megatron.run.checks.rewards import check_rewards
 from ctrl_megatron.run.planning import saved_folders, saved_parts
 from ctrl_megatron.steps.ctrl import ctrl_pipeline
 
