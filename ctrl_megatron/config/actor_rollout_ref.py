@@ -140,25 +140,41 @@ _BY_MEGATRON = when("actor_rollout_ref.actor.strategy", "megatron")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """The layout of the models in Megatron-Core, and where their parts are stored. With
-    ``actor_rollout_ref.actor.strategy=fsdp`` the keys that are read then mean the same."""
+    """The layout of the models in Megatron-Core."""
 
-    tensor_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
+    tensor_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share one layer."""
-    context_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
+    context_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share the tokens of the same rows, for long sequences; they have equal weights."""
-    pipeline_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
+    pipeline_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks that share the stack of layers; the ends have one layer less if it must be uneven."""
-    virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1, read=_BY_MEGATRON)
+    virtual_pipeline_model_parallel_size: int | None = key(None, AT_LEAST_1)
     """Model chunks per pipeline rank (interleaved schedule); None for one."""
-    expert_model_parallel_size: int = key(1, AT_LEAST_1, read=_BY_MEGATRON)
+    expert_model_parallel_size: int = key(1, AT_LEAST_1)
     """Ranks over which the experts of a layer are spread; it may take in data-parallel ranks."""
-    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1, read=_BY_MEGATRON)
+    expert_tensor_parallel_size: int | None = key(None, AT_LEAST_1)
     """Ranks that share one expert; None for tensor_model_parallel_size, as in Megatron."""
-    sequence_parallel: bool = key(False, read=_BY_MEGATRON)
+    sequence_parallel: bool = False
     """Split norms and residuals over the tensor-parallel ranks."""
-    use_distributed_optimizer: bool = key(True, read=_BY_MEGATRON)
+    use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
+    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the loss that spreads tokens evenly over the experts; 0, as usual in RL, for none.
+    It replaces config.json's router_aux_loss_coef, which is not read."""
+    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0)
+    """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
+    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0)
+    """Change per update of the biases by which DeepSeek-V3's routers balance their experts; 0
+    leaves them as the model's directory has them. Megatron's default is 0.001."""
+    override_transformer_config: dict[str, Any] = key({})
+    """Fields of Megatron's TransformerConfig that no key of ours sets; cluster.md lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Where the parts of the models are stored, and what is computed again. These keys were once
+    in ``actor_rollout_ref.actor.megatron``, and may be written so."""
+
     param_offload: bool = key(False, stage="rl")
     """Keep parameters in host memory: the reference's while unused, the others' while the engine
     generates."""
@@ -172,18 +188,8 @@ class Megatron:
         1, AT_LEAST_1, read=(when(".recompute_granularity", "full"), _BY_MEGATRON)
     )
     """Layers per recomputed block."""
-    moe_aux_loss_coeff: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
-    """Weight of the loss that spreads tokens evenly over the experts; 0, as usual in RL, for none.
-    It replaces config.json's router_aux_loss_coef, which is not read."""
-    moe_z_loss_coeff: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
-    """Weight of the squared log-sum-exp of the routers' logits, which keeps them small."""
-    moe_router_bias_update_rate: float = key(0.0, AT_LEAST_0, read=_BY_MEGATRON)
-    """Change per update of the biases by which DeepSeek-V3's routers balance their experts; 0
-    leaves them as the model's directory has them. Megatron's default is 0.001."""
     logprob_chunk_size: int = key(1024, AT_LEAST_1)
     """Tokens whose fp32 logits exist at the same time."""
-    override_transformer_config: dict[str, Any] = key({}, read=_BY_MEGATRON)
-    """Fields of Megatron's TransformerConfig that no key of ours sets; cluster.md lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +261,8 @@ class Actor:
     grad_clip: float = key(1.0, ABOVE_0, stage="both")
     """Largest global gradient norm."""
     optim: Optim = group(Optim)
-    megatron: Megatron = group(Megatron, stage="both")
+    compute: Compute = group(Compute, stage="both")
+    megatron: Megatron = group(Megatron, read=_BY_MEGATRON, stage="both")
     fsdp_config: FsdpConfig = group(FsdpConfig, stage="both")
 
 

@@ -307,7 +307,8 @@ def _parallelism(config: Config) -> Iterator[str]:
         if asked not in (None, off) and getattr(megatron, size) == 1:
             yield f"{_M}{key}={_words(asked)} needs {_M}{size} of 2 or more; unset it or raise that"
     yield from override_problems(
-        megatron.override_transformer_config, megatron.recompute_granularity
+        megatron.override_transformer_config,
+        config.actor_rollout_ref.actor.compute.recompute_granularity,
     )
     nodes, fewest = config.trainer.nnodes, config.trainer.min_nnodes
     if fewest is not None and fewest > nodes:
@@ -365,10 +366,10 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if family.actor.strategy == "megatron":
         return
     megatron = f"set {_A}strategy=megatron"
-    if family.actor.megatron.recompute_granularity == "selective":
+    if family.actor.compute.recompute_granularity == "selective":
         yield (
-            f"{_M}recompute_granularity=selective is not possible with {key}, which recomputes "
-            "whole layers; set it to full, or leave it out"
+            f"{_A}compute.recompute_granularity=selective is not possible with {key}, which "
+            "recomputes whole layers; set it to full, or leave it out"
         )
     size, each = family.actor.fsdp_config.fsdp_size, config.trainer.n_gpus_per_node
     if config.trainer.nnodes > 1 and (size == -1 or each % size):

@@ -10,7 +10,7 @@ from ctrl_megatron.errors import nearest
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
 _FORWARD_TOKENS = _ROLLOUT + "log_prob_max_token_len_per_gpu"
-_MEGATRON = _ACTOR + "megatron."
+_MEGATRON, _COMPUTE = _ACTOR + "megatron.", _ACTOR + "compute."
 _LORA = "actor_rollout_ref.model.lora"
 _SYNC = "actor_rollout_ref.ref.sync_steps"
 _OVERLONG = ("enable", "len", "penalty_factor")
@@ -23,7 +23,7 @@ RENAMED: Mapping[str, str] = {
     _OPTIM + "warmup_ratio": _OPTIM + "lr_warmup_steps_ratio",
     _OPTIM + "lr_warmup_steps": _OPTIM + "lr_warmup_steps_ratio",
     **{
-        f"{_ACTOR}fsdp_config.{name}": _MEGATRON + name
+        f"{_ACTOR}fsdp_config.{name}": _COMPUTE + name
         for name in ("param_offload", "optimizer_offload")
     },
     "data.seed": "trainer.seed",
@@ -43,7 +43,7 @@ RENAMED: Mapping[str, str] = {
         _ROLLOUT + name: _ROLLOUT + "engine_kwargs"
         for name in ("enable_chunked_prefill", "max_num_batched_tokens", "enable_prefix_caching")
     },
-    "actor_rollout_ref.model.enable_gradient_checkpointing": _MEGATRON + "recompute_granularity",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _COMPUTE + "recompute_granularity",
     **{f"{_LORA}.{name}": f"actor_rollout_ref.model.lora_{name}" for name in ("rank", "alpha")},
     f"{_LORA}.target_modules": "actor_rollout_ref.model.target_modules",
     **{
@@ -110,7 +110,7 @@ RENAMED: Mapping[str, str] = {
     "per_device_train_batch_size": _ACTOR + "ppo_mini_batch_size",
     "gradient_accumulation_steps": _ACTOR + "ppo_mini_batch_size",
     "per_device_eval_batch_size": "data.val_batch_size",
-    "gradient_checkpointing": _MEGATRON + "recompute_granularity",
+    "gradient_checkpointing": _COMPUTE + "recompute_granularity",
     "learning_rate": _OPTIM + "lr",
     **{f"adam_beta{number}": _OPTIM + "betas" for number in (1, 2)},
     "weight_decay": _OPTIM + "weight_decay",
@@ -132,7 +132,7 @@ RENAMED: Mapping[str, str] = {
 _FROM_HF = "the weights are read from the Hugging Face directory actor_rollout_ref.model.path"
 _BY_FILE = "reward.reward_funcs=[FILE.py:FUNCTION] names a function by its file"
 _FSDP = _ACTOR + "fsdp_config."
-_OTHER_FSDP = f"{_FSDP}fsdp_size and the keys of {_MEGATRON} that are read are all there is to set"
+_OTHER_FSDP = f"{_FSDP}fsdp_size and the keys of {_COMPUTE} are all there is to set"
 _WHOLE_RUN = "the schedule lasts the whole run"
 _EVERY_STEP = "every step is logged"
 _WANDB = "the libraries of wandb read their own variables, WANDB_ENTITY among them"
@@ -166,7 +166,7 @@ ABSENT: Mapping[str, str] = {
             ),
         ),
         "other settings of the reference are the actor's, and it rests in host memory with "
-        f"{_MEGATRON}param_offload=true",
+        f"{_COMPUTE}param_offload=true",
     ),
     _MEGATRON + "use_dist_checkpointing": _FROM_HF,
     _MEGATRON + "dist_checkpointing_path": _FROM_HF,
@@ -191,7 +191,7 @@ ABSENT: Mapping[str, str] = {
     "reward_model.model.external_lib": "no module is imported for it",
     "reward_model.model.fsdp_config": f"it is shared like the actor ({_FSDP}fsdp_size)",
     "reward_model.megatron.param_offload": (
-        f"it rests in host memory with {_MEGATRON}param_offload=true"
+        f"it rests in host memory with {_COMPUTE}param_offload=true"
     ),
     "reward_model.strategy": f"it has the actor's, {_ACTOR}strategy",
     "reward_model.reward_kwargs": (
@@ -234,7 +234,7 @@ ABSENT: Mapping[str, str] = {
     "trust_remote_code": "no code of a model directory is ever run",
     "system_prompt": "the column prompt holds whole conversations",
     "use_vllm": f"{_ROLLOUT}name names the engine",
-    "gradient_checkpointing_kwargs": f"{_MEGATRON}recompute_granularity is all there is to set",
+    "gradient_checkpointing_kwargs": f"{_COMPUTE}recompute_granularity is all there is to set",
     "log_completions": "runs/NAME/examples.jsonl has texts of every step",
     "log_level": "the run's output has one level",
     **dict.fromkeys(("logging_first_step", "logging_steps", "logging_strategy"), _EVERY_STEP),

@@ -24,7 +24,7 @@ from omegaconf.resolvers import oc
 from ctrl_megatron.config.checks import Purpose, check, unread
 from ctrl_megatron.config.coerce import Place, build
 from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.config.schema import KEYS, Config
+from ctrl_megatron.config.schema import ALIASES, KEYS, Config
 from ctrl_megatron.config.secrets import (
     HIDDEN,
     hidden_in,
@@ -79,6 +79,7 @@ def load_config(
     _conceal(OmegaConf.to_container(tree, resolve=False))
     for text in overrides:
         key, value = parse_override(text)
+        key = ALIASES.get(key, key)
         value = _spelt_out(key, value)
         _conceal(_nested({key: value}, "", {}))
         try:
@@ -87,7 +88,7 @@ def load_config(
             raise UserError(f"override {text!r} does not fit the file: {error}") from error
         places = {k: place for k, place in places.items() if not k.startswith(key + ".")}
         places[key] = Place(f"override {text!r}", is_override=True)
-    given = OmegaConf.to_container(tree, resolve=False)
+    given = by_present_names(OmegaConf.to_container(tree, resolve=False))
     try:
         # With the defaults, a reference can name a key that is not set.
         merged = _overlay(to_dict(Config()), given)
@@ -298,7 +299,20 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
     tree, places = read_yaml(text, str(path))
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path} must hold groups of keys, not {type(tree).__name__}")
-    return DictConfig(_nested(tree or {}, "", places)), places
+    for old, new in ALIASES.items():
+        if old in places and new in places:
+            raise UserError(f"{places[new]}: the key {new!r} is set twice (first at {places[old]})")
+    present = {ALIASES.get(name, name): place for name, place in places.items()}
+    return DictConfig(by_present_names(_nested(tree or {}, "", places))), present
+
+
+def by_present_names(tree: Any) -> Any:
+    """The tree with the keys of ``ALIASES`` where they belong."""
+    for old, new in ALIASES.items():
+        group, _, name = old.rpartition(".")
+        if isinstance(below := _at(tree, group), dict) and name in below:
+            tree = _overlay(tree, _tree({new: below.pop(name)}))
+    return tree
 
 
 def _spelt_out(key: str, value: Any) -> Any:

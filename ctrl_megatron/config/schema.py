@@ -398,3 +398,7 @@ class Config:
 
 KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}
 """Dotted name -> declaration of every key, in the order of the schema."""
+ALIASES: dict[str, str] = {
+    name.replace(".compute.", ".megatron."): name for name in KEYS if ".actor.compute." in name
+}
+"""Other name of a key -> its name."""

@@ -28,16 +28,16 @@ SWITCHES: Mapping[str, str] = {
 """Fields with true or false, and what they do."""
 RECOMPUTED = ("core_attn", "mlp")
 """The entries of ``recompute_modules`` that the memory plan counts."""
-_MEGATRON = "actor_rollout_ref.actor.megatron"
+_MEGATRON, _COMPUTE = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.actor.compute"
 _SAME = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "sequence_parallel"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
-    *("recompute_granularity", "recompute_num_layers"),
 )
 OURS: Mapping[str, str] = {
     **{name: f"{_MEGATRON}.{name}" for name in _SAME},
+    **{name: f"{_COMPUTE}.{name}" for name in ("recompute_granularity", "recompute_num_layers")},
     **dict.fromkeys(
         ("params_dtype", "pipeline_dtype", "bf16", "fp16"), "actor_rollout_ref.model.dtype"
     ),
@@ -110,6 +110,6 @@ def _modules(value: Any, recompute: str | None) -> Iterator[str]:
         yield f"{KEY}.recompute_modules has {other[0]!r}; known: {known}"
     elif recompute != "selective":
         yield (
-            f"{KEY}.recompute_modules is read only with {_MEGATRON}.recompute_granularity="
+            f"{KEY}.recompute_modules is read only with {_COMPUTE}.recompute_granularity="
             "selective; set that or remove it"
         )

@@ -219,7 +219,7 @@ class _Stage:
         self.purpose = purpose
         self.kernels: Kernels = kernels
         self.family = config.actor_rollout_ref
-        self.megatron = self.family.actor.megatron
+        self.megatron, self.compute = self.family.actor.megatron, self.family.actor.compute
         dtype = self.family.model.dtype
         self.has_actor = "actor" in models.trained
         self.shapes = {**models.trained}
@@ -273,7 +273,7 @@ class _Stage:
             phases["generate"] = self._generating()
             if self.config.has_frozen_proxy:
                 phases["sync proxy"] = self._pushing_awake()
-            if len(self.config.agents) > 1 and not self.megatron.param_offload:
+            if len(self.config.agents) > 1 and not self.compute.param_offload:
                 phases["sync agent1"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()
@@ -282,7 +282,7 @@ class _Stage:
         if pushes:
             phases["sync"] = self._pushing()
         if self.trained:
-            phases["save"] = self._saving(gradients=not (pushes and self.megatron.grad_offload))
+            phases["save"] = self._saving(gradients=not (pushes and self.compute.grad_offload))
             # During a generation: offloaded parts are saved from host memory.
             phases["save-on-stop"] = self._generating() if pushes else self._saving(gradients=True)
             largest = max(largest_in_layer(self.shapes[name], self.layout) for name in self.trained)
@@ -341,7 +341,7 @@ class _Stage:
 
     def _unchanged(self, *, used: str = "") -> dict[str, int]:
         """The frozen models on the device, of which one is ``used``."""
-        away = self.megatron.param_offload and self.has_actor
+        away = self.compute.param_offload and self.has_actor
         return {
             f"{name}'s parameters": state.parameters
             for name, state in self.frozen.items()
@@ -357,11 +357,10 @@ class _Stage:
         """Parts that stay on the device while the engine generates, if it is the engines' too."""
         if not self.has_actor:
             return self._states(weights=True, gradients=True, optimizer=True)
-        megatron = self.megatron
         return self._states(
-            weights=weights or not megatron.param_offload,
-            gradients=not megatron.grad_offload,
-            optimizer=not megatron.optimizer_offload,
+            weights=weights or not self.compute.param_offload,
+            gradients=not self.compute.grad_offload,
+            optimizer=not self.compute.optimizer_offload,
         )
 
     # Phases
@@ -495,8 +494,8 @@ class _Stage:
     ) -> PassShape:
         """The pass over this many groups of ``size`` rows with ``own`` tokens each and ``shared``
         common ones."""
-        megatron = self.megatron
-        modules = megatron.override_transformer_config.get("recompute_modules") or ["core_attn"]
+        compute, overrides = self.compute, self.megatron.override_transformer_config
+        modules = overrides.get("recompute_modules") or ["core_attn"]
         whole = shared + size * own
         tokens = min(budget, groups * whole)
         if whole <= budget:
@@ -512,9 +511,9 @@ class _Stage:
             dtype_size=self.dtype_size,
             tokens=-(-tokens // self.layout.context),
             micro_batches=micro_batches,
-            logprob_chunk=megatron.logprob_chunk_size,
-            recompute_granularity=megatron.recompute_granularity,
-            recompute_num_layers=megatron.recompute_num_layers,
+            logprob_chunk=compute.logprob_chunk_size,
+            recompute_granularity=compute.recompute_granularity,
+            recompute_num_layers=compute.recompute_num_layers,
             recompute_modules=tuple(modules),
             gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
         )
@@ -539,7 +538,7 @@ def _host(
 ) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
-    megatron = family.actor.megatron
+    compute = family.actor.compute
     here = [
         of_world[world.layout.coordinates(number).pp]
         for world, of_world in stages.items()
@@ -557,13 +556,13 @@ def _host(
     items["engines"] = engine_gpus * _ENGINE_PROCESS
     if config.has_proxy_engines:
         items["proxy's engines"] = (family.proxy.engine.n_gpus_per_node or 0) * _ENGINE_PROCESS
-    if megatron.param_offload:
+    if compute.param_offload:
         items["weights away"] = sum(
             state.parameters
             for stage in shared
             for state in (*stage.trained.values(), *stage.frozen.values())
         )
-    if megatron.optimizer_offload:
+    if compute.optimizer_offload:
         items["optimizer away"] = sum(
             state.optimizer for stage in shared for state in stage.trained.values()
         )

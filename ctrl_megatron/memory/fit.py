@@ -16,7 +16,8 @@ from ctrl_megatron.memory.shapes import ModelShapes
 Change = tuple[str, Any]
 """A key and its new value."""
 _ACTOR = "actor_rollout_ref.actor."
-_MEGATRON, _ROLLOUT = _ACTOR + "megatron.", "actor_rollout_ref.rollout."
+_MEGATRON, _COMPUTE = _ACTOR + "megatron.", _ACTOR + "compute."
+_ROLLOUT = "actor_rollout_ref.rollout."
 _PROXY = "actor_rollout_ref.proxy.engine."
 _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
@@ -108,8 +109,8 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if purpose == "rl":
         for name in ("grad_offload", "optimizer_offload", "param_offload"):
-            if not getattr(actor.megatron, name):
-                yield _MEGATRON + name, True
+            if not getattr(actor.compute, name):
+                yield _COMPUTE + name, True
         if not rollout.free_cache_engine:
             yield _ROLLOUT + "free_cache_engine", True
     budget = _ACTOR + "ppo_max_token_len_per_gpu"
@@ -118,8 +119,8 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
     tokens = value_of(config, budget)
     while (tokens := tokens // 2) >= longest:
         yield budget, tokens
-    if actor.megatron.recompute_granularity != "full":
-        yield _MEGATRON + "recompute_granularity", "full"
+    if actor.compute.recompute_granularity != "full":
+        yield _COMPUTE + "recompute_granularity", "full"
     own = rollout.log_prob_max_token_len_per_gpu
     tokens = actor.ppo_max_token_len_per_gpu if own is None else own
     while purpose == "rl" and (tokens := tokens // 2) >= longest:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.config import Config, read_yaml, shown_dict, to_yaml
+from ctrl_megatron.config.load import by_present_names
 from ctrl_megatron.config.secrets import HIDDEN, hide_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.graph.graph import TaskGraph
@@ -191,7 +192,7 @@ def config_changes(run_dir: Path, text: str) -> list[str]:
     if not path.is_file():
         return []
     trees = (read_yaml(part, str(path))[0] for part in (read_text(path), text))
-    old, new = (_flat(hide_tree(tree)) for tree in trees)
+    old, new = (_flat(hide_tree(by_present_names(tree))) for tree in trees)
     keys = [
         key
         for key in {**old, **new}

@@ -83,7 +83,7 @@ def build_worker(
         reward_model = build_reward_model(config, groups, inputs, device.to_trainer)
         if reward_model is not None:
             device.register_model(reward_model.model)
-            if config.actor_rollout_ref.actor.megatron.param_offload:
+            if config.actor_rollout_ref.actor.compute.param_offload:
                 reward_model.model.offload("weights")
     worker = GuideWorker(
         config=config,
@@ -343,7 +343,7 @@ def build_policies(
     if reference is not None:
         if device is not None:
             device.register_model(reference)
-        if family.actor.megatron.param_offload:
+        if family.actor.compute.param_offload:
             reference.offload("weights")
     return policy, reference
 
@@ -440,11 +440,11 @@ def build_reward_model(
 
 def leaving_parts(config: Config) -> tuple[Part, ...]:
     """Parts of the models that go to host memory while the engine generates."""
-    megatron = config.actor_rollout_ref.actor.megatron
+    compute = config.actor_rollout_ref.actor.compute
     flags: dict[Part, bool] = {
-        "weights": megatron.param_offload,
-        "gradients": megatron.grad_offload,
-        "optimizer": megatron.optimizer_offload,
+        "weights": compute.param_offload,
+        "gradients": compute.grad_offload,
+        "optimizer": compute.optimizer_offload,
     }
     return tuple(part for part, leaves in flags.items() if leaves)
 
@@ -468,18 +468,19 @@ def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
 def _model_options(
     config: Config, *, optimizer: OptimizerOptions | None, budget: int, canvas: int = 0
 ) -> ModelOptions:
+    compute = config.actor_rollout_ref.actor.compute
     megatron = config.actor_rollout_ref.actor.megatron
     return ModelOptions(
         build=BuildOptions(
             dtype=config.actor_rollout_ref.model.dtype,
-            recompute_granularity=megatron.recompute_granularity if optimizer else None,
-            recompute_num_layers=megatron.recompute_num_layers,
+            recompute_granularity=compute.recompute_granularity if optimizer else None,
+            recompute_num_layers=compute.recompute_num_layers,
             overrides=megatron.override_transformer_config,
         ),
         token_budget=budget,
         shared_prefix=config.shares_prefixes,
         canvas=canvas,
-        logprob_chunk=megatron.logprob_chunk_size,
+        logprob_chunk=compute.logprob_chunk_size,
         router=RouterOptions(
             balance=megatron.moe_aux_loss_coeff,
             z=megatron.moe_z_loss_coeff,

@@ -381,7 +381,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         rows = tensors_of(seen_in_pass(batch, number, worker.config))
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
         fields[of_pass("ref_log_prob", number)] = log_probs
-    if worker.config.actor_rollout_ref.actor.megatron.param_offload and worker.has_actor:
+    if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         worker.reference.offload("weights")
     return NodeOutput(fields=fields)
 
@@ -657,7 +657,7 @@ def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if reference is None or not keys.sync_steps or (worker.step + 1) % keys.sync_steps:
         return NodeOutput()
     reference.interpolate_towards(worker.policy, keys.sync_mix)
-    if worker.config.actor_rollout_ref.actor.megatron.param_offload:
+    if worker.config.actor_rollout_ref.actor.compute.param_offload:
         reference.offload("weights")
     return NodeOutput()
 

@@ -95,7 +95,7 @@ def rewards_of(
         reader.tokens(row.prompt, answer) for row, answer in zip(rows, answers, strict=True)
     ]
     found = reader.rewards(conversations)
-    if worker.config.actor_rollout_ref.actor.megatron.param_offload and worker.has_actor:
+    if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         reader.model.offload("weights")
     rewarded = _is_rewarded(worker, rows)
     numbers = [float("nan") if reward is None else reward for reward in found]

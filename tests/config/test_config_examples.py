@@ -35,7 +35,7 @@ def test_the_70b_example_is_the_papers_recipe_on_64_gpus() -> None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     megatron = actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (8, 8)
-    assert megatron.sequence_parallel and megatron.recompute_granularity == "selective"
+    assert megatron.sequence_parallel and actor.compute.recompute_granularity == "selective"
     assert (rollout.name, rollout.tensor_model_parallel_size, rollout.n) == ("vllm", 8, 8)
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (1024, 256)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1536, 768)

@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.config import Config, load_config, parse_override, to_dict, to_yaml
+from ctrl_megatron.config.actor_rollout_ref import Compute
 from ctrl_megatron.config.coerce import build
 from ctrl_megatron.config.load import read_yaml, write_yaml
+from ctrl_megatron.record.recorder import config_changes
 
 ACTOR = "actor_rollout_ref.actor."
 
@@ -36,6 +38,22 @@ def test_defaults_file_and_overrides_apply_in_this_order(tmp_path: Path) -> None
     config = load("trainer.save_freq=8", "trainer.save_freq=9", path=file)
     trainer = config.trainer
     assert (trainer.seed, trainer.save_freq, trainer.test_freq) == (5, 9, -1)
+
+
+def test_keys_of_compute_may_have_their_former_names(tmp_path: Path) -> None:
+    file, old = tmp_path / "run.yaml", ACTOR + "megatron."
+    file.write_text(f"{old}param_offload: true\n{old}logprob_chunk_size: 8\n")
+    config = load(f"{ACTOR}compute.logprob_chunk_size=9", f"{old}grad_offload=true", path=file)
+    compute = config.actor_rollout_ref.actor.compute
+    assert compute == Compute(param_offload=True, logprob_chunk_size=9, grad_offload=True)
+    whole = load(ACTOR + "megatron={param_offload: false}", path=file)
+    assert not whole.actor_rollout_ref.actor.compute.param_offload
+    once = to_yaml(config).replace("    megatron:\n", "").replace("    compute:", "    megatron:")
+    (tmp_path / "config.yaml").write_text(once)
+    assert config_changes(tmp_path, to_yaml(config)) == []
+    file.write_text(f"{old}param_offload: true\n{ACTOR}compute.param_offload: true\n")
+    assert f"line 2: the key '{ACTOR}compute.param_offload' is set twice" in error(path=file)
+    assert f"override '{old}param_offload=3': {ACTOR}compute.p" in error(f"{old}param_offload=3")
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001", "1E-6", ".000001"])

@@ -15,7 +15,7 @@ CONTROL = "algorithm.kl_ctrl."
 CORRECTION = "algorithm.rollout_correction."
 FILTER = "algorithm.filter_groups."
 OVERLONG = "reward.overlong_buffer."
-MEGATRON = ACTOR + "megatron."
+COMPUTE = ACTOR + "compute."
 ENGINE = "actor_rollout_ref.rollout."
 GSPO = ACTOR + "policy_loss=gspo"
 LISTENING = "sandbox.endpoint=http://127.0.0.1:8080"
@@ -38,7 +38,7 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         (CONTROL + "target_kl=0.5", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
         (CONTROL + "horizon=5000", (IN_REWARD,), (CONTROL + "type=adaptive",), ()),
         ('actor_rollout_ref.ref.model.path="anchor"', (), (IN_LOSS, IN_REWARD), ()),
-        (MEGATRON + "recompute_num_layers=2", (), (MEGATRON + "recompute_granularity=full",), ()),
+        (COMPUTE + "recompute_num_layers=2", (), (COMPUTE + "recompute_granularity=full",), ()),
         (FILTER + "max_num_gen_batches=3", (), (FILTER + "enable=true",), ()),
         ("data.gen_batch_size=512", (), (FILTER + "enable=true",), ()),
         (OVERLONG + "len=5", (), (OVERLONG + "enable=true",), ()),

@@ -13,7 +13,7 @@ from refusals import ACTOR, messages
 from ctrl_megatron.config import transformer_overrides as tables
 from ctrl_megatron.config.schema import KEYS
 
-SELECTIVE = ACTOR + "megatron.recompute_granularity=selective"
+SELECTIVE = ACTOR + "compute.recompute_granularity=selective"
 HINTS = typing.get_type_hints(TransformerConfig)
 DOCS = Path(__file__).parents[2] / "docs/cluster.md"
 
@@ -34,7 +34,7 @@ def refused(fields: dict[str, object], *more: str) -> list[str]:
         ("tensor_model_parallel_size", 2, ["use that key", "megatron.tensor_model_parallel_size"]),
         ("expert_model_parallel_size", 2, ["megatron.expert_model_parallel_size"]),
         ("bf16", False, ["actor_rollout_ref.model.dtype"]),
-        ("recompute_granularity", "full", ["megatron.recompute_granularity"]),
+        ("recompute_granularity", "full", ["compute.recompute_granularity"]),
         ("masked_softmax_fusion", True, ["no effect", "known: apply_rope_fusion"]),
         ("gradient_acumulation_fusion", False, ["did you mean 'gradient_accumulation_fusion'"]),
         ("gradient_accumulation_fusion", "no", ["'no'", "true or false"]),
