@@ -26,7 +26,7 @@ from types import FrameType
 from ctrl_megatron.commands.launcher import Restarts, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.elastic import on_started
-from ctrl_megatron.config.environment import keep_kernel_order, read_launch, read_log_level
+from ctrl_megatron.config.environment import Launch, keep_kernel_order, read_launch, read_log_level
 from ctrl_megatron.config.flags import CommandParser, count
 from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, user_fault
 
@@ -165,7 +165,8 @@ def run_child(words: Sequence[str], cwd: Path) -> int:
 
 
 def _stopped(name: str, left: str) -> int:
-    if _rank() == 0:
+    launch = _launch()
+    if launch is None or launch.rank == 0:
         print(f"{name}: stopped; {left}", file=sys.stderr, flush=True)
     return STOPPED
 
@@ -201,11 +202,13 @@ def _give_up_output() -> None:
         discard(sys.stdout.fileno())
 
 
-def _rank() -> int:
+def _launch() -> Launch | None:
+    """The place of this process among the ranks; None where that is the fault itself, which names
+    the variable."""
     try:
-        return read_launch().rank
+        return read_launch()
     except ValueError:
-        return 0  # the fault itself; it names the variable
+        return None
 
 
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
@@ -228,10 +231,7 @@ def refuse(name: str, error: UserError, launcher: int) -> int:
     launcher ends them. If it does not, this is another machine or rank 0 found no fault: then the
     first rank of the machine prints the fault.
     """
-    try:
-        launch = read_launch()
-    except ValueError:
-        launch = None  # the fault itself; it names the variable
+    launch = _launch()
     _let_rank_0_speak(launcher)
     if launch is None or launch.local_rank == 0:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -242,11 +242,8 @@ def _let_rank_0_speak(launcher: int) -> None:
     """On ranks other than 0, wait long enough for the launcher to end this one after rank 0, unless
     the launcher has ended itself.
     """
-    try:
-        launch = read_launch()
-    except ValueError:
-        return  # the fault itself; it names the variable
-    if launch.rank > 0:
+    launch = _launch()
+    if launch is not None and launch.rank > 0:
         wait = _FIRST_WAITS if launch.local_rank == 0 else _OTHERS_WAIT
         deadline = time.monotonic() + wait
         while os.getppid() == launcher and time.monotonic() < deadline:

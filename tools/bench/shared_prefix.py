@@ -10,7 +10,6 @@ of floating-point operations (``models.flops``), and peak memory.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ctrl_megatron.config.flags import ToolParser
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
@@ -35,9 +36,7 @@ def measured(work: Callable[[], Any]) -> tuple[float, float, float]:
 
 def main() -> None:
     """Parse, build, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ToolParser(__doc__)
     parser.add_argument("--model", default="runs/models/smollm2")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--groups", type=int, default=1, help="prompts")

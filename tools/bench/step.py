@@ -37,6 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs/bench_step"
+RUNS = FOLDER / "runs"
 TRL_LOCK = ROOT / "requirements/trl.txt"
 TRL_DEFAULTS: dict[str, Any] = {"per_device_train_batch_size": 8}
 LEARNING_RATE, KL_COEFFICIENT = 1e-6, 0.001
@@ -174,17 +175,23 @@ def ours(task: Task, ranks: int, overrides: Sequence[str], through: list[str]) -
     name = " ".join(["ours", *overrides])
 
     def run() -> Iterator[dict[str, float]]:
-        runs = FOLDER / "runs"
-        shutil.rmtree(runs, ignore_errors=True)
         config = FOLDER / "ours.json"
-        config.write_text(json.dumps(our_config(task, ranks, runs)))
-        command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks)]
-        command += ["--config", str(config), *overrides]
-        for line in started([*through, *command], runs / "run/metrics.jsonl", name):
-            if "time/step" in line["metrics"]:
-                yield our_phases(line["metrics"], task)
+        config.write_text(json.dumps(our_config(task, ranks, RUNS)))
+        for metrics in steps_of(name, ranks, [str(config), *overrides], through):
+            yield our_phases(metrics, task)
 
     return Turn(name=name, run=run)
+
+
+def steps_of(
+    name: str, ranks: int, words: Sequence[str], through: list[str]
+) -> Iterator[dict[str, float]]:
+    """The metrics of the steps of a run; ``words`` are its file and overrides."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks), "--config"]
+    for line in started([*through, *command, *words], RUNS / "run/metrics.jsonl", name):
+        if "time/step" in line["metrics"]:
+            yield line["metrics"]
 
 
 def our_config(task: Task, ranks: int, runs: Path) -> dict[str, Any]:
@@ -244,23 +251,14 @@ def configured(
     config: str, ranks: int, steps: int, overrides: Sequence[str], through: list[str]
 ) -> Turn:
     """``tools/train_rl.py`` with a configuration file and these overrides."""
-    runs = FOLDER / "runs"
     own = (
-        *(f"trainer.default_local_dir={runs}", "trainer.experiment_name=run"),
+        *(f"trainer.default_local_dir={RUNS}", "trainer.experiment_name=run"),
         *(f"trainer.total_training_steps={steps}", f"trainer.n_gpus_per_node={ranks}"),
         *("trainer.resume_mode=disable", "trainer.save_freq=-1", "data.val_files=[]"),
     )
     name = " ".join(["the run", *overrides])
-
-    def run() -> Iterator[dict[str, float]]:
-        shutil.rmtree(runs, ignore_errors=True)
-        command = [sys.executable, "tools/train_rl.py", "--nproc-per-node", str(ranks)]
-        command += ["--config", config, *overrides, *own]
-        for line in started([*through, *command], runs / "run/metrics.jsonl", name):
-            if "time/step" in line["metrics"]:
-                yield phases_of(line["metrics"])
-
-    return Turn(name=name, run=run)
+    words = [config, *overrides, *own]
+    return Turn(name=name, run=lambda: map(phases_of, steps_of(name, ranks, words, through)))
 
 
 def phases_of(metrics: dict[str, float]) -> dict[str, float]:
