@@ -90,11 +90,12 @@ def load_config(
         places[key] = Place(f"override {text!r}", is_override=True)
     given = by_present_names(OmegaConf.to_container(tree, resolve=False))
     try:
-        # With the defaults, a reference can name a key that is not set.
-        merged = _overlay(to_dict(Config()), given)
-        plain = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+        # With the defaults, a reference can name a key that is not set, or has another name.
+        former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items()})
+        merged = OmegaConf.create(_overlay(_overlay(to_dict(Config()), former), given))
+        plain = by_present_names(OmegaConf.to_container(merged, resolve=True))
         with _environment_as_written():
-            raw = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+            raw = by_present_names(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         key = getattr(error, "full_key", None) or "a value"

@@ -46,6 +46,8 @@ def test_keys_of_compute_may_have_their_former_names(tmp_path: Path) -> None:
     config = load(f"{ACTOR}compute.logprob_chunk_size=9", f"{old}grad_offload=true", path=file)
     compute = config.actor_rollout_ref.actor.compute
     assert compute == Compute(param_offload=True, logprob_chunk_size=9, grad_offload=True)
+    referred = load(f"reward.max_requests=${{{old}logprob_chunk_size}}", path=file)
+    assert referred.reward.max_requests == 8
     whole = load(ACTOR + "megatron={param_offload: false}", path=file)
     assert not whole.actor_rollout_ref.actor.compute.param_offload
     once = to_yaml(config).replace("    megatron:\n", "").replace("    compute:", "    megatron:")
