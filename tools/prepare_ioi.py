@@ -16,7 +16,7 @@ from ctrl_megatron.config.flags import count, given_path
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.ioi import ioi_rows, read_ioi_tests
-from ctrl_megatron.preparation.records import read_records
+from ctrl_megatron.preparation.records import read_data_records
 
 
 @command("prepare_ioi")
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--longest-tests", type=count(), help="most characters of a subtask's tests together"
     )
     options = parser.parse_args(arguments)
-    tests = read_ioi_tests(record for path in options.tests for record in read_records(path))
-    problems = (record for path in options.problems for record in read_records(path))
+    tests = read_ioi_tests(record for path in options.tests for record in read_data_records(path))
+    problems = (record for path in options.problems for record in read_data_records(path))
     rows, dropped = ioi_rows(problems, tests, longest=options.longest_tests)
     for reason, number in dropped.counts().most_common():
         print(f"left out: {number} subtask(s): {reason}")

@@ -14,8 +14,8 @@ from pathlib import Path
 from ctrl_megatron.checkpoint.manifest import (
     MARKER,
     DamagedFiles,
+    file_sizes,
     read_manifest,
-    sizes_of,
     write_manifest,
 )
 from ctrl_megatron.errors import UserError, naming
@@ -168,7 +168,7 @@ def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
 
 def _foreign(target: Path, tool: str) -> str | None:
     """A file in ``target`` that ``tool`` did not write, or not like this; None if there is none."""
-    wrote, sizes = _written_by(tool, target), sizes_of(target)
+    wrote, sizes = _written_by(tool, target), file_sizes(target)
     changed = (name for name, size in sizes.items() if wrote.get(name) != size)
     return next(changed, None) or (None if wrote else "directories")
 

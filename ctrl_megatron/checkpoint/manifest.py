@@ -71,7 +71,7 @@ def write_manifest(
     """Write the manifest of all files in ``directory``; ``known`` are hashes by relative path, the
     other files are read.
     """
-    sizes, known = sizes_of(directory), known or {}
+    sizes, known = file_sizes(directory), known or {}
     names = [name for name in sizes if name not in known and not name.endswith("/")]
     hashes = dict(known)
     found = hash_files([directory / name for name in names], hashing_threads())
@@ -163,7 +163,7 @@ def _seal(text: Mapping[str, Any]) -> str:
     return blake3(json.dumps(text, sort_keys=True).encode()).hexdigest()
 
 
-def sizes_of(directory: Path) -> dict[str, int]:
+def file_sizes(directory: Path) -> dict[str, int]:
     """Size of every file below but the manifest, by relative path; an empty directory counts as a
     file.
     """
@@ -215,7 +215,7 @@ def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict
 
 def added(directory: Path, manifest: Manifest) -> list[str]:
     """Files in ``directory`` that the manifest does not have."""
-    return [name for name in sizes_of(directory) if name not in manifest.sizes]
+    return [name for name in file_sizes(directory) if name not in manifest.sizes]
 
 
 def require_undamaged(directory: Path, reasons: Mapping[str, str], remedy: str) -> None:

@@ -120,7 +120,7 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     """This rank's part of a checkpoint, as views of the model or, with ``copy``, in host memory:
     then training may continue while the snapshot is written. Collective.
     """
-    tensors = tensors_of(model, saving=True)
+    tensors = state_tensors(model, saving=True)
     if copy:
         for whole in tensors.values():
             for offset, part in whole.parts.items():
@@ -169,13 +169,13 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
     require_same(directory, model.shape, model.base)
-    load_tensors(tensors_of(model, saving=False), directory, model.groups)
+    load_tensors(state_tensors(model, saving=False), directory, model.groups)
     if model.optimization is not None and steps is not None:
         model.optimization.set_steps(**steps)
 
 
 @torch.no_grad()
-def tensors_of(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
+def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorParts]:
     """The model's trained weights and optimizer state as rectangles of whole tensors, aliasing the
     model.
 

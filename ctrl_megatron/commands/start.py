@@ -80,7 +80,9 @@ def command(
                         except KeyboardInterrupt:
                             return STOPPED  # the launcher's signal: rank 0 has reported the error
                         raise
-            return _stopped(name, stopped) if fault is None else refuse(name, fault, launcher)
+            return (
+                _stopped(name, stopped) if fault is None else report_refusal(name, fault, launcher)
+            )
 
         return main
 
@@ -223,7 +225,7 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
     return config
 
 
-def refuse(name: str, error: UserError, launcher: int) -> int:
+def report_refusal(name: str, error: UserError, launcher: int) -> int:
     """Print why the command ``name`` does not run; return the exit code. ``launcher`` is the
     process that started this one.
 

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 14 a service that judges failed,
     130 stopped by a signal.
     """
-    config = training_config("train_rl", "rl", arguments, __doc__, check_inputs)
+    config = training_config("train_rl", "rl", arguments, __doc__, check_rl_inputs)
     if isinstance(config, int):
         return config
     from ctrl_megatron.run.train import train
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if train(config) else STOPPED
 
 
-def check_inputs(config: Config) -> None:
+def check_rl_inputs(config: Config) -> None:
     """Raise UserError for wrong input of the run, before a rank starts."""
     from ctrl_megatron.run.checks.rl import check_run
     from ctrl_megatron.run.inputs import check_rows

@@ -15,7 +15,7 @@ from ctrl_megatron.errors import STOPPED
 @command("train_sft")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 130 stopped by a signal."""
-    config = training_config("train_sft", "sft", arguments, __doc__, check_inputs)
+    config = training_config("train_sft", "sft", arguments, __doc__, check_sft_inputs)
     if isinstance(config, int):
         return config
     from ctrl_megatron.sft.run import train_sft
@@ -23,12 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if train_sft(config) else STOPPED
 
 
-def check_inputs(config: Config) -> None:
+def check_sft_inputs(config: Config) -> None:
     """Raise UserError for wrong input of the run, before a rank starts."""
-    from ctrl_megatron.sft.run import check_rows, check_sft
+    from ctrl_megatron.sft.run import check_sft, check_sft_rows
 
     check_sft(config)
-    check_rows(config)
+    check_sft_rows(config)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.tests import (
     DEFAULT_TIME_LIMIT,
+    abbreviated,
     comparison_complaint,
     decode_tests,
-    shown,
 )
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Message, Problem, PrompterType
@@ -374,7 +374,7 @@ class Cells:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise self.error(column, f"must be text, is {shown(value)}")
+            raise self.error(column, f"must be text, is {abbreviated(value)}")
         if not may_be_empty and not value.strip():
             raise self.error(column, "is empty")
         return value
@@ -385,7 +385,9 @@ class Cells:
         if isinstance(value, str) and value.strip():
             return ({"role": "user", "content": value},)
         if not isinstance(value, (list, tuple)) or not value:
-            raise self.error(column, f"must be a non-empty list of messages, is {shown(value)}")
+            raise self.error(
+                column, f"must be a non-empty list of messages, is {abbreviated(value)}"
+            )
         for message in value:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise self.error(column, "must hold messages with the keys role and content")
@@ -405,7 +407,7 @@ class Cells:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(column, f"must be a number, is {shown(value)}")
+            raise self.error(column, f"must be a number, is {abbreviated(value)}")
         if not least <= value <= most or (open_ends and value in (least, most)):
             raise self.error(column, f"must be {range_}, is {value}")
         return float(value)

@@ -85,13 +85,13 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
     }.items():
         hit, named = counts[..., hits], counts[..., hits] + counts[..., false_alarms]
         there = hit + counts[..., mistaken] + counts[..., unsaid]
-        found[f"precision_{name}"] = share_of(hit, named)
-        found[f"recall_{name}"] = share_of(hit, there)
-        found[f"f1_{name}"] = share_of(2 * hit, np.where(both, named + there, 0))
+        found[f"precision_{name}"] = ratio_or_nan(hit, named)
+        found[f"recall_{name}"] = ratio_or_nan(hit, there)
+        found[f"f1_{name}"] = ratio_or_nan(2 * hit, np.where(both, named + there, 0))
     found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
     return found
 
 
-def share_of(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+def ratio_or_nan(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
     """``part`` / ``whole``, element by element; nan where ``whole`` is 0."""
     return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)

@@ -10,7 +10,14 @@ from typing import Any
 from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
-from ctrl_megatron.eval.tables import MAIN_RATES, NUMBERS, meanings, number, signed, words
+from ctrl_megatron.eval.tables import (
+    MAIN_RATES,
+    NUMBERS,
+    difference_text,
+    meanings,
+    rate_text,
+    words,
+)
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.document import (
@@ -19,7 +26,7 @@ from ctrl_megatron.metrics.report.document import (
     Part,
     Table,
     changes,
-    outcome,
+    outcome_class,
     rendered,
 )
 from ctrl_megatron.metrics.report.figures import curve_svg, interval_svg
@@ -62,11 +69,11 @@ def render_evaluations(
 def _tiles(results: Sequence[CriticResult]) -> list[tuple[str, str, str]]:
     """(label, value, note) of every tile: pass@1 before, and after each critic's last turn."""
     before = results[0].curves[0]["pass@1"]
-    shown = [("First solutions", number(before.value, "pass@1"), "pass@1, by problem")]
+    shown = [("First solutions", rate_text(before.value, "pass@1"), "pass@1, by problem")]
     for result in results[:_TILES]:
         after, gain = result.last["pass@1"], result.gains.get("pass@1")
-        than = f"{signed(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
-        shown.append((result.critic, number(after.value, "pass@1"), than))
+        than = f"{difference_text(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
+        shown.append((result.critic, rate_text(after.value, "pass@1"), than))
     return shown
 
 
@@ -171,10 +178,10 @@ def _example(kind: str, turn: Turn) -> Example:
     ]
     return Example(
         place=f"{turn.critic}, {turn.attempt}",
-        colour=outcome(turn.after.pass_rate),
+        colour=outcome_class(turn.after.pass_rate),
         chips=[
-            (kind, outcome(float(turn.after.accepted))),
-            (f"judged {judgment}", outcome(float(turn.judgment is turn.before.accepted))),
+            (kind, outcome_class(float(turn.after.accepted))),
+            (f"judged {judgment}", outcome_class(float(turn.judgment is turn.before.accepted))),
             (f"tests {before} to {after}", ""),
         ],
         parts=parts,

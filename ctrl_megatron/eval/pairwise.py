@@ -93,7 +93,7 @@ class JudgedPair:
         return _sign(a * len(self.judgments_b) - b * len(self.judgments_a))
 
 
-def read_pairs(path: Path) -> list[ResponsePair]:
+def read_response_pairs(path: Path) -> list[ResponsePair]:
     """The pairs of a file of JSON lines with JudgeBench's keys. Raises UserError that names file
     and line of a mistake.
     """

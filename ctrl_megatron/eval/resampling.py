@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ctrl_megatron.eval.measures import share_of
+from ctrl_megatron.eval.measures import ratio_or_nan
 
 Cells = NDArray[np.float64]
 """(seeds, problems, columns): the sums that a statistic is computed from, one for each problem."""
@@ -87,7 +87,7 @@ class Resampling:
 
 def ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """The first column over the second; nan where the second is 0."""
-    return share_of(sums[..., 0], sums[..., 1])
+    return ratio_or_nan(sums[..., 0], sums[..., 1])
 
 
 def cells_of(parts: Sequence[tuple[int, int, Sequence[float]]], seeds: int, problems: int) -> Cells:

@@ -104,7 +104,7 @@ def _gains_table(results: Sequence[CriticResult]) -> Table:
         [
             result.critic,
             "not the same" if result.compared is None else "{} of {}".format(*result.compared),
-            *(signed(result.gains.get(name), name) for name in names),
+            *(difference_text(result.gains.get(name), name) for name in names),
         ]
         for result in others
     ]
@@ -142,25 +142,25 @@ def _more_ks(results: Sequence[CriticResult]) -> list[str]:
 
 def _cell(rate: Estimate | None, name: str) -> str:
     if rate is None or name == "delta":
-        return signed(rate, name)
-    return number(rate.value, name) + _interval(rate, name)
+        return difference_text(rate, name)
+    return rate_text(rate.value, name) + _interval(rate, name)
 
 
-def signed(rate: Estimate | None, name: str) -> str:
+def difference_text(rate: Estimate | None, name: str) -> str:
     """A difference with its sign and interval; "-" for None."""
     if rate is None:
         return "-"
     sign = "+" if rate.value >= 0 else ""
-    return sign + number(rate.value, name) + _interval(rate, name)
+    return sign + rate_text(rate.value, name) + _interval(rate, name)
 
 
 def _interval(rate: Estimate, name: str) -> str:
     if rate.low is None or rate.high is None:
         return ""
-    return f" [{number(rate.low, name)}, {number(rate.high, name)}]"
+    return f" [{rate_text(rate.low, name)}, {rate_text(rate.high, name)}]"
 
 
-def number(value: float, name: str) -> str:
+def rate_text(value: float, name: str) -> str:
     """The value of the rate ``name`` as text: a share in percent, or a number of tokens."""
     return f"{value:.1f}" if name in NUMBERS else format_number(value, percent=True)
 

@@ -20,7 +20,7 @@ from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
 from ctrl_megatron.rewards.cache import fingerprint
-from ctrl_megatron.rewards.grading import BatchTests, Judge, RowTests, grade, program_of
+from ctrl_megatron.rewards.grading import BatchTests, Judge, RowTests, program_of, request_verdict
 from ctrl_megatron.rewards.poison import find_uncounted
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
@@ -227,7 +227,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
         if row.reference.strip():
             # The reference is judged on every test, so that the positions are the same.
             program = program_of(row.reference, tests.config.language or "python")
-            verdict = await grade(judge, tests.job(program))
+            verdict = await request_verdict(judge, tests.job(program))
             if tests.total is None:
                 same = [a == b for a, b in zip(names, verdict.tests, strict=False)]
                 uncounted = {n: w for n, w in uncounted.items() if n < len(same) and same[n]}

@@ -28,8 +28,8 @@ from ctrl_megatron.rewards.grading import (
     Judge,
     check_tests,
     descriptions_of_tests,
-    grade,
     grading_job,
+    request_verdict,
 )
 from ctrl_megatron.rollout.callback_stream import stream_of
 from ctrl_megatron.rollout.engine import EngineError
@@ -212,7 +212,7 @@ class CriticService:
         if not problem.selected_uts or self._judge is None:
             return None
         row = row_of(Attempt(id="solution", problem=problem, solution=solution), ())
-        verdict = await grade(self._judge, grading_job(solution, row, run_all_cases=True))
+        verdict = await request_verdict(self._judge, grading_job(solution, row, run_all_cases=True))
         return [
             {"test": test, "passed": passed, "detail": detail}
             for test, passed, detail in zip(

@@ -10,7 +10,7 @@ from typing import Literal
 from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.prompts import generation_messages, settle_answer
-from ctrl_megatron.rewards.grading import GradingJob, Judge, grade, grading_job
+from ctrl_megatron.rewards.grading import GradingJob, Judge, grading_job, request_verdict
 from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
 
 Fate = Literal["as written", "normalised", "unreadable", "no room"]
@@ -76,7 +76,7 @@ async def judge_attempts(
 
     async def one(attempt: Attempt) -> tuple[Attempt, Verdict]:
         async with slots:
-            verdict = await grade(judge, attempt_job(attempt))
+            verdict = await request_verdict(judge, attempt_job(attempt))
         advance()
         return replace(attempt, pass_rate=verdict.pass_rate), verdict
 

@@ -127,6 +127,6 @@ def always(*fields: str) -> Needs:
     return lambda config: dict.fromkeys(fields, "")
 
 
-def declared(function: Callable[..., Any]) -> NodeFunction[..., Any]:
+def node_function(function: Callable[..., Any]) -> NodeFunction[..., Any]:
     """The function with its declaration; a plain one declares nothing."""
     return function if isinstance(function, NodeFunction) else NodeFunction(function=function)

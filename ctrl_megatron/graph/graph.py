@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.options import named_parameters
 from ctrl_megatron.errors import did_you_mean
-from ctrl_megatron.graph.declarations import Service, declared
+from ctrl_megatron.graph.declarations import Service, node_function
 from ctrl_megatron.graph.node import Function, Node
 from ctrl_megatron.graph.siirl_names import GraphNeighbours, NodeRole, NodeType
 
@@ -74,13 +74,13 @@ class TaskGraph(GraphNeighbours[Node]):
     @property
     def reads(self) -> tuple[str, ...]:
         """Configuration keys that its nodes and its validation read beside those of every run."""
-        keys = () if self.report.validate is None else declared(self.report.validate).keys
+        keys = () if self.report.validate is None else node_function(self.report.validate).keys
         return (*keys, *(key for node in self.nodes.values() for key in node.reads))
 
     @property
     def uses(self) -> frozenset[Service]:
         """The services that its nodes and its validation use."""
-        used = () if self.report.validate is None else declared(self.report.validate).uses
+        used = () if self.report.validate is None else node_function(self.report.validate).uses
         return frozenset((*used, *(one for node in self.nodes.values() for one in node.uses)))
 
     @property

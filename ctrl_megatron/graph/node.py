@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.config.options import accepted, named_parameters
 from ctrl_megatron.errors import UserError, place_of
-from ctrl_megatron.graph.declarations import OF_MODELS, Service, declared
+from ctrl_megatron.graph.declarations import OF_MODELS, Service, node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Node(NodeLife):
         self.config = dict(config or {})
         self.filter_plugin, self.retry_limit = filter_plugin, retry_limit
         given = func if executable_ref is None else imported(executable_ref, f"node {node_id!r}")
-        self.declared = None if given is None else declared(given)
+        self.declared = None if given is None else node_function(given)
         self.agent_group, self.agent_options = agent_group, agent_options
         _check_executable(self)
 

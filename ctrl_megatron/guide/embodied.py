@@ -17,11 +17,11 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.import_path import imported
 from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.declarations import declared, node
+from ctrl_megatron.graph.declarations import node, node_function
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
-from ctrl_megatron.steps.batch import rows_of
+from ctrl_megatron.steps.batch import batch_rows
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
 from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported
 from ctrl_megatron.steps.sampling import balance
@@ -59,7 +59,7 @@ def embodied_srpo_pipeline(
         )
     make = imported(environment, "dag.options.environment")
     episodes = Episodes(
-        make=declared(make),
+        make=node_function(make),
         turns=turns,
         turn_tokens=turn_tokens,
         fields=(SUCCESS, TRAJECTORY),
@@ -152,4 +152,4 @@ class ProgressReward:
 
     @staticmethod
     def _tasks(worker: DAGWorker, batch: TensorDict) -> list[str]:
-        return [row.problem_id for row in rows_of(worker.train, batch)]
+        return [row.problem_id for row in batch_rows(worker.train, batch)]

@@ -14,7 +14,8 @@ from typing import Any
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import divides, in_pairs, need, whole
+from ctrl_megatron.models.hf_keys import divides, in_pairs, need
+from ctrl_megatron.models.hf_keys import positive_int as whole
 from ctrl_megatron.models.rope import Yarn
 from ctrl_megatron.models.shape import (
     CLASSIFIERS,

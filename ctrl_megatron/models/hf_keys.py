@@ -19,7 +19,7 @@ def need(config: Mapping[str, Any], key: str, where: str) -> Any:
     return value
 
 
-def whole(config: Mapping[str, Any], key: str, where: str) -> int:
+def positive_int(config: Mapping[str, Any], key: str, where: str) -> int:
     """The integer under ``key``; UserError unless it is there and greater than 0."""
     value = need(config, key, where)
     if not isinstance(value, int):

@@ -104,11 +104,11 @@ def _count_in_numpy() -> None:
 
 
 def installed() -> bool:
-    """True once ``install`` has run in this process."""
+    """True once ``install_cpu_platform`` has run in this process."""
     return _installed is not None
 
 
-def install() -> None:
+def install_cpu_platform() -> None:
     """Make ``torch.cuda`` use the CPU for the rest of this process and thread.
 
     Raises RuntimeError if a CUDA device exists, which must never be hidden.
@@ -150,6 +150,6 @@ def install() -> None:
     gloo.sum_in_place()
     gloo.exchange_unequal_parts()
     _count_in_numpy()
-    weight_gradient.install()
+    weight_gradient.install_weight_gradient()
     _installed = _CudaOnCpu()
     _installed.__enter__()

@@ -191,12 +191,12 @@ def _gather(value: T, count: int, group: Any) -> list[T]:
 def initialize(
     layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> ProcessGroups:
-    """``join`` a run of one world."""
+    """``join_worlds`` for a run of one world."""
     world = World(ranks=tuple(range(layout.world_size)), layout=layout)
-    return join((world,), seed=seed, timeout_seconds=timeout_seconds, launch=launch).groups
+    return join_worlds((world,), seed=seed, timeout_seconds=timeout_seconds, launch=launch).groups
 
 
-def join(
+def join_worlds(
     worlds: Sequence[World], *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> Joined:
     """Start torch.distributed with the launcher's settings and make the groups of ``worlds``,
@@ -217,7 +217,7 @@ def join(
     if cuda:
         torch.cuda.set_device(device)
     else:
-        cpu_platform.install()
+        cpu_platform.install_cpu_platform()
         host_memory.keep()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():

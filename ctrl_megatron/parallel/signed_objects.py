@@ -29,15 +29,15 @@ class ForeignObjectError(RuntimeError):
     """No process of this run has sent the object."""
 
 
-def signed(value: Any) -> bytes:
+def signed_pickle(value: Any) -> bytes:
     """``value`` as a pickle behind its signature."""
     body = pickle.dumps(value)
     return hmac.digest(_key, body, _DIGEST) + body
 
 
-def checked(data: bytes) -> Any:
-    """The object that ``signed`` has written; ForeignObjectError, before anything is unpickled, if
-    a process with another key has.
+def verified_unpickle(data: bytes) -> Any:
+    """The object in ``data``, which ``signed_pickle`` returned. Raises ForeignObjectError, before
+    anything is unpickled, if a process with another key signed it.
     """
     body = data[_BYTES:]
     if not hmac.compare_digest(data[:_BYTES], hmac.digest(_key, body, _DIGEST)):
@@ -63,7 +63,7 @@ class _Signing:
         self._file = file
 
     def dump(self, value: Any) -> None:
-        self._file.write(signed(value))
+        self._file.write(signed_pickle(value))
 
 
 class _Checking:
@@ -73,4 +73,4 @@ class _Checking:
         self._file = file
 
     def load(self) -> Any:
-        return checked(self._file.read())
+        return verified_unpickle(self._file.read())

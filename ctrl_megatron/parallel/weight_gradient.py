@@ -36,7 +36,7 @@ def wgrad_gemm_accum_fp32(
     main_grad += grad
 
 
-def install() -> None:
+def install_weight_gradient() -> None:
     """Make Megatron's linear layers use this function from now on."""
     from megatron.core.tensor_parallel import layers
 

@@ -24,7 +24,7 @@ from ctrl_megatron.preparation.mbpp import SPLITS, mbpp_problem
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
 from ctrl_megatron.preparation.problem_files import own_record, problem_from, read_problems
-from ctrl_megatron.preparation.records import read_records
+from ctrl_megatron.preparation.records import read_data_records
 from ctrl_megatron.problems.long_integers import loads, long_integers
 from ctrl_megatron.types import Problem
 
@@ -99,7 +99,7 @@ def read_published(
         return read_problems(*paths), Dropped()
     read, dropped, problems = FORMATS[format], Dropped(), list[Problem]()
     seen: dict[str, str] = {}
-    records = [record for path in paths for record in read_records(path)]
+    records = [record for path in paths for record in read_data_records(path)]
     for number, (place, record) in enumerate(records, start=1):
         try:
             problem = read(record, number)

@@ -15,7 +15,7 @@ Record = tuple[str, dict[str, Any]]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
 
 
-def read_records(path: Path) -> list[Record]:
+def read_data_records(path: Path) -> list[Record]:
     """The records of a file, or of all files of a directory with one of ``SUFFIXES`` in name order.
 
     Raises ``ValueError`` naming the file, and the line if it has lines, if it cannot be read.
@@ -24,7 +24,7 @@ def read_records(path: Path) -> list[Record]:
         files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
         if not files:
             raise UserError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}")
-        return [record for file in files for record in read_records(file)]
+        return [record for file in files for record in read_data_records(file)]
     if path.suffix == ".parquet":
         return _numbered(path, read_parquet(path).to_pylist())
     if path.suffix == ".arrow":

@@ -25,7 +25,7 @@ class FunctionCalls(NamedTuple):
     """The arguments and the expected result of each call."""
 
 
-def read_pairs(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tuple[str, str]]:
+def read_cases(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tuple[str, str]]:
     """The calls of function ``fn_name``; without ``fn_name``, (stdin, stdout) of each case.
 
     The input of a call is a list of arguments, or text with one JSON value per line. ``where``
@@ -101,7 +101,7 @@ def problem_of_tests(
     if seconds is not None:
         known["time_limit"] = seconds
     rule = rule_field({"comparison": comparison}, APPS)
-    found = read_pairs(tests, "tests")
+    found = read_cases(tests, "tests")
     if not isinstance(found, FunctionCalls):
         return program_problem(name, statement, found, comparison=rule.name, **known)
     asserts = call_asserts(found, or_first=is_wrapped(tests), tolerance=rule.result_tolerance)

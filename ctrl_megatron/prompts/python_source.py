@@ -28,7 +28,7 @@ CODE_LINE = re.compile(
 """Matches a line that looks like Python, also in a text that does not parse."""
 
 
-def parsed(code: str) -> ast.Module | None:
+def parse_python(code: str) -> ast.Module | None:
     """The syntax tree of ``code``; None where it is no Python or too deeply nested."""
     tree = tree_or_line(code)
     return tree if isinstance(tree, ast.Module) else None
@@ -50,7 +50,7 @@ def is_program(code: str) -> bool:
     """True for Python with a statement that is more than a value: a word of prose is a value
     too.
     """
-    tree = parsed(code)
+    tree = parse_python(code)
     return tree is not None and any(
         not (isinstance(node, ast.Expr) and isinstance(node.value, _IDLE)) for node in tree.body
     )

@@ -35,7 +35,7 @@ from ctrl_megatron.data.rows import Row, read_rows, write_rows
 from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.steps.batch import joined_samples, joined_tensors, tensors_of
+from ctrl_megatron.steps.batch import joined_samples, joined_tensors, tensor_fields
 from ctrl_megatron.steps.worker import DAGWorker
 
 FOLDER = "dumps"
@@ -79,7 +79,7 @@ class StepDump:
 
     def _write(self, step: int, batch: TensorDict) -> None:
         worker, groups = self._worker, self._worker.groups
-        kept = {n: t for n, t in tensors_of(batch).items() if n not in _DERIVED}
+        kept = {n: t for n, t in tensor_fields(batch).items() if n not in _DERIVED}
         self._kept = frozenset(map(str, batch.keys()))
         sizes = groups.from_all(_num_bytes(kept) if groups.is_leader else 0)
         counts = groups.from_data_ranks(len(batch))
@@ -127,7 +127,7 @@ class StepDump:
             return
         target, part = self._folder / f"{_PREFIX}{step}", groups.place.dp
         if groups.is_leader:
-            new = {n: t for n, t in tensors_of(batch).items() if n not in self._kept}
+            new = {n: t for n, t in tensor_fields(batch).items() if n not in self._kept}
             _save(new, target / f"updated_{part:04}.safetensors")
         groups.barrier()
         if groups.is_first:

@@ -14,7 +14,7 @@ from typing import Any
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads
-from ctrl_megatron.prompts.python_source import does_something, parsed
+from ctrl_megatron.prompts.python_source import does_something, parse_python
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -29,7 +29,7 @@ from ctrl_megatron.rewards.grading import (
     outcome_of,
     program_of,
 )
-from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, rows_of
+from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Verdict
 
 _FENCE = "```"
@@ -55,7 +55,7 @@ def code_format_score(text: str, *, final_newline: bool = True) -> float:
     ending = next((e for e in endings if rest.endswith(e)), None)
     if ending is None:
         return MALFORMED
-    tree = parsed(rest.removesuffix(ending))
+    tree = parse_python(rest.removesuffix(ending))
     if tree is None:
         return UNPARSABLE
     return WELL_FORMED if does_something(tree) else MALFORMED
@@ -105,7 +105,7 @@ class CodeReward:
 
     def begin(self, item: RewardItem) -> None:
         """Start what ``judge`` does about ``item``."""
-        (row,) = rows_of(self.name, [item])
+        (row,) = item_rows(self.name, [item])
         if self._runs(item):
             self._batch = self._tests()
             self._judge.begin(self._job(item.text, row, self._batch), self._room)
@@ -123,7 +123,7 @@ class CodeReward:
 
         Raises ``ValueError`` for a row that cannot be judged.
         """
-        rows = rows_of(self.name, items)
+        rows = item_rows(self.name, items)
         tests, self._batch = self._tests(), None
         jobs = [
             self._job(item.text, row, tests) if self._runs(item) else None

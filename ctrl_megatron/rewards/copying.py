@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from ctrl_megatron.prompts.python_source import parsed
+from ctrl_megatron.prompts.python_source import parse_python
 
 Line = tuple[str, ...]
 """The words and signs of a line."""
@@ -108,7 +108,7 @@ def _words(text: str) -> list[str]:
 
 
 def _lines(code: str) -> Iterator[list[str]]:
-    tree = parsed(code)
+    tree = parse_python(code)
     if tree is not None:
         # Numbers too long to print and extreme nesting: the lines stay as they are written.
         with contextlib.suppress(ValueError, RecursionError, MemoryError):

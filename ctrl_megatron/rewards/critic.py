@@ -38,7 +38,7 @@ from ctrl_megatron.rewards.grading import (
     outcome_of,
     program_of,
 )
-from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, rows_of
+from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Message, Verdict
 
 
@@ -201,7 +201,7 @@ class RewardModelForCritic:
         Without a judgment the reward is 0 and nothing runs. Raises ``ValueError`` for an item
         without a row, and for a row that cannot be judged.
         """
-        tests, rows = self._tests(), rows_of("critic", items)
+        tests, rows = self._tests(), item_rows("critic", items)
         programs = [program_of(item.text) for item in items]
         jobs = [
             None if item.judgment is None else tests.of(row).job(program)
@@ -215,7 +215,7 @@ class RewardModelForCritic:
     def begin(self, item: RewardItem) -> None:
         """Start what ``judge`` does about ``item``."""
         if item.judgment is not None:
-            (row,) = rows_of("critic", [item])
+            (row,) = item_rows("critic", [item])
             self._begin(item.text, row, run_all_cases=self.run_all_cases)
 
     def begin_solution(self, text: str, row: Row) -> None:

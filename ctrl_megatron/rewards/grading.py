@@ -304,7 +304,7 @@ def outcome_of(
     )
 
 
-async def grade(judge: Judge, job: GradingJob) -> Verdict:
+async def request_verdict(judge: Judge, job: GradingJob) -> Verdict:
     """The verdict of ``judge`` on ``job``.
 
     Raises ``SandboxError`` where the service fails or answers for another number of tests. Fewer
@@ -407,7 +407,7 @@ class CachedJudge:
     async def _grade(self, job: GradingJob, semaphore: asyncio.Semaphore) -> tuple[Verdict, bool]:
         async def run() -> Verdict:
             async with semaphore:
-                return await grade(self._judge, job)
+                return await request_verdict(self._judge, job)
 
         return await self._cache.get(await self.key(job), run)
 

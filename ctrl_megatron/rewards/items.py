@@ -110,7 +110,7 @@ class EagerReward(JudgingReward, Protocol):
         ...
 
 
-def rows_of(name: str, items: Sequence[RewardItem]) -> list[Row]:
+def item_rows(name: str, items: Sequence[RewardItem]) -> list[Row]:
     """The row of every item. Raises ``ValueError`` that names the reward function ``name`` and the
     item without a row.
     """

@@ -9,7 +9,7 @@ import symtable
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
-from ctrl_megatron.prompts.python_source import parsed
+from ctrl_megatron.prompts.python_source import parse_python
 
 _READS_NAMES = """
     eval exec compile globals locals vars dir help breakpoint __import__ import_module modules
@@ -48,7 +48,7 @@ def normalize_code(code_str: str) -> str:
     """
     if not isinstance(code_str, str):
         raise TypeError(f"normalize_code needs a str, got {type(code_str).__name__}")
-    tree = parsed(code_str)
+    tree = parse_python(code_str)
     if tree is None:
         return code_str
     try:

@@ -12,7 +12,7 @@ from typing import Any
 from ctrl_megatron.background import gathered, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, users_code
-from ctrl_megatron.rewards.items import RewardItem, rows_of
+from ctrl_megatron.rewards.items import RewardItem, item_rows
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _COLUMNS = ("data_source", "reward_model")
@@ -43,7 +43,7 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def arguments(items: Sequence[RewardItem]) -> list[dict[str, Any]]:
         return [
             {name: value for name, value in _arguments(path, item, row).items() if name in given}
-            for item, row in zip(items, rows_of(path, items), strict=True)
+            for item, row in zip(items, item_rows(path, items), strict=True)
         ]
 
     async def at_once(items: Sequence[RewardItem], **options: Any) -> list[Any]:

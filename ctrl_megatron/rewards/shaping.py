@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.rewards.items import RewardItem, Rewards, rows_of
+from ctrl_megatron.rewards.items import RewardItem, Rewards, item_rows
 
 OVERLONG = ("overlong", "soft_overlong_punishment")
 """Names of DAPO's punishment of long responses: the first is turned on by
@@ -67,7 +67,7 @@ class JudgmentReward:
     reads = ("pass_rate",)
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        rows = rows_of("judgment", items)
+        rows = item_rows("judgment", items)
         return [
             float(item.judgment == _was_right(row)) for item, row in zip(items, rows, strict=True)
         ]
@@ -103,7 +103,7 @@ class TransitionReward:
             raise UserError("the values of transitions must be finite numbers")
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        rows = rows_of("transition", items)
+        rows = item_rows("transition", items)
         return [self._value(item, _was_right(row)) for item, row in zip(items, rows, strict=True)]
 
     def _value(self, item: RewardItem, before: bool) -> float | None:

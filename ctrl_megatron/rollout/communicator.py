@@ -71,7 +71,9 @@ def meeting_store(host: str, port: int = 0) -> Any:
     return AddressStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
 
 
-def join(library: Library, store: Any, group: str, number: int, size: int) -> Communicator:
+def join_communicator(
+    library: Library, store: Any, group: str, number: int, size: int
+) -> Communicator:
     """The group of that name, of ``size`` members that meet in ``store``, as its member ``number``.
     Collective over the members.
 

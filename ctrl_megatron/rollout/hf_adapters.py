@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ctrl_megatron.models.rules import ADAPTED, LORA_A, LORA_B
 
 
-def add_adapters(model: Any, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
+def add_peft_adapters(model: Any, tensors: Mapping[str, torch.Tensor], scale: float) -> None:
     """Let the layers of ``model`` compute with the ``tensors``, by PEFT's names. Their memory may
     be filled again at any time between two passes."""
     for name, down in tensors.items():

@@ -18,7 +18,7 @@ from ctrl_megatron.rollout.denoising import Denoiser, DenoisingBatch, DenoisingO
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import DEVICE, HfEngine, LoadedModel
 from ctrl_megatron.rollout.hf_weights import views_by_name
-from ctrl_megatron.rollout.weight_update import read_manifest, read_model_config
+from ctrl_megatron.rollout.weight_update import checkpoint_specs, read_model_config
 from ctrl_megatron.types import TensorSpec
 
 
@@ -49,7 +49,7 @@ def load_denoiser(spec: EngineSpec) -> LoadedModel:
     diffusion = family.diffusion(config, f"{spec.model_path}/config.json")
     model = _in_transformers_layers(config, family, spec.dtype).eval().to(DEVICE)
     views, tensors = partial(_views, model, family), SafetensorsDirectory(spec.model_path)
-    for name, view in views(read_manifest(spec.model_path, spec.dtype)).items():
+    for name, view in views(checkpoint_specs(spec.model_path, spec.dtype)).items():
         view.copy_(tensors.read(name))
     passes = _FullPass(model, diffusion.shifted)
     denoiser = Denoiser(

@@ -31,15 +31,15 @@ from ctrl_megatron.rollout.engine import (
     SleepLevel,
     TokenListener,
 )
-from ctrl_megatron.rollout.hf_adapters import add_adapters
+from ctrl_megatron.rollout.hf_adapters import add_peft_adapters
 from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
+    checkpoint_specs,
     checksums,
-    read_manifest,
     read_model_config,
     updated_tensors,
 )
@@ -100,7 +100,7 @@ class HfEngine:
                 weight.data = weight.data.clone()
         self._quantised: QuantisedWeights | None = None
         if spec.quantised:
-            views = loaded.views(read_manifest(spec.model_path, spec.dtype))
+            views = loaded.views(checkpoint_specs(spec.model_path, spec.dtype))
             self._quantised = QuantisedWeights(views, self._state.manifest)
             self._weights = self._quantised.held
         elif spec.lora is None:
@@ -111,7 +111,7 @@ class HfEngine:
                 tensor.name: torch.zeros(tensor.shape, dtype=dtype, device=DEVICE)
                 for tensor in self._state.manifest
             }
-            add_adapters(self._model, self._weights, spec.lora.scale)
+            add_peft_adapters(self._model, self._weights, spec.lora.scale)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None

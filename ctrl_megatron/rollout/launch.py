@@ -25,7 +25,7 @@ from ctrl_megatron.parallel.parent_watch import end_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
 from ctrl_megatron.rollout.interpreter import import_path
-from ctrl_megatron.rollout.weight_update import read_manifest
+from ctrl_megatron.rollout.weight_update import checkpoint_specs
 
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -86,7 +86,7 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec) -> None:
         require_engine(spec.name, spec.python)
         self._spec, self._token = spec, secrets.token_urlsafe(32)
-        read_manifest(spec.model_path, spec.dtype)
+        checkpoint_specs(spec.model_path, spec.dtype)
         self._launch()
 
     def _launch(self) -> None:

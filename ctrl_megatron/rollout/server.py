@@ -84,7 +84,7 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
     """The HTTP application of an engine."""
     meter = WorkMeter()
     calls: Calls = {
-        "/generate": partial(generate, engine, meter),
+        "/generate": partial(answer_generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
         "/resume": lambda body: engine.resume(),
         "/sleep": lambda body: engine.sleep(body["level"]),
@@ -95,7 +95,7 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
     }
     app = answering(calls, token)
     app.router.add_post("/stream", partial(stream, engine, meter))
-    app.router.add_get("/update", partial(update, engine))
+    app.router.add_get("/update", partial(answer_update, engine))
     return app
 
 
@@ -116,7 +116,9 @@ def answering(calls: Calls, token: str) -> web.Application:
     return app
 
 
-async def generate(engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json) -> list[list[Any]]:
+async def answer_generate(
+    engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json
+) -> list[list[Any]]:
     """The completions of the request ``body``, as JSON."""
     prompts, params = body["prompts"], wire.params_from_json(body["params"])
     with meter.request(len(prompts) * params.n) as drawn:
@@ -130,7 +132,7 @@ async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
     return {**meter.counters(), **await engine.own_counters()}
 
 
-async def outcome(
+async def result_or_error(
     call: Callable[[wire.Json], Awaitable[Any]], request: web.Request
 ) -> dict[str, Any]:
     """The call's ``result`` or its ``error``."""
@@ -156,7 +158,7 @@ async def failure(error: Exception) -> wire.Json:
 
 async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
     """The call's outcome as JSON."""
-    data = await outcome(call, request)
+    data = await result_or_error(call, request)
     return web.json_response(data, status=500 if "error" in data else 200)
 
 
@@ -183,7 +185,7 @@ async def stream(
 
                 await engine.generate(prompts, params, listener, finished=finished)
 
-        send(await outcome(call, request))
+        send(await result_or_error(call, request))
 
     response = web.StreamResponse()
     await response.prepare(request)
@@ -193,7 +195,7 @@ async def stream(
     return response
 
 
-async def update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
+async def answer_update(engine: Engine, request: web.Request) -> web.WebSocketResponse:
     """One weight update over a websocket.
 
     The client sends the specs. Then the server sends ``{"next": true}`` whenever the previous chunk
@@ -247,7 +249,7 @@ async def end_with_engine(engine: WorkingPart) -> None:
             continue
 
 
-async def serve(spec: EngineSpec, token: str, ready_fd: int) -> None:
+async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     """Build the engine, write ``{"port": N}`` to ``ready_fd`` and serve until killed. A part that
     another one serves only answers whether it works.
 
@@ -301,7 +303,7 @@ def main() -> None:
         spec = EngineSpec(
             **started["spec"], lora=lora and Lora.read(lora), part=part and EnginePart(**part)
         )
-        asyncio.run(serve(spec, started["token"], arguments.ready_fd))
+        asyncio.run(serve_engine(spec, started["token"], arguments.ready_fd))
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

@@ -48,7 +48,7 @@ from ctrl_megatron.rollout.engine import (
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
-from ctrl_megatron.rollout.weight_update import WeightState, read_manifest, read_model_config
+from ctrl_megatron.rollout.weight_update import WeightState, checkpoint_specs, read_model_config
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 _CPU_KV_CACHE_GIB = 2.0
@@ -146,7 +146,7 @@ class _Engine(BaseEngine):
         return [], []
 
 
-def completion_of(answer: dict[str, Any], *, log_probs: bool) -> Completion:
+def completion_from_sglang(answer: dict[str, Any], *, log_probs: bool) -> Completion:
     """The completion in SGLang's answer to one request."""
     info = answer["meta_info"]
     tokens = tuple(answer["output_ids"])
@@ -208,7 +208,7 @@ class SglangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(read_manifest(spec.model_path, spec.dtype))
+        self._state = WeightState(checkpoint_specs(spec.model_path, spec.dtype))
         self._engine = _start(spec)
         self._control: Any = self._engine.tokenizer_manager
         # ``health`` reports a dead child.
@@ -276,7 +276,7 @@ class SglangEngine:
             if (show := shows[place]) is not None:
                 show(answer["output_ids"])
             if answer["meta_info"]["finish_reason"] is not None:
-                done[place] = completion_of(answer, log_probs=params.log_probs)
+                done[place] = completion_from_sglang(answer, log_probs=params.log_probs)
                 self._count(answer["meta_info"])
                 if finished is not None:
                     finished(place, done[place])

@@ -50,7 +50,7 @@ def read_model_config(model_path: str | Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
+def checkpoint_specs(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
     """The checkpoint's tensors with ``dtype``, without a tied head and old rotary buffers."""
     tied = read_model_config(model_path).get("tie_word_embeddings", False)
     return tuple(
@@ -61,9 +61,10 @@ def read_manifest(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
-    """What an update of the engine replaces: ``read_manifest``, in 8 bits if ``spec`` says so, or
-    the adapters of ``spec``."""
-    manifest = read_manifest(spec.model_path, spec.dtype)
+    """The tensors that an update of the engine replaces: ``checkpoint_specs``, in 8 bits if
+    ``spec`` says so, or the adapters of ``spec``.
+    """
+    manifest = checkpoint_specs(spec.model_path, spec.dtype)
     if spec.lora is None:
         return tuple(quantised_specs(manifest)) if spec.quantised else manifest
     adapters: list[TensorSpec] = []

@@ -15,7 +15,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.secrets import hide_text
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, check_together, users_input
-from ctrl_megatron.eval.pairwise import ResponsePair, read_pairs
+from ctrl_megatron.eval.pairwise import ResponsePair, read_response_pairs
 from ctrl_megatron.eval.transcripts import (
     PAIRS_FOLDER,
     TURNS_FOLDER,
@@ -249,7 +249,7 @@ def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str,
 
 def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponsePair]:
     with users_input("--pairs"):
-        pairs, longest = read_pairs(path), config.data.max_prompt_length
+        pairs, longest = read_response_pairs(path), config.data.max_prompt_length
         for pair in pairs:
             tokens = max(
                 len(inputs.codec.encode_chat(messages, add_generation_prompt=True))

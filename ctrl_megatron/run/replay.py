@@ -38,7 +38,7 @@ from ctrl_megatron.run.build import build_kl_controller, build_policies, build_v
 from ctrl_megatron.run.replay_comparison import Comparison, FieldGap, largest_gaps, metric_pairs
 from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
-from ctrl_megatron.steps.batch import rows_of, sizes_of, tensors_of
+from ctrl_megatron.steps.batch import batch_rows, sample_sizes, tensor_fields
 from ctrl_megatron.steps.ctrl import judge_revisions
 from ctrl_megatron.steps.grpo import reward_completions
 from ctrl_megatron.steps.sample import REVISION_COLUMNS, Revision, Sample
@@ -126,13 +126,13 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
     found: list[Comparison] = []
     with session(config) as run:
         worker = _worker(run, graph, dump, start)
-        mine = share_of(dump.batch, run.groups, config)
+        mine = samples_of_rank(dump.batch, run.groups, config)
         given = TensorDict(taken_rows([dict(dump.batch.items())], mine), batch_size=[len(mine)])
-        recorded = tensors_of(given)
+        recorded = tensor_fields(given)
         executor = Executor(graph, worker, runs=follows_rewards)
         after, metrics = executor.run_step(given.copy())
         recorded |= {name: value[mine] for name, value in dump.updated.items()}
-        gaps = _gaps(recorded, tensors_of(after), given["response_mask"])
+        gaps = _gaps(recorded, tensor_fields(after), given["response_mask"])
         parts = run.groups.from_data_ranks((mine, gaps))
         # A replay has no engines, so it pushes no weights.
         computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
@@ -197,11 +197,11 @@ def _table(dump: Dump) -> PromptTable:
     return PromptTable(rows=dump.rows, prompts=((),) * len(dump.rows), dropped=0)
 
 
-def share_of(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[int]:
+def samples_of_rank(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[int]:
     """The samples of the dump that this data rank computes: whole groups, shared as in training."""
     sizes = [
         dataclasses.replace(size, uid=size.uid.partition("/unjudged/")[0])
-        for size in sizes_of(batch)
+        for size in sample_sizes(batch)
     ]
     return share_rows(sizes, groups, shared_prefix=config.shares_prefixes)
 
@@ -295,7 +295,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
             sandbox.stop()
     mask = dump.batch["response_mask"]
     replayed = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    gaps = _gaps(tensors_of(dump.batch), replayed, mask)
+    gaps = _gaps(tensor_fields(dump.batch), replayed, mask)
     gaps.pop("cached", None)  # says where a verdict came from, not what it is
     return Comparison(metrics=(), fields=_by_sample([(range(len(mask)), gaps)]))
 
@@ -309,7 +309,7 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
     names = (texts_in, "valid", "judged_correct", *REVISION_COLUMNS)
     columns = {n: batch[f"{prefix}{n}"].tolist() for n in names if f"{prefix}{n}" in batch}
     samples = []
-    for i, row in enumerate(rows_of(train, batch)):
+    for i, row in enumerate(batch_rows(train, batch)):
         one, revision = {name: values[i] for name, values in columns.items()}, None
         if "revision" in one:
             revision = Revision(

@@ -22,7 +22,7 @@ from ctrl_megatron.errors import FAILED, STOPPED, note_users_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import FailureWatch, StuckStart
-from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join, shutdown
+from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join_worlds, shutdown
 from ctrl_megatron.parallel.layout import World, layout_for, world_with, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -125,7 +125,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
 
     with stop.ends_meeting(_end_alone):
         worlds = _worlds(config, apart=apart)
-        joined = join(
+        joined = join_worlds(
             worlds,
             seed=config.trainer.seed,
             timeout_seconds=config.trainer.distributed_timeout,
@@ -144,7 +144,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
                 at_end.append(lock.take().release)
                 watch.guard(lock.lost)
             require_shared(run_dir, everyone.from_first(lock.holder))
-            served = serve(config, stop, watch) if everyone.is_first else None
+            served = serve_metrics(config, stop, watch) if everyone.is_first else None
             if served is not None:
                 at_end.append(served.close)
             everyone.barrier()
@@ -195,7 +195,7 @@ def _end_alone() -> None:
     FailureWatch.exit(STOPPED)
 
 
-def serve(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
+def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
     """The server of ``trainer.metrics_port``, if it is set."""
     if config.trainer.metrics_port is None:
         return None

@@ -30,10 +30,10 @@ from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.graph.world_link import Action, Receive, Run, Send, WorldMessage, WorldReport
 from ctrl_megatron.parallel.groups import Joined
 from ctrl_megatron.parallel.layout import World, world_with
-from ctrl_megatron.parallel.signed_objects import checked, signed
+from ctrl_megatron.parallel.signed_objects import signed_pickle, verified_unpickle
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.steps.batch import joined_samples, sizes_of
+from ctrl_megatron.steps.batch import joined_samples, sample_sizes
 from ctrl_megatron.steps.sampling import deal_rows
 
 T = TypeVar("T")
@@ -299,7 +299,7 @@ class Worlds:
                     self._post(action.message, data, {"fault": fault}, {}, ())
 
     def _dealt(self, batch: TensorDict) -> _RowAssignment:
-        there = self._groups.from_data_ranks(sizes_of(batch))
+        there = self._groups.from_data_ranks(sample_sizes(batch))
         numbers = itertools.count()
         parts = {self._own: [[next(numbers) for _ in part] for part in there]}
         sizes = [size for part in there for size in part]
@@ -321,7 +321,7 @@ class Worlds:
     ) -> None:
         """Begin to send these rows of the fields to the leader of a data rank."""
         head = _Head.of(facts, fields, rows)
-        written = torch.frombuffer(bytearray(signed(head)), dtype=torch.uint8)
+        written = torch.frombuffer(bytearray(signed_pickle(head)), dtype=torch.uint8)
         to = _leader(self._worlds[message.to], data)
         taken = torch.tensor(rows, dtype=torch.int64)
         pieces = (fields[name].index_select(0, taken[part]) for name, part in head.pieces())
@@ -345,7 +345,7 @@ class Worlds:
             for leader in leaders:
                 size = int(receive(torch.zeros(1, dtype=torch.int64), leader))
                 written = receive(torch.empty(size, dtype=torch.uint8), leader)
-                head: _Head = checked(written.numpy().tobytes())
+                head: _Head = verified_unpickle(written.numpy().tobytes())
                 tensors = head.empty()
                 for name, part in head.pieces():
                     receive(tensors[name][part], leader)

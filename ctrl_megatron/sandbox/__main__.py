@@ -16,7 +16,7 @@ from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.sandbox.jail.isolation import IsolationRefused
 from ctrl_megatron.sandbox.limits import LEVELS, MECHANISMS, SandboxLimits
-from ctrl_megatron.sandbox.service.server import ServerOptions, serve
+from ctrl_megatron.sandbox.service.server import ServerOptions, serve_sandbox
 from ctrl_megatron.sandbox.service.telemetry import LOG_LEVELS, log_json_lines
 from ctrl_megatron.sandbox.service.worker import WorkerFault, WorkerSettings
 
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             owner=options.owner,
             owner_main_thread=options.owner_main_thread,
         )
-        asyncio.run(serve(settings, workers=options.workers, options=server))
+        asyncio.run(serve_sandbox(settings, workers=options.workers, options=server))
     except (IsolationRefused, WorkerFault, OSError, ValueError, TypeError) as error:
         text = error
         if isinstance(error, OSError) and error.strerror:

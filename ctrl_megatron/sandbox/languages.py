@@ -93,7 +93,7 @@ class ExtractedProgram:
     kind: ExtractionKind
 
 
-def extract_code(completion: str, language: Language) -> ExtractedProgram:
+def extract_program(completion: str, language: Language) -> ExtractedProgram:
     """The program in a completion: the ``program_block`` after its reasoning, as for answers in
     training. Without a fence it searches for bare code as SandboxFusion does: Python from its first
     line of code to the point where it stops to parse, C++ from its first include, define or main to

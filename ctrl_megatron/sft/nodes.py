@@ -22,7 +22,7 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.steps.batch import pad_rows, tensors_of
+from ctrl_megatron.steps.batch import pad_rows, tensor_fields
 from ctrl_megatron.steps.performance import tokens_of
 
 Tokens = tuple[int, ...]
@@ -104,7 +104,7 @@ def _masked(worker: SftWorker, batch: TensorDict, names: Sequence[str], *, step:
 
 def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
     """Run one optimizer step on the global batch."""
-    metrics = worker.policy.step(tensors_of(batch), cross_entropy)
+    metrics = worker.policy.step(tensor_fields(batch), cross_entropy)
     return NodeOutput(metrics={k if "/" in k else f"sft/{k}": v for k, v in metrics.items()})
 
 
@@ -149,7 +149,7 @@ def held_out_loss(worker: SftWorker) -> dict[str, float]:
     prompts, responses = zip(*(example for _, example in mine), strict=True)
     batch = pad_rows(prompts, responses, pad_token_id=worker.codec.pad_token_id)
     batch = _masked(worker, batch, [f"held out {number}" for number, _ in mine], step=0)
-    log_probs, _ = worker.policy.log_probs(tensors_of(batch))
+    log_probs, _ = worker.policy.log_probs(tensor_fields(batch))
     mask = batch["response_mask"]
     pairs = worker.groups.from_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))
     return {"nll": -sum(total for total, _ in pairs) / sum(count for _, count in pairs)}

@@ -42,10 +42,10 @@ def train_sft(config: Config) -> bool:
     """
     check_sft(config)
     finished = False
-    codec, given, kept = check_rows(config)
+    codec, given, kept = check_sft_rows(config)
     with users_input("sft.train_files"):
         examples, dropped = tokenise(codec, given, config)
-        steps = total_steps(config, len(examples))
+        steps = sft_total_steps(config, len(examples))
     with users_input("sft.val_files"):
         held_out, _ = tokenise(codec, kept, config)
     models, stage = (POLICY_FOLDER,), "after SFT" if held_out else None
@@ -149,12 +149,12 @@ def _check_canvas(config: Config) -> None:
         )
 
 
-def check_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
+def check_sft_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
     """The tokenizer, training and validation examples. Raises UserError for unusable ones."""
     codec = check_tokenizer(config)
     with users_input("sft.train_files"):
         train = read_examples(config.sft.train_files)
-        total_steps(config, len(train))
+        sft_total_steps(config, len(train))
     with users_input("sft.val_files"):
         return codec, train, read_examples(config.sft.val_files)
 
@@ -188,7 +188,7 @@ def tokenise(
     return rows, dropped
 
 
-def total_steps(config: Config, rows: int) -> int:
+def sft_total_steps(config: Config, rows: int) -> int:
     """Optimizer steps of the run. Raises UserError if the rows do not fill one batch."""
     per_epoch = rows // config.sft.train_batch_size
     if per_epoch == 0:

@@ -18,7 +18,7 @@ from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.steps.draws import Draw
-from ctrl_megatron.steps.sample import completion_of, spans_of
+from ctrl_megatron.steps.sample import completion_from_state, spans_of
 from ctrl_megatron.steps.sampling import RowListener, begin_draw, share_prompts
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class SavedDraws:
         if self._worker.groups.is_leader:
             done = Future()
             mine = [saved["groups"][place] for place, _ in self._mine(saved["rows"])]
-            done.set_result([[completion_of(c) for c in group] for group in mine])
+            done.set_result([[completion_from_state(c) for c in group] for group in mine])
         return Draw(
             step=saved["step"],
             begun=saved["begun"],

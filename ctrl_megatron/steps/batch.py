@@ -65,7 +65,7 @@ def filled_in(samples: Sequence[Sample], *makers: ColumnMaker) -> dict[str, Any]
     return fields
 
 
-def sizes_of(batch: TensorDict) -> list[SampleSize]:
+def sample_sizes(batch: TensorDict) -> list[SampleSize]:
     """The size of every row of the batch (B)."""
     attended, width = batch["attention_mask"], batch["prompts"].shape[1]
     prompts, responses = attended[:, :width].sum(dim=1), attended[:, width:].sum(dim=1)
@@ -177,12 +177,12 @@ def joined_tensors(
     return joined
 
 
-def tensors_of(batch: TensorDict) -> dict[str, torch.Tensor]:
+def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:
     """The tensor fields of the batch as a plain mapping."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
+def batch_rows(table: PromptTable, batch: TensorDict) -> list[Row]:
     """The row of the data for each row of the batch (B)."""
     return [table.row(row_id) for row_id in texts(batch["problem_id"])]
 

@@ -55,7 +55,7 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import filled_in, rows_of, samples_of, tensors_of
+from ctrl_megatron.steps.batch import batch_rows, filled_in, samples_of, tensor_fields
 from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_text
 from ctrl_megatron.steps.conversation import validate
 from ctrl_megatron.steps.critique_report import (
@@ -151,7 +151,7 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
         drawn = "greedy_revisions"
         pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
-    return add_sharing(pipeline, config, drawn, generate_ahead), judged
+    return add_sharing(pipeline, config, drawn, begin_next_critiques), judged
 
 
 def add_weight_sync(pipeline: Pipeline, config: Config) -> list[str]:
@@ -324,7 +324,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return sampled(worker, samples, measure_critiques, critique_columns)
 
 
-def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+def begin_next_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's critiques, with the actor's weights before this step's update."""
     begin_ahead(worker, TRAINED.listener(worker))
     return report_staleness(worker, batch)
@@ -336,7 +336,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     none for critiques without a judgment.
     """
     samples = samples_of(batch)
-    revised = revise(worker, samples, rows_of(worker.train, batch))
+    revised = revise(worker, samples, batch_rows(worker.train, batch))
     metrics = worker.means(revision_metrics(revised))
     return NodeOutput(fields=filled_in(revised, revision_columns), metrics=metrics)
 
@@ -347,7 +347,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     beside the log-probs.
     """
     samples = samples_of(batch)
-    judged = await judge(worker, samples, rows_of(worker.train, batch))
+    judged = await judge(worker, samples, batch_rows(worker.train, batch))
     return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
 
 
@@ -361,7 +361,7 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
     for number in scored_passes(batch, config):
-        rows = tensors_of(seen_in_pass(batch, number, config))
+        rows = tensor_fields(seen_in_pass(batch, number, config))
         fields[of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
             rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
         )
@@ -378,7 +378,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     fields = {}
     for number in scored_passes(batch, worker.config):
-        rows = tensors_of(seen_in_pass(batch, number, worker.config))
+        rows = tensor_fields(seen_in_pass(batch, number, worker.config))
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
         fields[of_pass("ref_log_prob", number)] = log_probs
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
@@ -391,7 +391,7 @@ def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R) float32: the return that the value model expects before each response
     token.
     """
-    return NodeOutput(fields={"values": value_model(worker).values(tensors_of(batch))})
+    return NodeOutput(fields={"values": value_model(worker).values(tensor_fields(batch))})
 
 
 def value_model(worker: DAGWorker) -> ValueModel:
@@ -625,7 +625,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
                 "add the node old_log_prob to the pipeline"
             )
         # The step's own forward pass computes what the node ``old_log_prob`` would.
-        rows, policy = tensors_of(seen_in_pass(batch, 0, worker.config)), worker.policy
+        rows, policy = tensor_fields(seen_in_pass(batch, 0, worker.config)), worker.policy
         results = policy.new_results(rows, 2)
         step = policy.step(rows, loss, worker.temperature, results=results)
         log_probs, entropy = policy.on_all_ranks(results)

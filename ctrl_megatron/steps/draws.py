@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ctrl_megatron.steps.sample import Group, Outcome, Revision, Sample, completion_of
+from ctrl_megatron.steps.sample import Group, Outcome, Revision, Sample, completion_from_state
 from ctrl_megatron.types import Completion
 
 
@@ -100,7 +100,7 @@ def _sample(state: dict[str, Any]) -> Sample:
         task=state["task"],
         mini_batch=state["mini_batch"],
         prompt=tuple(state["prompt"]),
-        completion=completion_of(state["completion"]),
+        completion=completion_from_state(state["completion"]),
         drawn=tuple(state["drawn"]),
         text=state["text"],
         judgment=state["judgment"],

@@ -25,11 +25,11 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, declared, node
+from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, node, node_function
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.rollout.engine import Engine
-from ctrl_megatron.steps.batch import known, rows_of
+from ctrl_megatron.steps.batch import batch_rows, known
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Fields, Sample
@@ -391,7 +391,7 @@ def measure_episodes(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def episode_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first episode of each group with its score."""
     examples = dict[str, dict[str, Any]]()
-    rows, said = rows_of(worker.train, batch), texts(batch["episode"])
+    rows, said = batch_rows(worker.train, batch), texts(batch["episode"])
     for i, uid in enumerate(texts(batch["uid"])):
         record = {
             "id": rows[i].id,
@@ -412,11 +412,11 @@ def environment_pipeline(
     tokens, and up to ``data.max_response_length`` tokens together with what the model reads.
     """
     make = imported(environment, "dag.options.environment")
-    episodes = Episodes(make=declared(make), turns=turns, turn_tokens=turn_tokens)
-    return pipeline_of("environment_pipeline", config, episodes)
+    episodes = Episodes(make=node_function(make), turns=turns, turn_tokens=turn_tokens)
+    return episode_graph("environment_pipeline", config, episodes)
 
 
-def pipeline_of(name: str, config: Config, episodes: Episodes) -> TaskGraph:
+def episode_graph(name: str, config: Config, episodes: Episodes) -> TaskGraph:
     """The graph of a step: episodes, whose environments score them, and the update.
 
     UserError for settings that episodes do not support.

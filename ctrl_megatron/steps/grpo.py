@@ -26,7 +26,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeType
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import filled_in, known, rows_of, samples_of
+from ctrl_megatron.steps.batch import batch_rows, filled_in, known, samples_of
 from ctrl_megatron.steps.chain import with_text
 from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
@@ -133,7 +133,7 @@ def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[st
         synced = add_weight_sync(pipeline, config)
         pipeline.add_node("rollout_actor", generate_completions, synced, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
-        drawn = add_sharing(pipeline, config, "rollout_actor", generate_ahead)
+        drawn = add_sharing(pipeline, config, "rollout_actor", begin_next_completions)
     return drawn, judged
 
 
@@ -148,7 +148,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return sampled(worker, samples, measure_completions, completion_columns)
 
 
-def generate_ahead(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
+def begin_next_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's completions, with the actor's weights before this step's update."""
     begin_ahead(worker, partial(_begin_reward, worker))
     return report_staleness(worker, batch)
@@ -159,7 +159,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
     """From ``sample`` to the judged samples, ``score`` and every function's ``reward/NAME``, (B,)
     float32 each. Runs beside the log-probs.
     """
-    samples, rows = samples_of(batch), rows_of(worker.train, batch)
+    samples, rows = samples_of(batch), batch_rows(worker.train, batch)
     items = [completion_item(s.text, row, s.length) for s, row in zip(samples, rows, strict=True)]
     outcomes = outcomes_of(await worker.score(items))
     judged = [replace(s, outcome=outcome) for s, outcome in zip(samples, outcomes, strict=True)]
@@ -200,7 +200,7 @@ def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first completion of each group with its rewards."""
     samples, versions = samples_of(batch), texts(batch["version"])
-    rows, examples = rows_of(worker.train, batch), dict[str, dict[str, Any]]()
+    rows, examples = batch_rows(worker.train, batch), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
         rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
         examples.setdefault(

@@ -32,7 +32,7 @@ from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import tensors_of
+from ctrl_megatron.steps.batch import tensor_fields
 from ctrl_megatron.steps.worker import DAGWorker
 
 
@@ -268,7 +268,7 @@ def mini_batches(batch: TensorDict, groups: ProcessGroups) -> Iterator[dict[str,
     A mini-batch without a token in the loss on any rank, because none of its rows was judged or all
     were rejected, is left out. ValueError if all are. Collective.
     """
-    tensors, numbers = tensors_of(batch), batch["mini_batch"]
+    tensors, numbers = tensor_fields(batch), batch["mini_batch"]
     tensors["place"] = torch.arange(len(numbers))
     mask = tensors.get("loss_mask", tensors["response_mask"])
     # A rank may have no row of a mini-batch.

@@ -16,7 +16,7 @@ from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.prompts.messages import repair_request
 from ctrl_megatron.rewards import RewardItem
 from ctrl_megatron.rewards.shaping import OVERLONG
-from ctrl_megatron.steps.episodes import Episodes, Observation, pipeline_of
+from ctrl_megatron.steps.episodes import Episodes, Observation, episode_graph
 from ctrl_megatron.steps.sample import outcomes_of
 from ctrl_megatron.steps.worker import RolloutWorker
 from ctrl_megatron.types import Message
@@ -74,4 +74,4 @@ def repair_pipeline(config: Config, *, turns: int = 3, turn_tokens: int | None =
         )
     make = node(writes=("pass_rate",), uses=("rewards",))(CodeRepair)
     episodes = Episodes(make=make, turns=turns, turn_tokens=turn_tokens)
-    return pipeline_of("repair_pipeline", config, episodes)
+    return episode_graph("repair_pipeline", config, episodes)

@@ -12,7 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.models.value import RewardModel
-from ctrl_megatron.steps.batch import pad_rows, tensors_of
+from ctrl_megatron.steps.batch import pad_rows, tensor_fields
 
 _NOTHING = ([0], [0])
 """A row in the place of one that is too long: all ranks make a pass, also with nothing to read."""
@@ -55,7 +55,7 @@ class RewardReader:
             (shared, [*rest, 0]) if fit else _NOTHING
             for fit, (shared, rest) in zip(fits, conversations, strict=True)
         ]
-        rows = tensors_of(
+        rows = tensor_fields(
             pad_rows([shared for shared, _ in read], [rest for _, rest in read], pad_token_id=0)
         )
         answered = rows["response_mask"]

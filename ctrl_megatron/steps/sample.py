@@ -140,7 +140,7 @@ class Sample:
 Group = list[Sample]
 
 
-def completion_of(state: Mapping[str, Any]) -> Completion:
+def completion_from_state(state: Mapping[str, Any]) -> Completion:
     """The completion that ``dataclasses.asdict`` made ``state`` of."""
     return Completion(
         token_ids=tuple(state["token_ids"]),

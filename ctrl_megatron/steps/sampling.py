@@ -17,7 +17,7 @@ from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import filled_in, joined_samples, make_batch, sizes_of
+from ctrl_megatron.steps.batch import filled_in, joined_samples, make_batch, sample_sizes
 from ctrl_megatron.steps.draws import Draw
 from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, versions_of
 from ctrl_megatron.types import Completion, SamplingParams
@@ -385,7 +385,7 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if groups.layout.data == 1:
         return NodeOutput()
     parts = groups.from_data_ranks(batch)
-    sizes = [size for part in parts for size in sizes_of(part)]
+    sizes = [size for part in parts for size in sample_sizes(part)]
     mine = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
     dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=mine)
     if lost := [str(name) for name, _ in batch.items() if name not in dealt]:

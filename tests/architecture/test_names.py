@@ -1,17 +1,43 @@
-"""A name means one thing: no two classes of the package share one."""
+"""A name means one thing: no two classes, and no two public functions, of the package share one."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from pathlib import Path
 
 from package_imports import FILES, PACKAGE
 
+TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+
+
+def lines_of_shared_names(
+    definitions: Iterator[tuple[Path, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]],
+) -> dict[str, list[str]]:
+    """Name -> the lines that define it, for names with several definitions."""
+    lines: dict[str, list[str]] = {}
+    for file, node in definitions:
+        lines.setdefault(node.name, []).append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
+    return {name: where for name, where in lines.items() if len(where) > 1}
+
 
 def test_no_two_classes_share_a_name() -> None:
-    places: dict[str, list[str]] = {}
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                place = f"{file.relative_to(PACKAGE)}:{node.lineno}"
-                places.setdefault(node.name, []).append(place)
-    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+    classes = (
+        (file, node)
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert lines_of_shared_names(classes) == {}
+
+
+def test_no_two_public_functions_of_modules_share_a_name() -> None:
+    functions = (
+        (file, node)
+        for file, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        # Every command has a ``main``.
+        if not node.name.startswith("_") and node.name != "main"
+    )
+    assert lines_of_shared_names(functions) == {}

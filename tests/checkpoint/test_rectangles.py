@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.checkpoint.sharded import tensors_of
+from ctrl_megatron.checkpoint.sharded import state_tensors
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes
@@ -93,7 +93,7 @@ def test_ranks_together_hold_each_element_once(
 
         written.append(0)
         model = stand_in(layout, rank, cut)
-        for name, whole in tensors_of(model, saving=True).items():
+        for name, whole in state_tensors(model, saving=True).items():
             places = torch.arange(1.0, 1 + whole.shape.numel()).view(whole.shape)
             for offset, part in whole.parts.items():
                 there = tuple(slice(a, a + n) for a, n in zip(offset, part.shape, strict=True))

@@ -353,12 +353,12 @@ def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
     launched |= {"LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "first", "MASTER_PORT": 1}
     for variable, value in launched.items():
         monkeypatch.setenv(variable, str(value))
-    assert start.refuse("program", UserError("wrong"), os.getppid()) == 2
+    assert start.report_refusal("program", UserError("wrong"), os.getppid()) == 2
     assert capsys.readouterr().err == printed
     assert sum(waited) == pytest.approx(seconds, abs=1)
     # Nobody waits for a launcher that has ended.
     waited.clear()
-    assert start.refuse("program", UserError("wrong"), os.getpid()) == 2
+    assert start.report_refusal("program", UserError("wrong"), os.getpid()) == 2
     assert capsys.readouterr().err == printed and not waited
 
 

@@ -798,7 +798,7 @@ def filtered_step(
     from ctrl_megatron.metrics import Timeline
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
-    from ctrl_megatron.steps.batch import tensors_of
+    from ctrl_megatron.steps.batch import tensor_fields
     from ctrl_megatron.steps.losses import ActorLoss, mini_batches
 
     groups = start(layout)
@@ -807,7 +807,7 @@ def filtered_step(
     policy = make_policy(groups, directory, optimizer=optimizer, token_budget=24)
 
     def log_probs(worker: Any, batch: Any) -> NodeOutput:
-        found, _ = policy.log_probs(tensors_of(batch), 1.0)
+        found, _ = policy.log_probs(tensor_fields(batch), 1.0)
         return NodeOutput(fields={"old_log_probs": found})
 
     def update(worker: Any, batch: Any) -> NodeOutput:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.pairwise import read_pairs
+from ctrl_megatron.eval.pairwise import read_response_pairs
 from ctrl_megatron.prompts import choice_messages, extract_code, parse_choice
 
 OWN = Path(__file__).parents[2] / "examples/pairs/own.jsonl"
@@ -31,7 +31,7 @@ def holds(response: str, check: str) -> bool:
 
 
 def test_our_pairs_have_the_better_answer_where_their_label_says() -> None:
-    pairs = read_pairs(OWN)
+    pairs = read_response_pairs(OWN)
     assert {pair.pair_id for pair in pairs} == CHECKS.keys()
     for pair in pairs:
         right = [holds(text, CHECKS[pair.pair_id]) for text in (pair.response_a, pair.response_b)]
@@ -56,10 +56,10 @@ def test_a_line_that_is_no_pair_is_named(
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=message):
-        read_pairs(file)
+        read_response_pairs(file)
     file.write_text("")
     with pytest.raises(UserError, match="contains no pair"):
-        read_pairs(file)
+        read_response_pairs(file)
 
 
 @pytest.mark.parametrize(

@@ -245,10 +245,10 @@ def _gaps(
     policy: Any, dialogues: list[list[int]], sampled: list[Any], pad_token_id: int
 ) -> torch.Tensor:
     """|p_engine - p_trainer| of every sampled token."""
-    from ctrl_megatron.steps.batch import pad_rows, tensors_of
+    from ctrl_megatron.steps.batch import pad_rows, tensor_fields
 
     batch = pad_rows(dialogues, [c.token_ids for c in sampled], pad_token_id=pad_token_id)
-    log_probs, _ = policy.log_probs(tensors_of(batch), 1.0)
+    log_probs, _ = policy.log_probs(tensor_fields(batch), 1.0)
     theirs = torch.tensor([value for c in sampled for value in c.log_probs])
     return (log_probs[batch["response_mask"]].exp() - theirs.exp()).abs()
 

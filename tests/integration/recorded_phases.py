@@ -43,7 +43,7 @@ def record_phases(stop_at: int) -> list[str]:
             os.kill(os.getpid(), signal.SIGTERM)
         return "generate"
 
-    cpu_platform.install()
+    cpu_platform.install_cpu_platform()
     note(torch.cuda, "empty_cache", lambda: "empty")
     note(ParallelModel, "__init__", lambda *_: "build")
     # Whatever they need has come back by then.

@@ -14,7 +14,7 @@ from launched_run import Job
 from ctrl_megatron.checkpoint.store import DRAWN_AHEAD
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.steps.sample import completion_of, versions_of
+from ctrl_megatron.steps.sample import completion_from_state, versions_of
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)
@@ -81,7 +81,7 @@ def test_a_resumed_run_replays_the_texts_that_updates_in_flight_met(
     state = json.loads((newest / "trainer_state.json").read_text())[DRAWN_AHEAD]
     codec, drawn = TextCodec(job.actor), dict[int, set[tuple[str, str]]]()
     for draw in state["draws"]:
-        every = [completion_of(one) for group in draw["groups"] for one in group]
+        every = [completion_from_state(one) for group in draw["groups"] for one in group]
         drawn[draw["step"] + 1] = {
             (codec.decode(one.token_ids), f"critique by {versions_of(one)}") for one in every
         }

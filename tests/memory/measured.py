@@ -108,7 +108,7 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
         megatron_groups,
     )
 
-    cpu_platform.install()
+    cpu_platform.install_cpu_platform()
     with pytest.MonkeyPatch.context() as patch:
         make_group, gather = dist.new_group, token_dispatcher.gather_from_sequence_parallel_region
         patch.setattr(dist, "new_group", lambda *a, **k: make_group(*a, **{**k, "backend": "fake"}))

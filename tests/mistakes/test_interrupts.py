@@ -69,7 +69,7 @@ def test_while_it_imports(world: Path) -> None:
     ("moment", "interrupt"),
     [
         ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
-        ("meeting", Interrupt("ctrl_megatron.run.session:join", TERM)),
+        ("meeting", Interrupt("ctrl_megatron.run.session:join_worlds", TERM)),
         ("loading", Interrupt("ctrl_megatron.run.build:load_hf", INT)),
         ("before the first step", Interrupt("ctrl_megatron.run.loop:Executor", HUP)),
     ],

@@ -1020,7 +1020,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             "tools.prepare_smollm2.convert",
             "tools.make_env.run",
         ),
-        "ctrl_megatron.sandbox.__main__.serve",
+        "ctrl_megatron.sandbox.__main__.serve_sandbox",
         *(
             "tools.make_mutants.judge",
             "tools.prepare_mutants.new_files",

@@ -200,7 +200,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_half_written(
         hf_to_megatron(large, checkpoint)
     target = small_disk / "mine"
     hf_to_megatron(world / "model", target)
-    before = files.sizes_of(target)
+    before = files.file_sizes(target)
     (small_disk / "filler").write_bytes(bytes(29 * MIB))
     monkeypatch.setattr(convert, "require_space", lambda *_: None)
     monkeypatch.setattr(convert, "require_own", lambda *_, **__: None)
@@ -212,7 +212,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_half_written(
             hf_to_megatron(large, target)
     fault = user_fault(caught.value)
     assert fault is not None and "is full" in str(fault), repr(caught.value)
-    assert files.sizes_of(target) == before
+    assert files.file_sizes(target) == before
     assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "mine"]
 
 

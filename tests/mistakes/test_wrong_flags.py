@@ -86,7 +86,7 @@ def test_what_no_flag_can_be_is_named_in_a_line(
     def starts(*_: object, **__: object) -> None:
         raise AssertionError("the mistake was not noticed")
 
-    monkeypatch.setattr("ctrl_megatron.sandbox.__main__.serve", starts)
+    monkeypatch.setattr("ctrl_megatron.sandbox.__main__.serve_sandbox", starts)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     tried = 0

@@ -12,7 +12,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from ctrl_megatron.config.environment import child_environment, make_run_key, read_run_key
 from ctrl_megatron.parallel import signed_objects
-from ctrl_megatron.parallel.signed_objects import ForeignObjectError, checked, sign_with, signed
+from ctrl_megatron.parallel.signed_objects import (
+    ForeignObjectError,
+    sign_with,
+    signed_pickle,
+    verified_unpickle,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +56,9 @@ def test_what_a_stranger_sends_is_not_unpickled(tmp_path: Path, key: bytes | Non
     sign_with(b"the run's key")
     with pytest.raises(ForeignObjectError, match="CTRL_RUN_KEY"):
         read(*foreign)
-    for data in (b"", b"short", pickle.dumps(Touches(file)), signed(Touches(file))[:-1]):
+    for data in (b"", b"short", pickle.dumps(Touches(file)), signed_pickle(Touches(file))[:-1]):
         with pytest.raises(ForeignObjectError):
-            checked(data)
+            verified_unpickle(data)
     assert not file.exists()
     read(*sent(Touches(file)))
     assert file.exists()
@@ -64,7 +69,7 @@ def test_objects_of_the_run_arrive() -> None:
     value = {"rows": [1, 2], "at": torch.arange(3)}
     found = read(*sent(value))
     assert found["rows"] == [1, 2] and torch.equal(found["at"], value["at"])
-    assert checked(signed((1, "a"))) == (1, "a")
+    assert verified_unpickle(signed_pickle((1, "a"))) == (1, "a")
 
 
 def test_a_launcher_makes_a_key_that_only_ranks_get() -> None:

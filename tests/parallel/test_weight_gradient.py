@@ -40,5 +40,5 @@ def test_a_model_on_a_cpu_names_it() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("on a GPU Apex or Transformer Engine does it")
-    cpu_platform.install()
+    cpu_platform.install_cpu_platform()
     assert providers()["gradient accumulation"] == "ctrl_megatron.parallel.weight_gradient"

@@ -24,7 +24,7 @@ from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import Limits, number_of_tests, read_published, select
 from ctrl_megatron.prompts import fenced
-from ctrl_megatron.rewards.grading import grade, grading_job
+from ctrl_megatron.rewards.grading import grading_job, request_verdict
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Problem
 
@@ -294,7 +294,7 @@ def judged(programs: list[tuple[Problem, str]]) -> list[float]:
                 )
                 for problem, code in programs
             ]
-            return [(await grade(client, job)).pass_rate for job in jobs]
+            return [(await request_verdict(client, job)).pass_rate for job in jobs]
 
     with EmbeddedSandbox.start(workers=1) as service:
         return asyncio.run(run(service.endpoint))

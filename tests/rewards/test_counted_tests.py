@@ -11,7 +11,7 @@ from reward_samples import function_row
 
 from ctrl_megatron.rewards import Judging, RewardItem, make_reward
 from ctrl_megatron.rewards.cache import decode_verdict, encode_verdict
-from ctrl_megatron.rewards.grading import descriptions_of_tests, grade, grading_job
+from ctrl_megatron.rewards.grading import descriptions_of_tests, grading_job, request_verdict
 from ctrl_megatron.rewards.items import JudgingReward
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, RunCodeResponse, RunStatus
@@ -39,7 +39,7 @@ class Answering:
 
 def judged(judge: Answering, **fields: Any) -> Verdict:
     job = grading_job("def add(a, b): ...", function_row(**fields), run_all_cases=True)
-    return asyncio.run(grade(judge, job))
+    return asyncio.run(request_verdict(judge, job))
 
 
 def test_the_judge_counts_unit_tests() -> None:
@@ -65,7 +65,7 @@ def test_tests_that_do_not_count_are_named_to_the_judge_and_not_expected() -> No
     assert isinstance(data, dict) and isinstance(before, dict)
     assert data.pop("uncounted") == [1] and "uncounted" not in before and data == before
     assert (job.total, every.total) == (2, 3) and job.key != every.key
-    verdict = asyncio.run(grade(Answering(case(True), case(False, reason="no")), job))
+    verdict = asyncio.run(request_verdict(Answering(case(True), case(False, reason="no")), job))
     shown = descriptions_of_tests(row.attempt().problem, verdict)
     assert shown == ["assert add(1, 2) == 3", "assert add(0, 5) == 5"]
 

@@ -22,7 +22,7 @@ from provider_fakes import (
 from reward_samples import block, function_row, stdio_row
 
 from ctrl_megatron.rewards import RewardItem, RewardModelForCritic
-from ctrl_megatron.rewards.grading import TIMED_OUT, grade, grading_job
+from ctrl_megatron.rewards.grading import TIMED_OUT, grading_job, request_verdict
 from ctrl_megatron.rewards.providers import (
     PROVIDERS,
     ProviderError,
@@ -126,14 +126,14 @@ def test_the_rule_that_a_row_names(tmp_path: Path) -> None:
             for comparison, passed in (("", False), ("strict", False), ("code_contests", True)):
                 cases = [{"input": {"stdin": ""}, "output": {"stdout": "3\n8"}}]
                 row = stdio_row(selected_uts=cases, comparison=comparison)
-                verdict = await grade(made, grading_job(program, row, run_all_cases=True))
+                verdict = await request_verdict(made, grading_job(program, row, run_all_cases=True))
                 assert verdict.passed == (passed,)
             for code, row in (
                 (program, stdio_row(comparison="livecodebench")),
                 (function, function_row(comparison="livecodebench")),
             ):
                 with pytest.raises(ProviderSetupError, match="LiveCodeBench's preamble"):
-                    await grade(made, grading_job(code, row, run_all_cases=True))
+                    await request_verdict(made, grading_job(code, row, run_all_cases=True))
 
     asyncio.run(main())
 
@@ -145,12 +145,12 @@ def test_a_program_that_never_ends(name: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with provider(name, tmp_path) as made:
             row = function_row(time_limit=0.2, selected_uts=["assert f(1) == 2"], entry_point="f")
-            verdict = await grade(made, grading_job(block(loop), row, run_all_cases=True))
+            verdict = await request_verdict(made, grading_job(block(loop), row, run_all_cases=True))
             assert verdict.timed_out and verdict.detail == (TIMED_OUT,)
             cases = [{"input": {"stdin": ""}, "output": {"stdout": "1"}}]
             row = stdio_row(time_limit=0.2, selected_uts=cases)
             job = grading_job(block("while True: pass"), row, run_all_cases=True)
-            assert (await grade(made, job)).timed_out
+            assert (await request_verdict(made, job)).timed_out
 
     asyncio.run(main())
 
@@ -228,9 +228,9 @@ def check_verdict(
         async with provider(name, folder, service=service, attempts=1) as made:
             if expected is None:
                 with pytest.raises(ProviderError, match=error):
-                    await grade(made, job)
+                    await request_verdict(made, job)
                 return
-            verdict = await grade(made, job)
+            verdict = await request_verdict(made, job)
             assert verdict.passed == (expected == "",)
             assert verdict.timed_out == (expected == TIMED_OUT)
             assert verdict.detail[0].startswith(expected)

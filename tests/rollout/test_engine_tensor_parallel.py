@@ -20,7 +20,7 @@ from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.resharding.plan import EngineCut, engine_cut
 from ctrl_megatron.rollout.engine import EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
-from ctrl_megatron.rollout.weight_update import read_manifest, tensor_checksum
+from ctrl_megatron.rollout.weight_update import checkpoint_specs, tensor_checksum
 from ctrl_megatron.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
@@ -41,7 +41,7 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
         transport=transport,
     )
     files = load_file(directory / "model.safetensors")
-    tensors = {spec.name: files[spec.name] for spec in read_manifest(directory, "float32")}
+    tensors = {spec.name: files[spec.name] for spec in checkpoint_specs(directory, "float32")}
     for factor, version in enumerate(("sent", "doubled"), 1):
         want = {name: tensor_checksum(tensor * factor) for name, tensor in tensors.items()}
         assert found[version] == want

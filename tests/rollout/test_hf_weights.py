@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
-from ctrl_megatron.rollout.weight_update import read_manifest
+from ctrl_megatron.rollout.weight_update import checkpoint_specs
 from ctrl_megatron.types import TensorSpec
 
 DIMS: dict[str, Any] = {
@@ -43,7 +43,7 @@ def test_every_parameter_is_covered_once_by_the_files_tensors(family: str, tmp_p
     config = kind(**{**DIMS, **own})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    views = views_by_name(model, read_manifest(tmp_path, "float32"))
+    views = views_by_name(model, checkpoint_specs(tmp_path, "float32"))
     files = load_file(tmp_path / "model.safetensors")
     assert views.keys() == files.keys()
     assert all(torch.equal(view, files[name]) for name, view in views.items())
@@ -71,7 +71,7 @@ def test_weights_in_8_bits_are_multiplied_out(tmp_path: Path) -> None:
     config = transformers.Qwen3MoeConfig(**{**DIMS, "hidden_size": 136, **QWEN3_MOE})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    manifest = read_manifest(tmp_path, "float32")
+    manifest = checkpoint_specs(tmp_path, "float32")
     views = views_by_name(model, manifest)
     before = {name: view.clone() for name, view in views.items()}
     weights = QuantisedWeights(views, tuple(quantised_specs(manifest)))

@@ -28,7 +28,7 @@ from ctrl_megatron.resharding.plan import engine_cut
 from ctrl_megatron.rollout.engine import EngineDied, EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
-from ctrl_megatron.rollout.weight_update import read_manifest, tensor_checksum
+from ctrl_megatron.rollout.weight_update import checkpoint_specs, tensor_checksum
 from ctrl_megatron.types import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
@@ -58,7 +58,7 @@ async def served(process: EngineProcess, directory: Path) -> str:
     (version,) = {span.version for span in (*completion.spans, *again.spans)}
     number = int(version.removeprefix("version@")) if "@" in version else 1
     files = load_file(directory / "model.safetensors")
-    wanted = {s.name: files[s.name] * number for s in read_manifest(directory, "float32")}
+    wanted = {s.name: files[s.name] * number for s in checkpoint_specs(directory, "float32")}
     assert held == {name: tensor_checksum(tensor) for name, tensor in wanted.items()}, version
     return version
 
@@ -163,7 +163,7 @@ def test_vllm_that_has_lost_a_worker_counts_as_lost(tmp_path: Path) -> None:
     spec = EngineSpec(name="vllm", model_path=str(directory), dtype="float32")
     llm: Any = Llm()
     engine = VllmEngine(spec, llm, VllmCounters())
-    tensors = read_manifest(directory, "float32")
+    tensors = checkpoint_specs(directory, "float32")
 
     async def chunks() -> AsyncIterator[WeightChunk]:
         yield weight_chunk("", tensors, {})

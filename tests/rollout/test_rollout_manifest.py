@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tensor_specs import spec, specs
 
-from ctrl_megatron.rollout.weight_update import check_specs, read_manifest
+from ctrl_megatron.rollout.weight_update import check_specs, checkpoint_specs
 from ctrl_megatron.types import TensorSpec
 
 
@@ -40,18 +40,18 @@ def test_the_manifest_covers_all_files_and_leaves_out_what_no_update_brings(
         },
         tied=tied,
     )
-    found = {s.name: s.shape for s in read_manifest(path, "bfloat16")}
+    found = {s.name: s.shape for s in checkpoint_specs(path, "bfloat16")}
     head = {} if tied else {"lm_head.weight": (4, 2)}
     assert found == {"x": (3,), "y": (1, 5), **head}
-    assert {s.dtype for s in read_manifest(path, "bfloat16")} == {"bfloat16"}
+    assert {s.dtype for s in checkpoint_specs(path, "bfloat16")} == {"bfloat16"}
 
 
 def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
-        read_manifest(tmp_path, "float32")
+        checkpoint_specs(tmp_path, "float32")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
-        read_manifest(tmp_path, "float32")
+        checkpoint_specs(tmp_path, "float32")
 
 
 def test_every_kind_of_disagreement_is_listed_at_once() -> None:

@@ -29,15 +29,17 @@ def there_and_back(value: Any) -> Any:
             met.append(container)
         return ["ref", numbers[id(container)]]
 
-    told = [data.encode(value, refer)]
+    told = [data.encode_value(value, refer)]
     contents = []
     for container in met:  # grows while it is read
-        contents.append(data.encode_contents(container, lambda part: data.encode(part, refer)))
+        contents.append(
+            data.encode_contents(container, lambda part: data.encode_value(part, refer))
+        )
     (top,), contents = json.loads(json.dumps([told, contents]))
     made = [data.empty_container(content) for content in contents]
 
     def decode(encoded: Any) -> Any:
-        return data.decode(encoded, lambda reference: made[reference[1]])
+        return data.decode_value(encoded, lambda reference: made[reference[1]])
 
     for container, content in zip(made, contents, strict=True):
         data.fill(container, content, decode)
@@ -81,7 +83,7 @@ def test_identities_and_cycles_are_kept() -> None:
 @given(values, values)
 def test_a_change_is_noticed(before: Any, after: Any) -> None:
     held = [before]
-    seen = data.snapshot(held)
+    seen = data.container_state(held)
     assert not data.is_changed(held, seen)
     held.append(after)
     assert data.is_changed(held, seen)
@@ -112,7 +114,7 @@ tagged = st.recursive(
 @given(tagged)
 def test_whatever_arrives_is_a_value_or_an_error(encoded: Any) -> None:
     try:
-        data.decode(encoded, refuse)
+        data.decode_value(encoded, refuse)
     except data.DataError:
         return
 
@@ -120,7 +122,9 @@ def test_whatever_arrives_is_a_value_or_an_error(encoded: Any) -> None:
 @given(st.lists(json_values, max_size=4))
 def test_whatever_content_arrives_fills_a_container_or_is_an_error(content: Any) -> None:
     try:
-        data.fill(data.empty_container(content), content, lambda part: data.decode(part, refuse))
+        data.fill(
+            data.empty_container(content), content, lambda part: data.decode_value(part, refuse)
+        )
     except data.DataError:
         return
 
@@ -130,4 +134,4 @@ def test_too_deep_tuples_are_refused() -> None:
     for _ in range(1000):
         value = (value,)
     with pytest.raises(data.DataError, match="deeper"):
-        data.encode(value, refuse)
+        data.encode_value(value, refuse)

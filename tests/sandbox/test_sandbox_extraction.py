@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron import prompts
-from ctrl_megatron.sandbox.languages import PYTHON, extract_code
+from ctrl_megatron.sandbox.languages import PYTHON, extract_program
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ from ctrl_megatron.sandbox.languages import PYTHON, extract_code
     ],
 )
 def test_extraction(text: str, code: str, kind: str) -> None:
-    found = extract_code(text, PYTHON)
+    found = extract_program(text, PYTHON)
     assert (found.code, found.kind) == (code, kind)
 
 
 @given(st.text(st.sampled_from("`\npython xdef():= 1\x00\r\t"), max_size=60))
 def test_any_text_gives_an_answer(text: str) -> None:
-    found = extract_code(text, PYTHON)
+    found = extract_program(text, PYTHON)
     assert (found.kind == "none") <= (found.code == "")
 
 
@@ -53,7 +53,7 @@ def test_any_text_gives_an_answer(text: str) -> None:
     )
 )
 def test_a_fenced_program_comes_back_exactly(code: str) -> None:
-    assert extract_code(f"text\n```python\n{code}\n```\nmore", PYTHON).code == code + "\n"
+    assert extract_program(f"text\n```python\n{code}\n```\nmore", PYTHON).code == code + "\n"
 
 
 @given(
@@ -77,8 +77,8 @@ def test_a_fenced_program_comes_back_exactly(code: str) -> None:
     ).map("\n".join)
 )
 def test_the_trainer_finds_the_same_program(text: str) -> None:
-    found = extract_code(text, PYTHON)
+    found = extract_program(text, PYTHON)
     if found.kind == "fenced":
         assert prompts.extract_code(text) == found.code.strip()
-        judged = extract_code(prompts.fenced(prompts.extract_code(text)), PYTHON)
+        judged = extract_program(prompts.fenced(prompts.extract_code(text)), PYTHON)
         assert (judged.code.strip(), judged.kind) == (found.code.strip(), "fenced")

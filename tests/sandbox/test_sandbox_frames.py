@@ -23,7 +23,7 @@ JSON = st.recursive(
 
 @given(st.lists(JSON, max_size=5), st.integers(0, 400))
 def test_split_takes_whole_frames_only(messages: list[object], cut: int) -> None:
-    data = b"".join(map(frames.encode, messages))
+    data = b"".join(map(frames.encode_frame, messages))
     cut = min(cut, len(data))
     first, rest = frames.split(data[:cut])
     second, left = frames.split(rest + data[cut:])
@@ -35,7 +35,7 @@ def test_split_takes_whole_frames_only(messages: list[object], cut: int) -> None
 
 @given(st.lists(JSON, min_size=1, max_size=5), st.integers(1, 7))
 def test_a_reader_gets_every_frame_from_any_pieces(messages: list[object], size: int) -> None:
-    data = b"".join(map(frames.encode, messages))
+    data = b"".join(map(frames.encode_frame, messages))
     reader_end, writer_end = os.pipe()
 
     def write() -> None:
@@ -58,7 +58,7 @@ def test_a_reader_keeps_its_limits() -> None:
     try:
         with pytest.raises(frames.DeadlinePassed):
             frames.FrameReader(reader_end, limit=10).receive(time.monotonic() + 0.01)
-        os.write(writer_end, frames.encode("x" * 20))
+        os.write(writer_end, frames.encode_frame("x" * 20))
         with pytest.raises(frames.FrameError, match="exceeds"):
             frames.FrameReader(reader_end, limit=10).receive()
         os.write(writer_end, b"\0\0\0\2{]")

@@ -18,7 +18,7 @@ from ctrl_megatron.sandbox import EmbeddedSandbox
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, ScoredProblem, StdioProblem
-from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
+from ctrl_megatron.sandbox.languages import LANGUAGES, extract_program
 
 LIVE = settings(
     max_examples=settings().max_examples // 2,
@@ -233,7 +233,7 @@ def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
 
 @given(st.text(st.sampled_from("`\n+#!cpbashython{}=: "), max_size=60), st.sampled_from(LANGUAGES))
 def test_any_completion_is_searched(text: str, language: Any) -> None:
-    found = extract_code(text, language)
+    found = extract_program(text, language)
     assert (found.kind == "none") <= (found.code == "")
 
 

@@ -17,7 +17,7 @@ from ctrl_megatron.sandbox.languages import (
     BASH,
     CPP,
     PYTHON,
-    extract_code,
+    extract_program,
     language_named,
     require_isolation,
 )
@@ -329,7 +329,7 @@ def test_failures_are_kept_by_their_bytes_and_every_time_limit_compiles_anew(
     ],
 )
 def test_extraction_by_language(text: str, language: Any, code: str) -> None:
-    assert extract_code(text, language).code == code
+    assert extract_program(text, language).code == code
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

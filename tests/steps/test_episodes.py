@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import RewardOutcome, Scores
-from ctrl_megatron.steps.batch import make_batch, sizes_of
+from ctrl_megatron.steps.batch import make_batch, sample_sizes
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.episodes import (
     Episode,
@@ -143,8 +143,8 @@ def test_the_batch_masks_what_the_model_only_read(codec: TextCodec) -> None:
         on = batch["response_mask"][row]
         assert (batch["rollout_log_probs"][row] == torch.where(on, -0.5, 0.0)).all()
     # Balancing counts what is computed, metrics what is trained on.
-    assert [s.response for s in sizes_of(batch)] == [len(first.drawn), len(second.drawn)]
-    assert [sample.size for sample in samples] == sizes_of(batch)
+    assert [s.response for s in sample_sizes(batch)] == [len(first.drawn), len(second.drawn)]
+    assert [sample.size for sample in samples] == sample_sizes(batch)
     measured = measure_episodes(samples)
     assert measured["response/length"].tolist() == [4, 10]
     assert measured["episode/turns"].tolist() == [1, 2]

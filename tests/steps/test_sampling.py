@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.steps.batch import joined_samples, make_batch, pad_rows, sizes_of, tensors_of
+from ctrl_megatron.steps.batch import (
+    joined_samples,
+    make_batch,
+    pad_rows,
+    sample_sizes,
+    tensor_fields,
+)
 from ctrl_megatron.steps.ctrl import reward_spread
 from ctrl_megatron.steps.sample import Sample, spans_of, versions_of
 from ctrl_megatron.steps.sampling import share_prompts, share_rows
@@ -92,11 +98,11 @@ def test_a_batch_carries_what_is_known_of_its_critiques() -> None:
     assert batch["text"].tolist() == ["x", ""] and batch["valid"].tolist() == [True, False]
     assert batch["rate"][0] == 0.5 and batch["rate"].isnan().tolist() == [False, True]
     assert batch["count"].tolist() == [2.0, 0.0]
-    chosen = tensors_of(batch[torch.tensor([1])])
+    chosen = tensor_fields(batch[torch.tensor([1])])
     assert set(chosen) >= {"input_ids", "response_mask", "rollout_log_probs", "mini_batch"}
     assert all(isinstance(value, torch.Tensor) for value in chosen.values())
     assert chosen["prompts"].tolist() == [[7, 7, 7, 7]]
-    assert tensors_of(batch)["prompts"].shape[0] == 2
+    assert tensor_fields(batch)["prompts"].shape[0] == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from(["actor@2", "actor@13"]), st.integers(1, 9)), max_size=4))
@@ -215,7 +221,7 @@ def test_rows_that_moved_are_those_of_a_batch_made_of_their_samples(
             assert torch.equal(joined[name], value), name
         else:
             assert texts(joined[name]) == texts(value)
-    assert sizes_of(joined) == [rows[i].size for i in chosen]
+    assert sample_sizes(joined) == [rows[i].size for i in chosen]
 
 
 def test_rows_of_unequal_number_are_refused() -> None:

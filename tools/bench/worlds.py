@@ -37,7 +37,7 @@ from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.graph.executor import Executor
 from ctrl_megatron.graph.world_link import WorldReport
 from ctrl_megatron.metrics import Timeline
-from ctrl_megatron.parallel.groups import join
+from ctrl_megatron.parallel.groups import join_worlds
 from ctrl_megatron.parallel.layout import Layout, World
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
@@ -206,7 +206,7 @@ def _rank(
         worlds.append(World(ranks=ranks, layout=Layout(data=count), roles=roles or ("actor",)))
         first += count
     joined, stop, config = (
-        join(worlds, seed=1, timeout_seconds=300.0),
+        join_worlds(worlds, seed=1, timeout_seconds=300.0),
         StopFlag(),
         load_config(None, [], "none"),
     )

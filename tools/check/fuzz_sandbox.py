@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["ctrl_megatron"]):
     from ctrl_megatron.sandbox.datasets.payload import read_payload
     from ctrl_megatron.sandbox.jail import data as crossing
     from ctrl_megatron.sandbox.jail import frames
-    from ctrl_megatron.sandbox.languages import LANGUAGES, extract_code
+    from ctrl_megatron.sandbox.languages import LANGUAGES, extract_program
     from ctrl_megatron.sandbox.wire import RunCodeRequest, SubmitRequest
 
 CASE = {"input": {"stdin": "a"}, "output": {"stdout": "a"}}
@@ -79,7 +79,7 @@ def payloads(data: bytes) -> None:
 def completions(data: bytes) -> None:
     """Extract the program of a completion, in every language."""
     for language in LANGUAGES:
-        extract_code(text_of(data), language)
+        extract_program(text_of(data), language)
 
 
 def outputs(data: bytes) -> None:
@@ -104,7 +104,7 @@ def answers(data: bytes) -> None:
         while True:
             message = lines.receive()
             value = message.get("value") if isinstance(message, dict) else message
-            crossing.encode(crossing.decode(value, no_object), no_object)
+            crossing.encode_value(crossing.decode_value(value, no_object), no_object)
     except frames.PeerGone:
         pass
     finally:
@@ -135,7 +135,10 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
     "outputs": (outputs, [b"1.0 2\n1 2.00000001\n", b"yes\nYES\n"]),
     "answers": (
         answers,
-        [frames.encode({"id": "a", "value": ["list", [1, ["float", "0x1p+0"]]]}), frames.encode(1)],
+        [
+            frames.encode_frame({"id": "a", "value": ["list", [1, ["float", "0x1p+0"]]]}),
+            frames.encode_frame(1),
+        ],
     ),
 }
 

@@ -76,7 +76,7 @@ def _environment(folders: tuple[Path, ...]) -> Any:
     return environment
 
 
-def outcome(value: object) -> str:
+def outcome_class(value: object) -> str:
     """Style class of a pass rate or reward: "pass" from 1 on, "fail" up to 0, "part-pass" between,
     "" for anything that is no number.
     """

@@ -15,7 +15,7 @@ from ctrl_megatron.metrics.report.document import (
     Table,
     changes,
     date_of,
-    outcome,
+    outcome_class,
     rendered,
 )
 from ctrl_megatron.metrics.report.figures import (
@@ -254,10 +254,10 @@ def _example(example: dict[str, Any], texts: set[str]) -> Example:
                 parts.append(changes(before, after))
             parts.append((label, text))
         elif name != "step":
-            chips.append((f"{label}: {text}", outcome(value) if name in _OUTCOMES else ""))
+            chips.append((f"{label}: {text}", outcome_class(value) if name in _OUTCOMES else ""))
     ended = next((example[n] for n in _OUTCOMES if n in example), None)
     place = f"step {example['step']}"
-    return Example(place=place, colour=outcome(ended), chips=chips, parts=parts)
+    return Example(place=place, colour=outcome_class(ended), chips=chips, parts=parts)
 
 
 def _is_long(value: object) -> bool:

@@ -33,7 +33,7 @@ from ctrl_megatron.rollout.communicator import (
     Communicator,
     Library,
     Running,
-    join,
+    join_communicator,
     library_version,
     meeting_store,
 )
@@ -157,7 +157,7 @@ class NcclSender:
         size = len(ranks) + messages.engines * messages.workers
         group = f"{self._session}/{stage}"
         try:
-            messages.link = join(self._library, self._store, group, number, size)
+            messages.link = join_communicator(self._library, self._store, group, number, size)
         except RuntimeError as error:
             _tell(f"rank {self.groups.rank} did not meet the engines: {error}")
         return messages.link is not None

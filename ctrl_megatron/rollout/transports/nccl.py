@@ -12,7 +12,7 @@ from ctrl_megatron.models.offload import aligned
 from ctrl_megatron.rollout.communicator import (
     Communicator,
     Running,
-    join,
+    join_communicator,
     library_version,
     meeting_store,
 )
@@ -87,7 +87,9 @@ class NcclReceiver:
         workers = place["engine_count"] * place["workers"]
         for stage, senders in enumerate(place["senders"]):
             group, own = f"{self._session}/{stage}", senders + number
-            self._links.append(join(self._library, self._store, group, own, senders + workers))
+            self._links.append(
+                join_communicator(self._library, self._store, group, own, senders + workers)
+            )
 
     def _arrived(self, place: dict[str, Any], reader: int, worker: int) -> list[torch.Tensor]:
         """The memory of each message of a bucket."""

@@ -26,7 +26,7 @@ from ctrl_megatron.parallel.layout import world_with, worlds_of
 from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
-from ctrl_megatron.rollout.weight_update import read_manifest
+from ctrl_megatron.rollout.weight_update import checkpoint_specs
 from ctrl_megatron.steps.reward_reader import longest_conversation
 
 _MODEL = "actor_rollout_ref.model.path"
@@ -251,7 +251,7 @@ def check_proxy(config: Config) -> TextCodec | None:
     keys, path = config.actor_rollout_ref.proxy.engine, proxy_path(config)
     require_engine(keys.name, keys.python)
     with users_input(_PROXY):
-        read_manifest(path, config.actor_rollout_ref.dtype_in(keys))
+        checkpoint_specs(path, config.actor_rollout_ref.dtype_in(keys))
         codec = TextCodec(path)
         codec.encode_chat([{"role": "user", "content": "?"}])
         if not codec.eos_token_ids:

@@ -28,7 +28,7 @@ from ctrl_megatron.problems.fields import (
     rule_field,
     text_field,
 )
-from ctrl_megatron.problems.input_output import FunctionCalls, is_wrapped, read_pairs
+from ctrl_megatron.problems.input_output import FunctionCalls, is_wrapped, read_cases
 from ctrl_megatron.sandbox.datasets.functions import calls_problem
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import (
@@ -116,7 +116,7 @@ def input_output_problem(
     Inputs of a function are lists of arguments, or text with one JSON value per line. With
     ``or_first`` the first item of an expected list is accepted as well. Raises ``ValueError``.
     """
-    tests = read_pairs(record, where)
+    tests = read_cases(record, where)
     if isinstance(tests, FunctionCalls):
         return calls_problem(tests, or_first=or_first, tolerance=rule.result_tolerance)
     cases = tuple(StdioCase(input=given, output=wanted) for given, wanted in tests)

@@ -90,10 +90,10 @@ class _ProgramSide(Connection):
         self._module.__dict__.update(names)
 
     def _write(self, head: dict[str, Any]) -> None:
-        frame = frames.encode(head)
+        frame = frames.encode_frame(head)
         if len(frame) > ANSWER_BYTES and "a" in head:
             reason = f"the returned value takes more than {ANSWER_BYTES} bytes"
-            frame = frames.encode({"a": head["a"], "refused": reason})
+            frame = frames.encode_frame({"a": head["a"], "refused": reason})
         frames.send_encoded(self._fd, frame)
 
     def named(self, module: str, name: str) -> Any:

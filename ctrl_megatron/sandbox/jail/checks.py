@@ -13,13 +13,13 @@ from types import CodeType
 from typing import Any
 
 NAME, BRANCH = "_checked", "_branched"
-"""Names in the tests' namespace: of ``checked``, and of a function to call in each branch of an
+"""Names in the tests' namespace: of ``count_check``, and of a function to call in each branch of an
 ``if`` or ``match``."""
 _FAILS = frozenset(["abort", "exit", "fail", "quit", "_exit"])
 _executed = 0
 
 
-def checked() -> None:
+def count_check() -> None:
     """Count a check."""
     global _executed
     _executed += 1
@@ -90,7 +90,7 @@ def counting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def counted(*arguments: Any, **named: Any) -> Any:
-        checked()
+        count_check()
         return function(*arguments, **named)
 
     return counted

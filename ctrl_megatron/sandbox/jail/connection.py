@@ -446,7 +446,7 @@ class Connection:
 
     def encode(self, value: Any) -> Any:
         """The JSON-ready form of a value for this connection."""
-        return data.encode(value, self._encode_other)
+        return data.encode_value(value, self._encode_other)
 
     def _encode_other(self, value: Any) -> Any:
         kind = type(value)
@@ -525,7 +525,7 @@ class Connection:
         described: dict[str, Any] = {"class": self._own_number(kind)}
         base = data_base(kind)
         if base in data.IMMUTABLE:
-            described["data"] = data.encode(base_data(value), self._encode_other)
+            described["data"] = data.encode_value(base_data(value), self._encode_other)
         if _watched(value):
             described["watched"] = True
         if isinstance(value, BaseException):
@@ -627,7 +627,7 @@ class Connection:
                 number = self._queue.pop()
                 container = self._shared[number]
                 contents.append([number, data.encode_contents(container, self.encode)])
-                self._snapshots[number] = data.snapshot(container)
+                self._snapshots[number] = data.container_state(container)
             if contents:
                 head["c"] = contents
             if gone:
@@ -709,7 +709,7 @@ class Connection:
         try:
             for number, content in contents:
                 data.fill(self.taken(number), content, self.decode)
-                self._snapshots[number] = data.snapshot(self._shared[number])
+                self._snapshots[number] = data.container_state(self._shared[number])
         finally:
             self._filling.difference_update(numbers)
 
@@ -718,8 +718,8 @@ class Connection:
         return self._shared[number]
 
     def decode(self, encoded: Any) -> Any:
-        """The value that ``encode`` wrote on the other side. Raises ``DataError``."""
-        return data.decode(encoded, self._decode_other)
+        """The value that ``encode_value`` wrote on the other side. Raises ``DataError``."""
+        return data.decode_value(encoded, self._decode_other)
 
     def _decode_other(self, encoded: list[Any]) -> Any:
         tag, *rest = encoded

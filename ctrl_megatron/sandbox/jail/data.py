@@ -68,7 +68,7 @@ class DataError(ValueError):
     """A value cannot be encoded, or encoded data is malformed."""
 
 
-def is_named_tuple(kind: type) -> bool:
+def is_plain_named_tuple(kind: type) -> bool:
     """Whether a type is a tuple with named items and defines nothing else."""
     names = kind.__dict__.get("_fields")
     if kind.__mro__ != (kind, tuple, object) or type(names) is not tuple:
@@ -76,7 +76,7 @@ def is_named_tuple(kind: type) -> bool:
     return all(name.startswith("_") or name in names for name in vars(kind))
 
 
-def encode(value: Any, other: Other, depth: int = 0) -> Any:
+def encode_value(value: Any, other: Other, depth: int = 0) -> Any:
     """The JSON-ready form of ``value``. ``other`` gets every value that is no immutable data, and
     returns its form. Raises ``DataError`` and what ``other`` raises.
     """
@@ -89,16 +89,16 @@ def encode(value: Any, other: Other, depth: int = 0) -> Any:
         raise DataError(f"nested deeper than {MAX_DEPTH}")
     encoder = _ENCODERS.get(kind)
     if encoder is not None:
-        return encoder(value, lambda item: encode(item, other, depth + 1))
-    if is_named_tuple(kind):
-        items = [encode(item, other, depth + 1) for item in tuple.__iter__(value)]
+        return encoder(value, lambda item: encode_value(item, other, depth + 1))
+    if is_plain_named_tuple(kind):
+        items = [encode_value(item, other, depth + 1) for item in tuple.__iter__(value)]
         return ["named", kind.__name__, list(kind.__dict__["_fields"]), items]
     if kind is type and TYPES.get(name := f"{value.__module__}.{value.__qualname__}") is value:
         return ["type", name]
     return other(value)
 
 
-def decode(data: Any, other: Other, depth: int = 0) -> Any:
+def decode_value(data: Any, other: Other, depth: int = 0) -> Any:
     """The value of encoded ``data``; ``other`` gets every list with a tag of another kind. Raises
     ``DataError`` for malformed data.
     """
@@ -110,7 +110,7 @@ def decode(data: Any, other: Other, depth: int = 0) -> Any:
     if decoder is None:
         return other(data)
     try:
-        return decoder(data[1:], lambda item: decode(item, other, depth + 1))
+        return decoder(data[1:], lambda item: decode_value(item, other, depth + 1))
     except (TypeError, ValueError, LookupError, OverflowError, ArithmeticError) as error:
         raise DataError(f"malformed {data[0]}: {error}") from error
 
@@ -118,7 +118,7 @@ def decode(data: Any, other: Other, depth: int = 0) -> Any:
 # --- containers that change -----------------------------------------------------------------------
 
 
-def snapshot(container: Any) -> Any:
+def container_state(container: Any) -> Any:
     """What ``is_changed`` needs to know of a container as it is now."""
     kind = type(container)
     if issubclass(kind, dict):
@@ -131,7 +131,7 @@ def snapshot(container: Any) -> Any:
 
 
 def is_changed(container: Any, before: Any) -> bool:
-    """Whether a container differs from its ``snapshot``; parts are compared by identity."""
+    """Whether a container differs from its ``container_state``; parts are compared by identity."""
     kind = type(container)
     if issubclass(kind, dict):
         keys, values = before

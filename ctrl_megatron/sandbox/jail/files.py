@@ -23,7 +23,7 @@ def inside(path: str) -> str:
     return relative
 
 
-def write(directory: str, contents: Mapping[str, str]) -> None:
+def write_files(directory: str, contents: Mapping[str, str]) -> None:
     """Write ``contents`` (base64 by relative path) below ``directory``, before a program runs."""
     for relative, text in contents.items():
         target = os.path.join(directory, relative)
@@ -32,7 +32,7 @@ def write(directory: str, contents: Mapping[str, str]) -> None:
             stream.write(base64.b64decode(text))
 
 
-def check(paths: Iterable[str]) -> list[str]:
+def relative_paths(paths: Iterable[str]) -> list[str]:
     """The relative form of ``paths``. Raises ``ValueError`` if the files cannot all
     exist together.
     """

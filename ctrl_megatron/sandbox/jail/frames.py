@@ -29,7 +29,7 @@ class DeadlinePassed(Exception):
     """The frame did not arrive by the deadline."""
 
 
-def encode(message: Any) -> bytes:
+def encode_frame(message: Any) -> bytes:
     """Encode a message as one frame."""
     body = _encoded(message).encode()
     return HEADER.pack(len(body)) + body
@@ -37,11 +37,11 @@ def encode(message: Any) -> bytes:
 
 def send(fd: int, message: Any) -> None:
     """Write one frame to a blocking descriptor. Raises ``PeerGone``."""
-    send_encoded(fd, encode(message))
+    send_encoded(fd, encode_frame(message))
 
 
 def send_encoded(fd: int, frame: bytes) -> None:
-    """Write a frame that ``encode`` returned. Raises ``PeerGone``."""
+    """Write a frame that ``encode_frame`` returned. Raises ``PeerGone``."""
     data = memoryview(frame)
     try:
         while data:

@@ -95,7 +95,7 @@ class Confinement:
             os.mkdir(directory, 0o700)
         os.chdir(directory)
         linux.drop_capabilities()
-        files.write(directory, spec["files"])
+        files.write_files(directory, spec["files"])
         return directory
 
     def apply(

@@ -74,7 +74,7 @@ def run_tests(
     random.seed("\n".join((spec["setup"], *spec["tests"])))
     os.chdir(directory)
     linux.allow_stack(PYTHON_STACK)
-    pytest_stand_in.install()
+    pytest_stand_in.install_pytest_stand_in()
     if any("unittest" in text for text in (spec["setup"], *spec["tests"])):
         checks.count_library_checks()
         # A script may call it at its end; the judge runs the tests.
@@ -224,7 +224,7 @@ class _Judge:
         self._namespace.update(
             __file__=os.path.join(self._directory, _FILE), __path__=[], __package__="tests"
         )
-        self._namespace[checks.NAME] = checks.checked
+        self._namespace[checks.NAME] = checks.count_check
         self._namespace[checks.BRANCH] = self._branched
         sys.modules["tests"] = sys.modules["__main__"] = module
         for name in self._spec["stubs"]:
@@ -241,7 +241,7 @@ class _Judge:
 
     def _branched(self) -> None:
         if self._candidate is not None and self._candidate.calls:
-            checks.checked()
+            checks.count_check()
 
     def _missing(self, name: str) -> Any:
         """What the tests find under a name that the program does not define."""
@@ -553,8 +553,8 @@ def _keep_programs_code_out(judge: _Judge, directory: str) -> None:
                     if name == "exec":
                         source = checks.compiled(source, "<string>")
                         space = arguments[0] if arguments else frame.f_globals
-                        space.setdefault(checks.NAME, checks.checked)
-                        space.setdefault(checks.BRANCH, checks.checked)
+                        space.setdefault(checks.NAME, checks.count_check)
+                        space.setdefault(checks.BRANCH, checks.count_check)
                 if name != "compile" and not arguments and "globals" not in named:
                     arguments = frame.f_globals, frame.f_locals
             return plain[name](source, *arguments, **named)

@@ -20,7 +20,7 @@ from fractions import Fraction
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ctrl_megatron.sandbox.jail.checks import checked
+from ctrl_megatron.sandbox.jail.checks import count_check
 from ctrl_megatron.sandbox.jail.failures import Skipped
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
@@ -29,7 +29,7 @@ _NUMBERS = (int, float, complex, Decimal, Fraction)
 FIXTURE, MARKS = "_ctrl_fixture", "_ctrl_marks"
 
 
-def install() -> None:
+def install_pytest_stand_in() -> None:
     """Make ``import pytest`` return this module's names in this process."""
     module = types.ModuleType("pytest")
     vars(module).update({name: globals()[name] for name in NAMES})
@@ -71,7 +71,7 @@ class _Raises:
         error: BaseException | None,
         _trace: TracebackType | None,
     ) -> bool:
-        checked()
+        count_check()
         if kind is None or error is None:
             fail(f"nothing was raised, expected {self._expected}")
         if not issubclass(kind, self._expected):
@@ -113,7 +113,7 @@ def _warns(expected_warning: Any, match: str | None) -> Iterator[list[warnings.W
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield seen
-    checked()
+    count_check()
     kinds = [w for w in seen if issubclass(w.category, expected_warning)]
     found = [w for w in kinds if match is None or re.search(match, str(w.message))]
     if not found:

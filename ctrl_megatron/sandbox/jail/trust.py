@@ -180,7 +180,9 @@ class ProgramConnection(Connection):
         finally:
             self._clock.stop()
         if "error" in frame:
-            raise HarnessFailure("failed", f"the program failed to load: {describe(frame)}")
+            raise HarnessFailure(
+                "failed", f"the program failed to load: {describe_exception(frame)}"
+            )
         found: Any = frame.get("value")
         if not _is_start(found):
             self._lose("protocol", "the program broke the protocol: it told no names")
@@ -221,7 +223,10 @@ class ProgramConnection(Connection):
             error = frame["error"]
             self._own_error = is_handle(error)
             if called:
-                self._last, self._result = self._named(do, parts), ("raised", describe(frame))
+                self._last, self._result = (
+                    self._named(do, parts),
+                    ("raised", describe_exception(frame)),
+                )
             raise self._met(error, do, parts)
         if "value" not in frame:
             self.refuse(str(frame.get("refused", "no answer"))[:500])
@@ -565,7 +570,7 @@ def _permit_name(target: Any, name: Any, do: str) -> None:
         raise Refused("a method of the test's object cannot be replaced")
 
 
-def describe(frame: dict[str, Any]) -> str:
+def describe_exception(frame: dict[str, Any]) -> str:
     """The exception of an answer as text, with type and line."""
     kind, text, line = (frame.get(key) for key in ("type", "text", "line"))
     # Only text is used: a nested value from the program may be too deep to print.

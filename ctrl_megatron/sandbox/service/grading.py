@@ -20,7 +20,7 @@ from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.submission import Submission, read_submission
 
 
-async def grade(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.EvalResult:
+async def grade_submission(runner: ProgramRunner, request: wire.SubmitRequest) -> wire.EvalResult:
     """Judge one submission. Raises ``ValueError`` (bad request), ``WorkerFault``, ``QueueFull``."""
     submission = await read_submission(runner, request)
     result = await _judge(submission)

@@ -24,7 +24,7 @@ from ctrl_megatron.sandbox.access import foreign_page, is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.limits import MOST_WAIT_SECONDS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
-from ctrl_megatron.sandbox.service.grading import grade
+from ctrl_megatron.sandbox.service.grading import grade_submission
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
 from ctrl_megatron.sandbox.service.requests import (
     STATE,
@@ -88,7 +88,7 @@ async def run_code(request: web.Request) -> web.Response:
 async def submit(request: web.Request) -> web.Response:
     """Judge one completion. A fault of the service is answered 500, never as a failed verdict."""
     runner = request.app[STATE].runner
-    return await _work(request, wire.SubmitRequest, lambda body: grade(runner, body))
+    return await _work(request, wire.SubmitRequest, lambda body: grade_submission(runner, body))
 
 
 async def job(request: web.Request) -> web.Response:

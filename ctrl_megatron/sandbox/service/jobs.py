@@ -66,8 +66,8 @@ def program_job(
         "seconds": own,
         "wall_seconds": own * limits.wall_factor,
         "memory_mb": memory_mb if memory_mb > 0 else limits.memory_mb,
-        "files": dict(zip(files.check(given), given.values(), strict=True)),
-        "fetch": files.check(fetch),
+        "files": dict(zip(files.relative_paths(given), given.values(), strict=True)),
+        "fetch": files.relative_paths(fetch),
     }
 
 

@@ -52,7 +52,7 @@ class ServerOptions:
     the thread, not the process."""
 
 
-async def serve(settings: WorkerSettings, *, workers: int, options: ServerOptions) -> None:
+async def serve_sandbox(settings: WorkerSettings, *, workers: int, options: ServerOptions) -> None:
     """Serve until SIGTERM or SIGINT, or until the owner ends.
 
     After the signal new work is answered 503 and running requests may finish within

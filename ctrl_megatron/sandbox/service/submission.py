@@ -9,7 +9,7 @@ from typing import Any
 from ctrl_megatron.problems.comparison import SANDBOX_FUSION
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem, GradedProblem
-from ctrl_megatron.sandbox.languages import ExtractedProgram, Language, extract_code
+from ctrl_megatron.sandbox.languages import ExtractedProgram, Language, extract_program
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
@@ -89,9 +89,9 @@ async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) ->
     # Reading may unpack megabytes, so it must not block the event loop.
     task = await in_thread(read_task, request, runner.limits)
     extracted = (
-        extract_code(request.completion, task.language)
+        extract_program(request.completion, task.language)
         if len(request.completion) < SHORT
-        else await in_thread(extract_code, request.completion, task.language)
+        else await in_thread(extract_program, request.completion, task.language)
     )
     return Submission(
         runner=runner,

@@ -118,7 +118,7 @@ class SandboxWorker:
 
     def end_job(self) -> None:
         """Cancel the running job: its report arrives at once, with ``stopped`` ``cancelled``."""
-        self._writer.write(frames.encode(None))
+        self._writer.write(frames.encode_frame(None))
 
     async def cancel(self) -> None:
         """Cancel the job after its ``run`` was cancelled, and wait for its report. Raises
@@ -173,7 +173,7 @@ class SandboxWorker:
         self.isolation = answer["isolation"]
 
     async def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        self._writer.write(frames.encode(message))
+        self._writer.write(frames.encode_frame(message))
         # A separate task: if the caller is cancelled, no partial answer may stay in the stream.
         self._answer = asyncio.create_task(self._read())
         return await self._arrived(seconds)
