@@ -231,6 +231,6 @@ def one_done() -> None:
 
 
 def all_awaited() -> list[str]:
-    """What the process waits for in detail, the oldest first."""
+    """Descriptions of all that the process waits for, the oldest first."""
     with _lock:
         return [str(item) for item in _open]
