@@ -195,7 +195,7 @@ def name_turn_end(folder: Path) -> None:
 
 
 def _stem(config: dict[str, Any]) -> str:
-    """What the names of a family's classes in transformers begin with."""
+    """The prefix of a family's class names in transformers, such as ``Qwen2``."""
     given = (config.get("architectures") or [""])[0]
     return given.split("For")[0] or config["model_type"].title().replace("_", "")
 

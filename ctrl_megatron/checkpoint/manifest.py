@@ -29,8 +29,8 @@ ANOTHER = "copy it anew, or name another with trainer.resume_mode"
 _HASHES, _SEAL = "blake3", "seal"
 _HEADER_BYTES = 4096
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
-"""What the system answers where no ordinary file has the name. Other errors (permission, a fault of
-the disk or the network) say nothing about the file."""
+"""Error numbers for a name that no ordinary file has. Other errors (permission, a fault of the
+disk or the network) say nothing about the file."""
 
 
 class DamagedFiles(UserError):

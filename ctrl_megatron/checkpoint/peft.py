@@ -44,8 +44,8 @@ class SavedAdapters:
 
 
 def read_adapters(folder: Path) -> SavedAdapters | None:
-    """What a model's folder says about its adapters; None for a model without. DamagedFiles if the
-    file cannot be read."""
+    """The description of a model's adapters in its folder; None for a model without. DamagedFiles
+    if the file cannot be read."""
     file = folder / ADAPTERS_FILE
     if size_of(file) is None:
         return None

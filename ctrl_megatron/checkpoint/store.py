@@ -83,7 +83,7 @@ class Loaded:
     state: dict[str, Any]
     """The trainer's small state."""
     remarks: tuple[str, ...]
-    """What is wrong with newer checkpoints, and what this one lacks or has beside its own files."""
+    """Faults of newer checkpoints, and files that this one lacks or has beside its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
