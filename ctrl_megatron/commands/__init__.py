@@ -1,4 +1,4 @@
-"""What a user types, one file per command: a console script, ``python -m`` and ``tools/NAME.py``.
+"""The commands of users, one file each: a console script, ``python -m`` and ``tools/NAME.py``.
 
 Nothing else imports this room.
 """
