@@ -211,8 +211,8 @@ class Actor:
     """The policy update; the value model's update uses these keys unless ``critic`` has its own."""
 
     strategy: StrategyName = key("megatron", stage="both")
-    """What computes the models: Megatron-Core, or transformers' own modules, of any family, sharded
-    over all ranks by torch's FSDP2."""
+    """The library that computes the models: Megatron-Core, or transformers' own modules, of any
+    family, sharded over all ranks by torch's FSDP2."""
     ppo_mini_batch_size: int = key(256, AT_LEAST_1)
     """Prompts per optimizer step, over all ranks."""
     ppo_epochs: int = key(1, AT_LEAST_1)

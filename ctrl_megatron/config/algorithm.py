@@ -263,7 +263,7 @@ class Reward:
     """Added to the reward if the judgment of the first solution is right; an ablation."""
     transition: Transition = group(Transition, read=REVISIONS)
     copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)
-    """What happens to a critique that carries the program of its revision: measure only counts it
+    """Treatment of a critique that carries the program of its revision: measure only counts it
     (critique/copied_rate), penalise gives it 0, mask takes it out of the loss."""
     copying_threshold: float = key(0.5, SHARE, read=when(".copying", "penalise", "mask"))
     """Share of the revision's lines that a critique may contain."""

@@ -361,7 +361,7 @@ def _placed(config: Config, *names: str) -> list[str]:
 
 
 def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
-    """What models of transformers cannot do here yet."""
+    """Settings that models of transformers (``strategy=fsdp``) do not support yet."""
     family, key = config.actor_rollout_ref, f"{_A}strategy=fsdp"
     if family.actor.strategy == "megatron":
         return

@@ -73,7 +73,7 @@ class Secret:
     whole: bool = False
     """Every text in the value is hidden; False: the passwords of addresses, as in every key."""
     instead: str = ""
-    """What to do in place of writing the secret, such as the variable to set."""
+    """Advice in place of writing the secret, such as the variable to set."""
 
 
 Read = Condition | tuple[Condition, ...]

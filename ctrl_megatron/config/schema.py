@@ -88,7 +88,7 @@ class Data:
     filter_overlong_prompts: bool = True
     """Drop (and count) rows whose prompt exceeds max_prompt_length; False makes them an error."""
     bad_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows that cannot be read, lack a value that a reward reads, whose tests the
+    """Treatment of rows that cannot be read, lack a value that a reward reads, whose tests the
     sandbox or provider cannot judge or every program passes, or whose reference fails: refuse ends
     the start and names the first with its file; drop leaves them out, counts them, and names the
     first."""

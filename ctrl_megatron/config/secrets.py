@@ -1,4 +1,4 @@
-"""What of a configuration may be written and shown: texts that can be secrets become ``***``.
+"""A configuration as it may be written and shown: texts that can be secrets become ``***``.
 
 A key that is declared so (``Key.secret``) hides every text in it. In the options of any key, an
 entry whose name says so (``api_key``, ``headers``) is hidden. In a text of any key, the name, the
@@ -109,7 +109,7 @@ def hide_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def instead_of(key: Key) -> str:
-    """What a user can do in place of writing a secret into a file."""
+    """Advice to a user in place of writing a secret into a file."""
     own = f"{key.secret.instead}, or " if key.secret is not None and key.secret.instead else ""
     return f"{own}write ${{oc.env:NAME}} for the variable NAME"
 
