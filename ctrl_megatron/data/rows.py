@@ -66,7 +66,7 @@ class Row:
     pass_rate: float | None = None
     """Share of tests that ``solution`` passes; None if it was never judged."""
     task: str = CRITIQUE
-    """What ``prompt`` asks for: ``critique``, which a revision follows, or a name of the user's
+    """The task of ``prompt``: ``critique``, which a revision follows, or a name of the user's
     choice for any other task, whose response is rewarded as it is (``reward.reward_tasks``)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The file's other columns, for reward functions that read them; null cells are omitted."""
