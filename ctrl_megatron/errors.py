@@ -34,7 +34,7 @@ _SAID_FULL = "No space left on device"
 
 _NOTES, _NOTE, _NOTE_BYTES = "/dev/shm", "ctrl_running_", 300
 _running: list[str] = []
-"""What the open ``users_code`` blocks of this process run, in the order of their starts."""
+"""Descriptions of the open ``users_code`` blocks of this process, in the order of their starts."""
 _note: list[int] = []
 """The descriptor of this process's note of it, if it keeps one."""
 
