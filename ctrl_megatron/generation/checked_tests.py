@@ -44,7 +44,7 @@ class Uncounted(NamedTuple):
     position: int
     test: str
     why: str
-    """What the programs do that all pass."""
+    """A description of the programs that all pass it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
