@@ -1,5 +1,5 @@
-"""What the function of a node declares: the keys that it reads, the fields of the batch that it
-needs and writes, and the services that it uses. ``run.checks.nodes`` refuses, before a run starts,
+"""Declarations of a node's function: the keys that it reads, the fields of the batch that it needs
+and writes, and the services that it uses. ``run.checks.nodes`` refuses, before a run starts,
 a graph of which a node lacks one of them.
 """
 

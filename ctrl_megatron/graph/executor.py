@@ -322,8 +322,7 @@ def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
 
 
 def metric_prefix(policy: int) -> str:
-    """What the names of a policy's metrics begin with: nothing for the first, ``agent1/`` for the
-    second."""
+    """The prefix of a policy's metric names: empty for the first, ``agent1/`` for the second."""
     return f"agent{policy}/" if policy else ""
 
 

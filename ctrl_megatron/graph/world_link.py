@@ -1,4 +1,4 @@
-"""What a rank does in a step, and the interface of its world to the others."""
+"""The actions of a rank in a step, and the interface of its world to the others."""
 
 from __future__ import annotations
 
