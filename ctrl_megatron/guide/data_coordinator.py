@@ -21,7 +21,7 @@ _LINEAR = 24576
 
 @dataclass(slots=True, kw_only=True)
 class SampleInfo:
-    """What a coordinator knows of a sample."""
+    """A coordinator's record of a sample."""
 
     sum_tokens: int = 0
     """Tokens of prompt and response."""
