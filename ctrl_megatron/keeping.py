@@ -25,7 +25,8 @@ class Service(Protocol):
     name: str
 
     def died(self) -> str | None:
-        """What happened to the process, with the end of its output; None while it is alive."""
+        """A message about the death of the process, with the end of its output; None while it is
+        alive."""
         ...
 
     def stop(self) -> None:
@@ -45,7 +46,7 @@ class SilenceProbe(Protocol):
     """Notices that a service is silent."""
 
     def __call__(self) -> str | None:
-        """What is wrong; None while the service answers."""
+        """A message about the fault; None while the service answers."""
         ...
 
     def begin_again(self) -> None:
@@ -180,7 +181,8 @@ def _say(text: str) -> None:
 def child_died(
     name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
 ) -> str | None:
-    """What happened to a child process, with the end of its output; None while it is alive."""
+    """A message about the death of a child process, with the end of its output; None while it is
+    alive."""
     if alive():
         return None
     words = last_words().strip() or "(none)"
@@ -229,7 +231,7 @@ class SilentService:
         self._standstill = Standstill()
 
     def __call__(self) -> str | None:
-        """What is wrong; call it every second or more often."""
+        """A message about the fault, or None; call it every second or more often."""
         if self._asking.done() and not self._asking.cancelled():
             return f"a service is no longer watched: {self._asking.exception()!r}"
         silent = self._standstill.seconds(self._answers)
