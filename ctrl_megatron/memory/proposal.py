@@ -32,7 +32,7 @@ _SHARES = (1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What a step computes, in floating-point operations over all rows; 0 for what it does not."""
+    """Floating-point operations of a step's parts over all rows; 0 for a part that it lacks."""
 
     generate: float
     """The time of the engines as so many operations of their ranks."""
