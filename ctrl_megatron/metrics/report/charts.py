@@ -24,7 +24,7 @@ _SPEED = (
 )
 _TILES_OF_PIPELINE, _CURVES_PER_CHART = 5, 4
 _SECOND = "agent1/"
-"""What the names of the second policy's metrics begin with."""
+"""The prefix of the second policy's metric names."""
 _HISTOGRAM = [name for name in METRICS if name.startswith("reward_share/")]
 
 

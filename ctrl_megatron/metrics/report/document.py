@@ -51,7 +51,7 @@ class Table(NamedTuple):
 
     title: str
     note: str
-    """What the table shows; may be empty."""
+    """A description of the table; may be empty."""
     head: list[str]
     rows: list[list[str]]
 
