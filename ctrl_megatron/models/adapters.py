@@ -39,7 +39,7 @@ class _Rows:
 
 
 class Adapter(torch.nn.Module):
-    """What a linear layer adds to its output: scale B A x for each adapted projection.
+    """The addition to a linear layer's output: scale B A x for each adapted projection.
 
     Under tensor parallelism B is cut as the output of a column-parallel layer, whose A every rank
     has, and A as the input of a row-parallel one, whose B every rank has. Ranks exchange only

@@ -173,7 +173,7 @@ def _attention_settings(
 
 
 def uneven_stages(num_layers: int, layout: Layout) -> list[list[str]] | None:
-    """What each virtual stage computes, in the order of the layers, in Megatron's words; None if
+    """The modules of each virtual stage, in the order of the layers, by Megatron's names; None if
     all have as many layers, which Megatron assumes."""
     stages = [
         ["decoder"] * len(layout.layers(num_layers, pp=pp, chunk=chunk))

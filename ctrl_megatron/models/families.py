@@ -37,7 +37,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What distinguishes a ``model_type`` in its ``config.json``.
+    """A ``model_type``: the keys of its ``config.json`` and the layers that they describe.
 
     Both functions take the configuration and the file's name for messages, and raise UserError.
     """

@@ -16,7 +16,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import TensorSpec
 
 SCALES = "_scale_inv"
-"""What the name of a weight's scales has after the weight's name."""
+"""The suffix that makes a weight's name the name of its scales."""
 
 Block = tuple[int, int]
 """Rows and columns of a weight that have one scale."""

@@ -53,7 +53,7 @@ _GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 @dataclass
 class _Seen:
-    """What packed attention has seen during a pass."""
+    """Layers that packed attention computed during a pass, and obstacles that it met."""
 
     layers: int = 0
     obstacles: dict[str, None] = field(default_factory=dict)
@@ -293,7 +293,7 @@ class FsdpStrategy:
             )
 
     def _obstacles(self) -> dict[str, None]:
-        """What config.json and the modules say against packed passes."""
+        """Properties of config.json and of the modules that rule out packed passes."""
         config, found = self._config, {}
         kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
         if kinds:

@@ -1,4 +1,4 @@
-"""What passes of a model of transformers keep, counted on its modules without memory.
+"""The activations that a model of transformers keeps, counted on its modules without memory.
 
 The modules run on the meta device, and what autograd would keep for the backward pass is counted
 layer by layer; attention keeps queries, keys, values and its result, as the package's own does.
@@ -67,7 +67,7 @@ register_attention(_COUNTED, _attention)
 
 @lru_cache(maxsize=8)
 def module_pass(shape: TransformersShape, dtype: str) -> ModulePass:
-    """What a pass of the model in ``dtype`` keeps, without recomputation.
+    """Bytes of activations that a pass of the model in ``dtype`` keeps, without recomputation.
 
     UserError for a model whose passes depend on the numbers in its tensors.
     """

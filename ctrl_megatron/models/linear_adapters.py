@@ -18,7 +18,7 @@ from ctrl_megatron.types import Lora
 
 
 class LinearAdapter(torch.nn.Module):
-    """What a linear layer adds to its output: scale B A x."""
+    """The addition to a linear layer's output: scale B A x."""
 
     def __init__(self, lora: Lora, linear: torch.nn.Linear) -> None:
         """The parameters have no memory yet."""

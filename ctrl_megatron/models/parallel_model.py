@@ -81,7 +81,7 @@ class ParallelModel:
         self._routers = Routers(self.models, shape)
         self.strategy.prepare(self.places())
         self.base: Base | None = None
-        """What adapters are trained beside, once it is loaded."""
+        """The frozen weights beside which adapters are trained, once they are loaded."""
         self.optimization: Optimizer | None = None
         self._flops = (0, 0)
         self._skipped: list[SkippedUpdate] = []

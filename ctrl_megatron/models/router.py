@@ -45,7 +45,7 @@ class RouterOptions:
     z: float = 0.0
     """Coefficient of the z loss; 0 for none."""
     bias_rate: float = 0.0
-    """What an update adds to the bias of an expert with too few tokens; 0 leaves the biases."""
+    """Increment of the bias of an expert with too few tokens, per update; 0 leaves the biases."""
 
 
 class Router(TopKRouter):

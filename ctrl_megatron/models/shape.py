@@ -119,7 +119,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """What a family's files call the parts of a layer with experts."""
+    """Names of the parts of a layer with experts in a family's files."""
 
     block: str = "mlp"
     gate: str = "gate_proj"

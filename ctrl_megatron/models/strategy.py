@@ -1,4 +1,4 @@
-"""What a way of splitting and computing a model promises to ``models.parallel_model``.
+"""Protocols of a library that splits and computes a model for ``models.parallel_model``.
 
 ``models.megatron`` and ``models.fsdp`` implement it; nothing above this room distinguishes them.
 """

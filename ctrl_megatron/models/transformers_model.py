@@ -137,7 +137,7 @@ def _shape(text: str, where: str) -> TransformersShape:
 
 @contextmanager
 def _read_by_transformers(where: str) -> Iterator[None]:
-    """Whatever transformers raises for a config.json becomes a UserError."""
+    """Turn every error of transformers about a config.json into a UserError."""
     try:
         yield
     except Exception as error:
