@@ -272,7 +272,7 @@ class StuckStart:
         self._limit, self._still, self._looks = limit, Standstill(), 0
 
     def __call__(self) -> str | None:
-        """What is wrong, for ``FailureWatch.guard``."""
+        """A message about the fault, or None, for ``FailureWatch.guard``."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_code is not threading.Thread.start.__code__:
             inside = frame.f_code.co_filename == threading.__file__

@@ -1,4 +1,4 @@
-"""What this file adds to torch's gloo: fewer idle threads and copies, and parts of unequal sizes.
+"""Additions to torch's gloo: fewer idle threads and copies, and parts of unequal sizes.
 
 Every process group has a thread that polls for messages a hundred times a second, and a rank is in
 up to some twenty groups. An engine on the same cores is interrupted thousands of

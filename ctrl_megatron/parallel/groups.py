@@ -170,7 +170,7 @@ class ProcessGroups(RankSet):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What a rank has joined."""
+    """The process groups that a rank has joined."""
 
     everyone: RankSet
     """All ranks of the run; with one world these are its groups."""

@@ -1,4 +1,4 @@
-"""What torch's launcher keeps in the store in which hosts meet, as JSON.
+"""The state of torch's launcher in the store in which hosts meet, as JSON.
 
 torch keeps it as a pickle, and the store takes it from whoever reaches the port: what a stranger
 writes there would run in every launcher.
@@ -17,7 +17,7 @@ _SETS = ("wait_list", "redundancy_list")
 
 
 class StateError(ValueError):
-    """What the store holds is no state of a rendezvous."""
+    """The store's value is no state of a rendezvous."""
 
 
 class StateAsJson:
