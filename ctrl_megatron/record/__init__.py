@@ -1,1 +1,1 @@
-"""What a run writes about its steps: metrics, examples, profiles and dumps."""
+"""Records of the steps of a run: metrics, examples, profiles and dumps."""
