@@ -43,7 +43,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class Buckets:
-    """What one rank sends and receives in every push of a source.
+    """The pieces that one rank sends and receives in every push of a source.
 
     By default every host with an engine gets whole tensors in its memory. ``cut``, ``takers`` and
     ``host_of_rank`` are otherwise those of ``PushPlan``, and so is ``host_memory``.
@@ -227,7 +227,7 @@ class BucketMemory(Protocol):
         ...
 
     def chunk(self, number: int) -> WeightChunk:
-        """What this host's engines need to read a bucket."""
+        """The message from which this host's engines read a bucket."""
         ...
 
 

@@ -305,7 +305,7 @@ class PushPlan:
         return sum(flow.num_bytes for part in self.parts for flow in self.flows(part))
 
     def flows(self, part: Part) -> tuple[Flow, ...]:
-        """What the workers need of a part, in the names of its pattern."""
+        """The flows of a part to the workers, in the names of its pattern."""
         return self.patterns[part.pattern][part.number]
 
     def tensor(self, part: Part) -> str:
@@ -571,7 +571,7 @@ def _part_of(tensor: HfTensor, dim: int, index: int, parts: int, unit: int = 1) 
 
 
 def _common(piece: Piece, box: Box) -> Piece | None:
-    """What ``piece`` and ``box`` have in common."""
+    """The intersection of ``piece`` and ``box``; None if it is empty."""
     first = tuple(map(max, piece.hf_start, box[0]))
     ends = zip(piece.hf_start, piece.extent, *box, strict=True)
     extent = tuple(min(a + n, b + m) - f for (a, n, b, m), f in zip(ends, first, strict=True))

@@ -29,11 +29,11 @@ IN_FLIGHT = 3
 Act = Literal["begin", "end", "meet"]
 """A rank begins a phase of a bucket, waits until it has ended, or waits for all other ranks."""
 Step = tuple[Act, Phase, int]
-"""What a rank does, and the phase and the bucket for which it does it."""
+"""(act of a rank, its phase, number of its bucket)."""
 
 
 def steps(buckets: int) -> Iterator[Step]:
-    """What every rank does in a push, in this order; senders execute it, and ``simulate`` too.
+    """The acts of every rank in a push, in this order; senders execute them, and ``simulate`` too.
 
     A bucket is exchanged only when the ranks' memory for it is free, and loaded only when all ranks
     have received their part of it. All ranks meet once for each bucket.

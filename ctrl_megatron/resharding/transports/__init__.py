@@ -29,7 +29,7 @@ class SentBucket:
     """Tensors that the engines of this rank's host can read now."""
 
     chunk: WeightChunk
-    """What an engine needs to read them."""
+    """The message from which an engine reads them."""
     tensors: Iterable[tuple[str, torch.Tensor]] = ()
     """(HF name, whole tensor) of what was sent, for checksums; read once, before the next
     bucket."""

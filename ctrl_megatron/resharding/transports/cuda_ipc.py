@@ -77,7 +77,7 @@ class _MappedMemory:
         self.sizes: list[int] = []
         """Bytes by worker."""
         self.of: dict[_Place, torch.Tensor] = {}
-        """What is mapped here."""
+        """(slot, engine, worker) -> the memory, as it is mapped in this process."""
         self.handles: dict[_Place, bytes] = {}
         self._own: dict[_Place, torch.Tensor] = {}
         self._replaced: list[torch.Tensor] = []

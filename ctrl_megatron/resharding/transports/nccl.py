@@ -128,7 +128,7 @@ class NcclSender:
         return host, port
 
     def _answers(self, ask: str, messages: _Messages) -> dict[str, dict[str, str]] | None:
-        """What each worker has answered; None if one has not."""
+        """The answer of each worker; None if one has not answered."""
         workers = range(messages.workers)
         keys = {f"{e}.{w}": f"{ask}/{e}.{w}" for e in range(messages.engines) for w in workers}
         if not self._store.check(list(keys.values())):
