@@ -45,7 +45,7 @@ SHARED_PROCESS = (
     "run in the process of the program that they judge, which can read their input, print what "
     "they would print, and exit"
 )
-"""What a program can do to the graders of an olympiad's task."""
+"""The danger of a program to the graders of an olympiad's task, for messages."""
 OLYMPIAD = "IOIDataset"
 """The kind of tests that have programs of their own, and scores between 0 and 1."""
 

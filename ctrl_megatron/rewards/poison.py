@@ -125,7 +125,7 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the groups say about the tests of a problem."""
+    """The tests of a problem, and those that the groups of programs rule out."""
 
     names: tuple[str, ...]
     """Text or name of each test."""

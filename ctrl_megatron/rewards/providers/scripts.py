@@ -151,8 +151,8 @@ class ScriptProvider:
         return tests
 
     async def _answered(self, call: Coroutine[Any, Any, Answer], silence: Silence) -> Answer:
-        """What the provider answers. Raises ``ProviderError`` where it does not in time, and for an
-        answer that cannot be read.
+        """The answer of the provider. Raises ``ProviderError`` where it does not come in time, and
+        for an answer that cannot be read.
         """
         seconds = min(self.silence / 2, silence.left)
         try:
