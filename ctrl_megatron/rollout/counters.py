@@ -1,4 +1,4 @@
-"""What engines count, and the metrics of a step that follow from it. Pure."""
+"""Counters of engines, and the metrics of a step that follow from them. Pure."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from ctrl_megatron.rollout.sampling import pick, temper, truncate
 from ctrl_megatron.types import SamplingParams
 
 Order = Literal["entropy", "margin", "random"]
-"""What makes a place sure: low entropy, a large lead of the likeliest token over the second, or
-chance."""
+"""The measure of how sure a position is: low entropy, a large lead of the likeliest token over the
+second, or chance."""
 _LAST = 1e-3
 """The time at which the last step ends; it commits what is left."""
 _TOGETHER = 256

@@ -222,7 +222,7 @@ class CountedEngine(Engine, Protocol):
     """An engine in a process of its own, or several, as the trainer sees them."""
 
     async def counters(self) -> dict[str, Counters]:
-        """What each engine has counted, by its name. An engine answers in every state."""
+        """The counters of each engine, by its name. An engine answers in every state."""
         ...
 
 

@@ -329,7 +329,7 @@ class LoopHeld:
         self._loop, self._limit, self._standstill = loop, limit, Standstill()
 
     def __call__(self) -> str | None:
-        """What is wrong, for ``FailureWatch.guard``."""
+        """A message about the fault, or None, for ``FailureWatch.guard``."""
         held = self._standstill.seconds(self._loop.turns)
         if held < self._limit:
             return None

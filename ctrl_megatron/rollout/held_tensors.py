@@ -26,7 +26,7 @@ HF_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
-    """What one tensor rank holds of a layer's experts."""
+    """The weights of a layer's experts on one tensor rank."""
 
     gate_up: torch.Tensor
     """(E, 2 * width, hidden): the rows of an expert's gate, then those of its up projection."""

@@ -47,7 +47,8 @@ class PushedAdapters:
         self._held: dict[str, torch.Tensor] = {}
         self._number = 0
         self.request: LoRARequest | None = None
-        """What every completion must carry; None before the first update, when B is zero."""
+        """The adapters' request, which every completion carries; None before the first update, when
+        B is zero."""
 
     def read(self, chunk: WeightChunk) -> None:
         """Copy a chunk's tensors."""

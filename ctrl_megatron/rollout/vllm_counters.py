@@ -1,4 +1,4 @@
-"""What vLLM counts of its requests."""
+"""vLLM's counters of its requests."""
 
 from __future__ import annotations
 
