@@ -56,7 +56,7 @@ _FOREVER = float("inf")
 def plan_step(
     graph: TaskGraph, order: Sequence[Node], world_of: Callable[[Node], str], config: Config
 ) -> dict[str, list[Action]]:
-    """What the ranks of each world do in a step, in their order. Pure.
+    """World -> the actions of its ranks in a step, in order. Pure.
 
     A world that finishes its part of an order in which dependencies come first never waits for one
     that waits for it.
