@@ -11,7 +11,7 @@ from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError, 
 
 
 def sandbox_options(config: Config) -> dict[str, Any]:
-    """What the configuration says of a sandbox that the run starts (``EmbeddedSandbox.start``)."""
+    """The configured options of a sandbox that the run starts (``EmbeddedSandbox.start``)."""
     limits = SandboxLimits(problem_seconds=config.sandbox.problem_seconds)
     return {"isolation": config.sandbox.isolation, "limits": limits}
 

@@ -99,12 +99,12 @@ class SandboxLimits:
 
 CPU_TIME_OVER = "time limit exceeded (CPU time)"
 WALL_TIME_OVER = "time limit exceeded (wall-clock time)"
-"""What a verdict says of a test that ran out of time."""
+"""Reasons in the verdict on a test that ran out of time."""
 CANNOT_JUDGE = "cannot be judged"
 NOT_RUN = "no test of the text can be run"
 UNCHECKED = "no check of the test was executed"
-"""What a verdict says that says nothing about the program: the judge could not decide, a text has
-no test that can be run (after ``CANNOT_JUDGE``), and a test ended without a check."""
+"""Reasons that say nothing about the program: the judge could not decide, a text has no test that
+can be run (after ``CANNOT_JUDGE``), and a test ended without a check."""
 CALL_BYTES = 256 << 20
 """Size of one call of a program's function, encoded."""
 ANSWER_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""What a request to judge asks for, read without running anything: the service reads every request
+"""The task of a request to judge, read without running anything: the service reads every request
 here, and a trainer its rows before it starts.
 """
 
@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.limits import CHECKED_BYTES, JSON_VALUES, SandboxLimi
 
 _LANGUAGE_REQUIRED = ("CommonOJDataset",)
 _PROGRAM_BYTES = 1 << 20
-"""What a request may need for its program beside the tests."""
+"""Bytes that a request may need for its program beside the tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class _Endpoint:
     healthy: bool = True
     """False after a failed connection, until the service answers a health check."""
     finished: str = ""
-    """What it last said of the work that it has finished (``FINISHED_HEADER``)."""
+    """Its last count of finished work, as text (``FINISHED_HEADER``)."""
     advanced: float = -math.inf
     """When it last finished a request of this client, or said that it had finished other work
     (``time.monotonic``)."""

@@ -168,7 +168,7 @@ class Connection:
         self._originals = Originals()
         self._loop: Any = None
         self.effects: Callable[[], list[Any]] = list
-        """What this side did to the surroundings of both since the last message."""
+        """Effects of this side on the surroundings of both since the last message."""
         self.apply_effects: Callable[[list[Any]], None] = lambda _effects: None
 
     # --- what a side allows; the judge overrides it -----------------------------------------------
@@ -512,7 +512,7 @@ class Connection:
         return number
 
     def _describe(self, value: Any) -> Any:
-        """What the other side needs to know of an object to make a handle."""
+        """The facts about an object from which the other side makes a handle."""
         kind = type(value)
         if isinstance(value, type):
             return self._describe_class(value)

@@ -119,7 +119,7 @@ def decode_value(data: Any, other: Other, depth: int = 0) -> Any:
 
 
 def container_state(container: Any) -> Any:
-    """What ``is_changed`` needs to know of a container as it is now."""
+    """The present state of a container, which ``is_changed`` compares with a later one."""
     kind = type(container)
     if issubclass(kind, dict):
         return [*container.keys()], [*container.values()]

@@ -362,7 +362,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "__set__": _asked("descriptor_set"),
     "__delete__": _asked("descriptor_delete"),
 }
-"""What a class of handles gets where the other side's class has a method of that name."""
+"""Name -> method that a class of handles gets where the other side's class has one of that name."""
 
 
 def _truth_of_data(self: Any) -> bool:

@@ -244,7 +244,7 @@ class _Judge:
             checks.count_check()
 
     def _missing(self, name: str) -> Any:
-        """What the tests find under a name that the program does not define."""
+        """The object that the tests get for a name that the program does not define."""
         reason = f"NameError: name {name!r} is not defined"
 
         def used(*_: Any, **__: Any) -> NoReturn:

@@ -8,7 +8,7 @@ _NONE = object()
 
 
 class Originals:
-    """What replaced attributes were before."""
+    """The earlier values of replaced attributes."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[Any, Any]] = {}

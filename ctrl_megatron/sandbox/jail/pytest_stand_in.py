@@ -381,7 +381,7 @@ def _imported(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Captured:
-    """What was printed."""
+    """The text printed to standard output and standard error."""
 
     out: str
     err: str
@@ -398,7 +398,7 @@ class Capture:
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
     def readouterr(self) -> Captured:
-        """What was printed since the last call."""
+        """The text printed since the last call."""
         texts = []
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, io.StringIO)

@@ -1,5 +1,5 @@
-"""What a test does to the surroundings that plain Python would share with the program: attributes
-of the library's modules (``sys.stdin``, ``time.sleep``, ``builtins.input``), ``random``'s seed, the
+"""Effects of a test on surroundings that plain Python would share with the program: attributes of
+the library's modules (``sys.stdin``, ``time.sleep``, ``builtins.input``), ``random``'s seed, the
 environment, arguments, the recursion limit, warnings and logging.
 
 The judge collects changes and sends them with its next message (``Surroundings``); the program's
@@ -62,8 +62,8 @@ def _notice(module: types.ModuleType, name: str) -> None:
 
 
 class _Common:
-    """What both sides share: the environment, the working directory, ``random``'s state once a
-    side has seeded it, arguments and the recursion limit.
+    """The surroundings of both sides: the environment, the working directory, the state of
+    ``random`` once a side has seeded it, arguments and the recursion limit.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class _Common:
         }
 
     def common(self, encode: Callable[[Any], Any]) -> list[Any]:
-        """What changed since the last message."""
+        """The changes since the last message."""
         now = self._now()
         if now == self._common and self._random is None:
             return []
@@ -239,7 +239,7 @@ class ProgramSurroundings(_Common):
         warnings.warn = self._warned  # type: ignore[assignment]
 
     def effects(self, encode: Callable[[Any], Any]) -> list[Any]:
-        """What was printed, warned and logged since the last message."""
+        """The output, warnings and log records since the last message."""
         for name, stream in self._streams.items():
             if stream.heard is not None:
                 _flush(name)

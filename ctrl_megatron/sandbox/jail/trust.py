@@ -52,7 +52,7 @@ _ASKED = frozenset(
         *("cancel",),
     ]
 )
-"""What the program may ask."""
+"""Kinds of requests that the program may make."""
 _DUNDERS = frozenset(
     [
         *("__name__", "__qualname__", "__doc__", "__module__", "__signature__"),
@@ -105,7 +105,7 @@ class ProgramConnection(Connection):
         self.emptied = False
         """Whether the program emptied a container of the current test."""
         self.stand_in: Callable[[tuple[Any, ...]], Any] | None = None
-        """What calls return, in place of the program."""
+        """The function that answers calls in place of the program."""
         self.copies = False
         """Whether changes of the program to the test's containers are kept from the test."""
         self.text = ""

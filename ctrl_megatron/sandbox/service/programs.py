@@ -14,7 +14,7 @@ from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.workers import WorkerPool
 
 _OUT_OF_MEMORY = ("MemoryError", "std::bad_alloc")
-"""What Python and C++ say where a program gets no more memory."""
+"""Errors of Python and C++ for a program that gets no more memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
