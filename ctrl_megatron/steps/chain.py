@@ -102,7 +102,7 @@ async def _answer(
 
 
 TRAINED = FollowUp(judge=lambda rewards, sample, row: rewards.begin(sample.item(row)))
-"""What follows a critique that is trained on."""
+"""The follow-up of a critique that is trained on."""
 
 
 def criticise(

@@ -35,7 +35,7 @@ VALIDATED = FollowUp(
     without_judgment=True,
     judge=lambda rewards, sample, row: rewards.begin_solution(revised_text(sample), row),
 )
-"""What follows a critique that is not trained on."""
+"""The follow-up of a critique that is not trained on."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -115,7 +115,7 @@ class Episode:
     drawn: tuple[bool, ...]
     """Whether the model drew each of them."""
     answers: tuple[str, ...]
-    """What the model said, turn by turn."""
+    """The model's texts, turn by turn."""
     observations: tuple[Observation, ...]
     """The environment's replies, as many."""
 
@@ -433,7 +433,7 @@ def episode_graph(name: str, config: Config, episodes: Episodes) -> TaskGraph:
 
 
 def episodes_report(config: Config, episodes: Episodes) -> StepReport:
-    """What a pipeline of episodes reports of its steps."""
+    """The metrics, examples and validation of a pipeline of episodes."""
     return StepReport(
         metrics=step_performance,
         examples=episode_examples,

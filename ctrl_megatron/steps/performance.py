@@ -69,9 +69,7 @@ def passes(worker: DAGWorker) -> tuple[float, float]:
 
 
 def engine_metrics(worker: DAGWorker) -> dict[str, float]:
-    """What the actor's engines have counted since the last call (``step_metrics``), on rank 0.
-    Collective.
-    """
+    """The engines' metrics since the last call (``step_metrics``), on rank 0. Collective."""
     engine = worker.engine if worker.groups.is_first else None
 
     async def ask() -> dict[str, Counters]:

@@ -193,7 +193,7 @@ class ApiProxy:
         self.cache.close()
 
     async def take_counts(self) -> CacheCounters:
-        """What the cache did since the last call."""
+        """The cache's counters since the last call; it counts from zero again."""
         found, self.cache.counters = self.cache.counters, CacheCounters()
         return found
 

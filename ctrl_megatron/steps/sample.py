@@ -35,7 +35,7 @@ class SampleSize:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """What the proxy answered to the request for a revision."""
+    """The proxy's answer to the request for a revision."""
 
     text: str = ""
     """Empty without an answer."""

@@ -190,7 +190,7 @@ class RolloutWorker:
         return await self.rewards.score(items)
 
     def check_judging(self) -> Judging:
-        """What the services that judge were asked since ``take_judging``, over all ranks.
+        """Counts of requests to the services that judge since ``take_judging``, over all ranks.
         Collective.
 
         Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
@@ -251,9 +251,9 @@ class DAGWorker(RolloutWorker):
     total_steps: int = 0
     """Training steps of the whole run."""
     ahead: DrawsAhead = field(default_factory=DrawsAhead)
-    """What is drawn for later steps while one trains (``rollout.staleness``)."""
+    """Samples drawn for later steps while one trains (``rollout.staleness``)."""
     counted: dict[str, Counters] = field(default_factory=dict)
-    """What the engines had counted at the end of the last step (rank 0)."""
+    """The engines' counters at the end of the last step (rank 0)."""
     leftover: LeftoverGroups = field(default_factory=LeftoverGroups)
     """Groups that dynamic sampling has not used yet."""
     actor: Policy | None
