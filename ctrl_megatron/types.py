@@ -16,7 +16,7 @@ asserts test, ``code_contests`` for programs that read stdin and write stdout.""
 FinishReason = Literal["stop", "length", "abort"]
 
 StrategyName = Literal["megatron", "fsdp"]
-"""What splits and computes the trainer's models: ``models.megatron`` or ``models.fsdp``."""
+"""The library that computes the trainer's models: ``models.megatron`` or ``models.fsdp``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
