@@ -44,7 +44,6 @@ class GroupedScores:
         return _group_max(torch.where(self.counted, values, -torch.inf), self._groups)
 
     def mean(self) -> torch.Tensor:
-        """Mean of the group's scores."""
         return self.sum(self.scores) / self.count
 
     def std(self) -> torch.Tensor:
