@@ -126,7 +126,6 @@ class AbandonableCall(Generic[T]):
         self._thread.start()
 
     def alive(self) -> bool:
-        """Whether the function is still running."""
         return self._thread.is_alive()
 
     def place(self) -> str:
