@@ -226,7 +226,6 @@ class _Merging:
         self._trained = {s.name: s for s in hf_specs(source.shape, source.dtype, "trained")}
 
     def read(self, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
-        """The whole tensors, by name."""
         return {spec.name: self._merged(spec) for spec in specs}
 
     def _merged(self, spec: TensorSpec) -> torch.Tensor:

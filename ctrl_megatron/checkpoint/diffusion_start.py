@@ -108,7 +108,6 @@ class _Reader:
     mask: MaskToken
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
-        """The tensor in the type and shape of ``spec``."""
         kind = DTYPES[spec.dtype]
         if spec.name not in self.tensors.shapes():
             return torch.zeros(spec.shape, dtype=kind)  # a bias that a Llama lacks

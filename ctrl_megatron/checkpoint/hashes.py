@@ -81,15 +81,12 @@ class HashedFile(RawIOBase):
             raise
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """Bytes that are written."""
         return self._file.tell()
 
     def fileno(self) -> int:
-        """The descriptor, for ``fsync``."""
         return self._file.fileno()
 
     def close(self) -> None:

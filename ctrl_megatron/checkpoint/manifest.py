@@ -214,7 +214,6 @@ def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict
 
 
 def added(directory: Path, manifest: Manifest) -> list[str]:
-    """Files in ``directory`` that the manifest does not have."""
     return [name for name in file_sizes(directory) if name not in manifest.sizes]
 
 

@@ -39,7 +39,6 @@ class SavedAdapters:
     base: Base
 
     def write(self, folder: Path) -> None:
-        """Write the file."""
         (folder / ADAPTERS_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 

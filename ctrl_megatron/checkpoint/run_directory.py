@@ -45,7 +45,6 @@ class Holder:
 
     @staticmethod
     def here() -> Holder:
-        """This process."""
         pid = os.getpid()
         return Holder(socket.gethostname(), _boot(), pid, process_start(pid) or 0)
 

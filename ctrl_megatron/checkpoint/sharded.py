@@ -96,7 +96,6 @@ class TensorParts:
         ]
 
     def part(self, offset: torch.Size) -> torch.Tensor:
-        """The rectangle at ``offset``."""
         return self.parts[offset]
 
 

@@ -100,7 +100,6 @@ class SaveReport:
     """Seconds during which training waited."""
 
     def metrics(self) -> dict[str, float]:
-        """The report as metrics of a step."""
         return {
             "checkpoint/gib_per_rank": self.num_bytes / 2**30,
             "checkpoint/seconds": self.seconds,
