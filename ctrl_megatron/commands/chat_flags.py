@@ -53,7 +53,6 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
 
 
 def add_tensor_flag(parser: CommandParser) -> None:
-    """Add ``--tensor-parallel-size``."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=count(),

@@ -122,7 +122,6 @@ def _checked(
 
 
 def _test_sets(given: Sequence[str], formats: Sequence[str]) -> list[Problem]:
-    """The problems of all ``FORMAT=FILE`` in ``given``."""
     problems: list[Problem] = []
     for text in given:
         kind, _, file = text.partition("=")

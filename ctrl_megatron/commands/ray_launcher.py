@@ -201,7 +201,6 @@ def _cluster() -> Iterator[None]:
 
 
 def _start_once(name: str, hosts: int, ranks: int, gpus: int, arguments: Sequence[str]) -> End:
-    """Start the ranks and wait for their end."""
     actors, group = _actors(hosts, gpus)
     ray = _ray()
     try:

@@ -257,7 +257,6 @@ def _open_journal(
 
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeRemainingColumn()) as bars:
         tasks = dict[str, TaskID]()
