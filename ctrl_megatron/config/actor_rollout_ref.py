@@ -463,7 +463,6 @@ class Model:
 
     @property
     def tokenizer(self) -> str:
-        """Directory of the tokenizer."""
         return self.tokenizer_path or self.path
 
 

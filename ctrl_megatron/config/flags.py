@@ -34,7 +34,6 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", float, number())
 
     def error(self, message: str) -> NoReturn:
-        """Wrong arguments."""
         about_value = re.match(rf"argument (?:\S+/)?(\S+): (?={_VALUE}|{_SAID})", message)
         if about_value is not None:
             raise UserError(about_value[1] + message[about_value.end() :])
@@ -45,7 +44,6 @@ class ToolParser(CommandParser):
     """The parser of a tool: wrong arguments end it with one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Wrong arguments."""
         try:
             super().error(message)
         except UserError as error:

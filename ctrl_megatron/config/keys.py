@@ -132,7 +132,6 @@ class Key:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Name -> type of the fields of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -164,5 +163,4 @@ def declared(
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of a dotted key."""
     return reduce(getattr, name.split("."), config)

@@ -15,7 +15,6 @@ _LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of ``function`` but ``*`` and ``**``."""
     parameters = inspect.signature(function).parameters
     return {name: p for name, p in parameters.items() if p.kind not in _LOOSE}
 

@@ -192,7 +192,6 @@ class Trainer:
     ends and names the work."""
 
     def dumps(self, step: int) -> bool:
-        """Whether the batch of step number ``step`` is kept."""
         return _names(self.dump_steps, step)
 
     def profiles(self, step: int) -> bool:
