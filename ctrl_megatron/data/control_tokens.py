@@ -58,7 +58,6 @@ class ControlTokens:
         self._tokenizer = _respelled(inner, self._inside)
 
     def is_control(self, number: int) -> bool:
-        """Whether the token ``number`` is a control token."""
         return self._tokenizer.id_to_token(number) in self._inside.values()
 
     def shelter(self, text: str, role: Role) -> str:

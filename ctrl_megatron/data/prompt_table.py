@@ -28,7 +28,6 @@ class PromptTable:
 
     @cached_property
     def number_of(self) -> Mapping[str, int]:
-        """Position of the row with this id."""
         return {row.id: number for number, row in enumerate(self.rows)}
 
     def row(self, row_id: str) -> Row:

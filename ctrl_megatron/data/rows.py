@@ -365,7 +365,6 @@ class Cells:
     place: str
 
     def error(self, column: str, complaint: str) -> UserError:
-        """The error to raise for the column."""
         return UserError(f"{self.place}: column {column!r} {complaint}")
 
     def text(self, column: str, *, default: str | None = None, may_be_empty: bool = False) -> str:
