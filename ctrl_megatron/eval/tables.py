@@ -147,7 +147,6 @@ def _cell(rate: Estimate | None, name: str) -> str:
 
 
 def difference_text(rate: Estimate | None, name: str) -> str:
-    """A difference with its sign and interval; "-" for None."""
     if rate is None:
         return "-"
     sign = "+" if rate.value >= 0 else ""
@@ -166,7 +165,6 @@ def rate_text(value: float, name: str) -> str:
 
 
 def words(name: str) -> str:
-    """The name of a rate in words."""
     return name.replace("_", " ")
 
 
