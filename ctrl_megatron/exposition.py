@@ -21,7 +21,6 @@ class DurationHistogram:
     total: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self.counts[bisect_left(_BOUNDS, seconds)] += 1
         self.total += seconds
 
