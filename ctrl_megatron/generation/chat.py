@@ -59,9 +59,7 @@ class Chat(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class DealtChat:

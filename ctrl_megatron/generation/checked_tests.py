@@ -112,7 +112,6 @@ class TestChecks:
                     seen.add(key)
 
     def of(self, row: Row) -> CheckedTests:
-        """The result for one of the rows."""
         return self._known[self._keys[row.id]] if row.id in self._keys else CheckedTests()
 
     def all(self) -> dict[str, CheckedTests]:

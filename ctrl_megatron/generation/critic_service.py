@@ -116,7 +116,6 @@ class CriticService:
         self._loopback, self._token = loopback, token
 
     def application(self) -> web.Application:
-        """The application with all routes."""
         app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._guard])
         app.router.add_get("/", show_page)
         app.router.add_get("/health", self._health)
@@ -326,7 +325,6 @@ def _judgment(judgment: bool | None) -> str | None:
 
 
 def _diff(before: str, after: str) -> str:
-    """A unified diff; empty for equal programs."""
     lines = unified_diff(
         before.splitlines(), after.splitlines(), "solution", "revision", lineterm=""
     )

@@ -112,7 +112,6 @@ class MeteredJudge:
         return result
 
     async def identity(self) -> object:
-        """The identity of the judge."""
         return await self._judge.identity()
 
 
@@ -351,7 +350,6 @@ def _with_solution(node: SearchNode, answer: ChatAnswer) -> SearchNode:
 
 
 def _tokens(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    """Tokens of all ``answers``, as keyword arguments."""
     return {
         name: total(getattr(answer, name) for answer in answers)
         for name in ("prompt_tokens", "completion_tokens")

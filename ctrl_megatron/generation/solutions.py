@@ -60,7 +60,6 @@ async def first_solutions(
 
 
 def attempt_job(attempt: Attempt) -> GradingJob:
-    """The job that judges an attempt on every test."""
     return grading_job(attempt.solution, row_of(attempt, ()), run_all_cases=True)
 
 

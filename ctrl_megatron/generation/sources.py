@@ -37,7 +37,6 @@ class ChatSource:
 
     @property
     def urls(self) -> list[str]:
-        """The addresses."""
         return [url.strip() for url in self.url.split(",")] if self.url else []
 
     def weights(self) -> str | None:
