@@ -327,5 +327,4 @@ def metric_prefix(policy: int) -> str:
 
 
 def prefixed(metrics: Mapping[str, float], policy: int) -> dict[str, float]:
-    """The metrics of a policy under its names."""
     return {f"{metric_prefix(policy)}{name}": value for name, value in metrics.items()}

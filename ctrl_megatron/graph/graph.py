@@ -79,7 +79,6 @@ class TaskGraph(GraphNeighbours[Node]):
 
     @property
     def uses(self) -> frozenset[Service]:
-        """The services that its nodes and its validation use."""
         used = () if self.report.validate is None else node_function(self.report.validate).uses
         return frozenset((*used, *(one for node in self.nodes.values() for one in node.uses)))
 

@@ -117,7 +117,6 @@ class Node(NodeLife):
 
     @property
     def uses(self) -> tuple[Service, ...]:
-        """Services that the function uses."""
         return () if self.declared is None else self.declared.uses
 
     @property

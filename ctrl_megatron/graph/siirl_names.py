@@ -73,7 +73,6 @@ class NodeLife:
     error_info: str | None = None
 
     def add_dependency(self, dependency_id: str) -> None:
-        """Let the node wait for another one too."""
         if dependency_id not in self.dependencies:
             self.dependencies.append(dependency_id)
 
@@ -96,11 +95,9 @@ class NodeLife:
         return self.status is NodeStatus.FAILED and self.retries_done < self.retry_limit
 
     def increment_retry_count(self) -> None:
-        """Count one more try."""
         self.retries_done += 1
 
     def reset(self) -> None:
-        """As if the node had never begun."""
         self.status, self.retries_done, self.error_info = NodeStatus.PENDING, 0, None
 
 
@@ -134,20 +131,16 @@ class GraphNeighbours(Generic[N]):
         }
 
     def get_entry_nodes(self) -> list[N]:
-        """Nodes without dependencies."""
         return [node for node in self.nodes.values() if not node.dependencies]
 
     def get_exit_nodes(self) -> list[N]:
-        """Nodes on which none depends."""
         adjacent = self.adj
         return [node for node_id, node in self.nodes.items() if not adjacent[node_id]]
 
     def get_dependencies(self, node_id: str) -> list[N]:
-        """Nodes on which ``node_id`` depends directly."""
         return [self.nodes[other] for other in self.rev_adj[node_id]]
 
     def get_dependents(self, node_id: str) -> list[N]:
-        """Nodes that depend directly on ``node_id``."""
         return [self.nodes[other] for other in self.adj[node_id]]
 
     get_downstream_nodes = get_dependents
