@@ -55,7 +55,6 @@ def pipeline_from_file(config: Config, *, file: str) -> TaskGraph:
 
 
 def _resolved(node: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The node with the values that its references name."""
     own = {**_with_values(node.get("config") or {}, values), "_node_id_": node.get("node_id")}
     return {**node, "config": own}
 

@@ -242,5 +242,4 @@ class ProcessGroupManager:
         return None if ranks is None else {"ranks": ranks}
 
     def get_all_specs(self) -> dict[str, dict[str, list[int]]]:
-        """``get_group_spec`` of every group."""
         return {name: {"ranks": ranks} for name, ranks in self.process_group_spec.items()}
