@@ -196,9 +196,7 @@ class Probed(Protocol):
         """Ask once. False where the service is not reached."""
         ...
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
     def silent(self, seconds: float) -> str:
         """The error for a service that runs but has not answered for ``seconds``."""
