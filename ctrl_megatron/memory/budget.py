@@ -66,7 +66,6 @@ class PhaseUse:
         return sum(self.items.values())
 
     def largest(self, count: int = 3) -> str:
-        """The largest items as text."""
         order = sorted(self.items.items(), key=lambda item: -item[1])[:count]
         return ", ".join(f"{name} {gib(size)}" for name, size in order)
 
@@ -96,12 +95,10 @@ class MemoryBudget:
 
     @property
     def fullest(self) -> PhaseUse:
-        """The phase with the highest need."""
         return max(self.phases, key=lambda use: use.total)
 
 
 def gib(size: float) -> str:
-    """Bytes as text."""
     return f"{size / GIB:.1f} GiB"
 
 

@@ -144,7 +144,6 @@ def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
 
 
 def with_keys(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with new values of dotted keys."""
     for key, value in changes.items():
         config = _changed(config, key, value)
     return config

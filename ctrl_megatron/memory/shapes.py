@@ -33,7 +33,6 @@ class ModelShapes:
 
     @property
     def trained(self) -> tuple[AnyShape, ...]:
-        """The models that learn."""
         return (self.actor, *(one for one in (self.second, self.value) if one is not None))
 
 
