@@ -56,17 +56,14 @@ class Display:
         )
 
     def start(self) -> Display:
-        """Show the live bar from now on."""
         self._bar.start()
         return self
 
     def close(self) -> None:
-        """Remove the live bar."""
         if not self._bar.disable:  # else it would print an empty line
             self._bar.stop()
 
     def begin_step(self, step: int) -> None:
-        """Step number ``step`` (counted from 1) begins."""
         self._step_start, self._done, self._took = time.monotonic(), step - 1, {}
         self._bar.update(self._task, description=f"step {step}")
 
@@ -105,7 +102,6 @@ class Display:
         self.print_line(f"{done}, {eta} to go")
 
     def print_line(self, text: str) -> None:
-        """Print one line without wrapping it."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show_phases(self) -> None:

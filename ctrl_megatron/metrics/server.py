@@ -71,7 +71,6 @@ class MetricsServer:
         self._newest = {**kept, **metrics, "step": step, "step_timestamp_seconds": time.time()}
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -81,7 +81,6 @@ class ConsoleSink:
         self._display = display
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print one table."""
         self._display.console.print(step_table(step, self._display.total_steps, metrics))
 
     def close(self) -> None:
@@ -115,11 +114,9 @@ class JsonlSink:
         self._lines = JsonlWriter(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line."""
         self._lines.append({"step": step, "metrics": dict(metrics)})
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 
@@ -141,7 +138,6 @@ class TensorboardSink:
         self._add(0, file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event with all metrics."""
         if not self._started:
             # A resumed run repeats steps; TensorBoard then drops later events of the first attempt.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -172,7 +168,6 @@ class TensorboardSink:
         self._add(step, summary=self._summaries.Summary(value=values))
 
     def close(self) -> None:
-        """Close the event file."""
         with naming(self._path):
             self._writer.close()
 
@@ -200,7 +195,6 @@ class WandbSink:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
@@ -222,9 +216,7 @@ class MlflowSink:
         mlflow.set_tag("run_dir", str(run_dir))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._mlflow.end_run()

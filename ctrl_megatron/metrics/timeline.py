@@ -29,7 +29,6 @@ class Phase:
 
     @property
     def interval(self) -> Interval:
-        """Start and end."""
         return self.start, self.end
 
 
@@ -124,7 +123,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """The intervals that are covered both by ``a`` and by ``b``."""
     pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in union(a) for y in union(b))
     return [(start, end) for start, end in pairs if start < end]
 

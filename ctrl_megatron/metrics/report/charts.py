@@ -92,7 +92,6 @@ def tiles(series: Series) -> list[str]:
 
 
 def title_of(name: str) -> str:
-    """The title of a metric, or its name in words."""
     if name in _TITLES:
         return _TITLES[name]
     words = name.replace("_", " ").replace("/", ": ")

@@ -49,7 +49,6 @@ _GRAPH_COLOURS = (
 
 
 def render(run: RunFiles) -> str:
-    """The page about one run."""
     series = run.series or {}
     return rendered(
         "run.html.jinja",
@@ -124,7 +123,6 @@ def _not_compared(series: Mapping[str, Series]) -> list[str]:
 
 
 def facts_of(run: RunFiles) -> dict[str, str]:
-    """Data, models and date of a run."""
     tree = read_yaml(run.config, "config.yaml")[0] if run.config else None
     data = [_value(tree, f"{key}.train_files") for key in ("data", "sft")]
     validated = [_value(tree, f"{key}.val_files") for key in ("data", "sft")]
