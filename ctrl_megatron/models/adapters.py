@@ -143,7 +143,6 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
 
 
 def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
-    """A forward hook of a linear layer."""
     if not linear.adapter.on:
         return None
     result, bias = output
@@ -171,7 +170,6 @@ def merged(model: GPTModel, name: str) -> torch.Tensor:
 
 
 def adapters_of(model: torch.nn.Module) -> Iterator[Adapter | LinearAdapter]:
-    """The adapters in a model or a chunk of it, of either strategy."""
     kinds = Adapter, LinearAdapter
     return (module for module in model.modules() if isinstance(module, kinds))
 

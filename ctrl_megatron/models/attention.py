@@ -118,7 +118,6 @@ class SegmentAttention(torch.autograd.Function):
         layout: PackedLayout,
         scale: float | None,
     ) -> torch.Tensor:
-        """Attention with the shapes of ``Attend``."""
         out = query.new_empty((*query.shape[:2], value.shape[2]))
         queries, keys, values, factor = _of_equal_width(query, key, value, scale)
         wide = torch.promote_types(query.dtype, torch.float32)

@@ -52,5 +52,4 @@ def add_linear_adapters(model: torch.nn.Module, lora: Lora, params: Iterable[str
 
 
 def _add(linear: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
-    """A forward hook of a linear layer."""
     return output + linear.adapter(inputs[0]) if linear.adapter.on else None

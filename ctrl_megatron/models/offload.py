@@ -49,7 +49,6 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def come_back(self) -> None:
-        """Undo ``leave``."""
         for storage, size in self._empty:
             storage.resize_(size)
             whole = _bytes_of(storage)

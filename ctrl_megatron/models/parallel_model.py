@@ -93,7 +93,6 @@ class ParallelModel:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules of this rank's virtual stages."""
         return self.strategy.models
 
     def start_optimizer(self) -> None:

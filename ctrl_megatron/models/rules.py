@@ -69,7 +69,6 @@ class ParamRule:
     optimizer state, and no checkpoint has it."""
 
     def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
-        """The HF tensors of one of its layers and experts."""
         for tensor in self.hf:
             yield HfTensor(tensor.name.format(i=layer, e=expert), tensor.shape)
 
@@ -329,7 +328,6 @@ def hf_buffers(shape: AnyShape) -> Mapping[str, str]:
 
 @lru_cache(maxsize=64)
 def trained_names(shape: AnyShape) -> frozenset[str]:
-    """The HF tensors that training changes."""
     return frozenset(
         tensor.name
         for rule in rules(shape)

@@ -175,13 +175,11 @@ class SafetensorsDirectory:
         return found.hexdigest()[:16]
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
         if self.block is not None and name + SCALES in self._file_of:
             return self.read_part(name, (slice(None),) * 2)
         return self._handle(name).get_tensor(name)
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """The rectangle ``part`` of the tensor."""
         found = self._handle(name).get_slice(name)[part]
         if self.block is None or (scales := name + SCALES) not in self._file_of:
             return found

@@ -77,7 +77,6 @@ class MultiLatentAttention:
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers of a head's query, and of its key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -238,7 +237,6 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
         return len(self.feed_forward)
 
     @property
@@ -256,7 +254,6 @@ class ModelShape:
 
     @property
     def expert_kinds(self) -> list[Experts]:
-        """The kinds of layers with experts; none in a dense model."""
         return [kind for kind in self.layers_by_kind if isinstance(kind, Experts)]
 
 
@@ -327,7 +324,6 @@ def value_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:
 
 
 def is_reward_model(shape: AnyShape) -> bool:
-    """Whether it is the shape of a reward model."""
     return shape.value_head and not shape.head_bias
 
 

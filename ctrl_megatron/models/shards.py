@@ -30,12 +30,10 @@ class Piece:
 
     @property
     def hf_slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in the HF tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.hf_start, self.extent, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in the shard."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.extent, strict=True))
 
 
@@ -104,7 +102,6 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
 
 
 def _axes(rule: ParamRule) -> tuple[Axis, ...]:
-    """The axes of the rule's mesh that cut its parameter."""
     if rule.kind == "shard":
         return ("shard",)
     split: Axis = "tp" if rule.mesh == "dense" else "etp"

@@ -203,7 +203,6 @@ class ReadsValues(torch.nn.Module):
         self.score = torch.nn.Linear(model.config.hidden_size, 1, bias=bias, device="meta")
 
     def forward(self, **arguments: Any) -> torch.Tensor:
-        """As described above."""
         return getattr(self, self.decoder_name)(**arguments).last_hidden_state
 
 
