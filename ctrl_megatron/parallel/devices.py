@@ -36,7 +36,6 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def visible_gpus() -> int:
-    """Number of GPUs that torch sees here."""
     return torch.cuda.device_count()
 
 

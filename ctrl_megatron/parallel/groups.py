@@ -45,12 +45,10 @@ class RankSet:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the set."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """True on the set's rank 0."""
         return self.rank == 0
 
     @property
@@ -60,7 +58,6 @@ class RankSet:
 
     @property
     def here(self) -> int:
-        """The number of this rank's host."""
         return self.hosts.of_rank[self.rank]
 
     def from_first(self, value: T | None) -> T:

@@ -38,7 +38,6 @@ class Hosts:
         return self.of_rank.index(host)
 
     def ranks_on(self, host: int) -> int:
-        """The number of ranks on the host."""
         return self.of_rank.count(host)
 
     def of(self, ranks: Sequence[int]) -> Hosts:

@@ -38,18 +38,15 @@ class Mesh:
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """The names of the axes."""
         return frozenset(axis for axis, _ in self.sizes)
 
     def indices(self, rank: int) -> dict[Axis, int]:
-        """The index of ``rank`` on every axis."""
         found: dict[Axis, int] = {}
         for axis, size in self.sizes:
             rank, found[axis] = divmod(rank, size)
         return found
 
     def every(self, axes: Sequence[Axis]) -> Iterator[Indices]:
-        """Every combination of indices on ``axes``."""
         sizes = dict(self.sizes)
         for indices in product(*(range(sizes[axis]) for axis in axes)):
             yield tuple(zip(axes, indices, strict=True))
@@ -81,7 +78,6 @@ class Coordinates:
     copy: int
 
     def on(self, *axes: Axis) -> Indices:
-        """The indices on ``axes``."""
         return tuple((axis, getattr(self, axis)) for axis in axes)
 
 
@@ -131,7 +127,6 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Number of copies of whole modules."""
         return self.tensor * self.context * self.data // self.copy_size
 
     @property
@@ -152,7 +147,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.model_size * self.data
 
     @property
@@ -198,7 +192,6 @@ class Layout:
         return prod(sizes[axis] for axis in REPLICAS[name])
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a layout of {self.world_size} ranks")
         indices: dict[Axis, int] = {}
@@ -211,7 +204,6 @@ class Layout:
         return self.mesh("dense").ranks({"tp": tp, "cp": cp, "dp": dp, "pp": pp})[0]
 
     def first_of(self, pp: int) -> Coordinates:
-        """The coordinates of the first rank of a pipeline stage."""
         return self.coordinates(self.rank(pp=pp))
 
     def holders(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
@@ -338,5 +330,4 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
 
 
 def world_with(worlds: Sequence[World], role: str) -> World:
-    """The world that has the model of a role."""
     return next((world for world in worlds if role in world.roles), worlds[0])

@@ -36,17 +36,14 @@ class EnginePlace:
 
     @property
     def hosts(self) -> range:
-        """The hosts that it spans."""
         return range(self.host, self.host + self.spans)
 
     @property
     def host_of_worker(self) -> tuple[int, ...]:
-        """Each worker's host."""
         each = len(self.devices) // self.spans
         return tuple(self.host + worker // each for worker in range(len(self.devices)))
 
     def devices_on(self, host: int) -> tuple[int, ...]:
-        """The devices of the workers on a host."""
         pairs = zip(self.devices, self.host_of_worker, strict=True)
         return tuple(device for device, of in pairs if of == host)
 
@@ -63,15 +60,12 @@ class Placement:
         return tuple(sorted({host for engine in self.engines for host in engine.hosts}))
 
     def of(self, role: EngineRole) -> Placement:
-        """The engines of a role."""
         return Placement(engines=tuple(e for e in self.engines if e.role == role))
 
     def on(self, host: int) -> tuple[EnginePlace, ...]:
-        """The engines with workers on a host."""
         return tuple(engine for engine in self.engines if host in engine.hosts)
 
     def served_on(self, host: int) -> tuple[EnginePlace, ...]:
-        """The engines that a host serves."""
         return tuple(engine for engine in self.engines if engine.host == host)
 
 

@@ -45,7 +45,6 @@ class StopFlag:
         return self
 
     def restore(self) -> None:
-        """Restore the signals' former handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
