@@ -39,7 +39,6 @@ class StageJournal:
             )
 
     def finished(self, stage: str) -> list[Records]:
-        """The records of every finished part of ``stage``."""
         file = self._folder / f"{stage}.jsonl"
         if not file.exists():
             return []

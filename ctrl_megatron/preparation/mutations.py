@@ -103,7 +103,6 @@ class _Source:
         self.code = code
 
     def span(self, node: ast.expr) -> tuple[int, int]:
-        """(start, end) of ``node`` in the text."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return (
             self._at(node.lineno, node.col_offset),

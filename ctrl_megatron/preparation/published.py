@@ -56,11 +56,9 @@ class Dropped:
     reasons: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, reason: str, what: str) -> None:
-        """Count ``what`` under ``reason``."""
         self.reasons.setdefault(reason, []).append(what)
 
     def counts(self) -> Counter[str]:
-        """The number of items for each reason."""
         return Counter({reason: len(names) for reason, names in self.reasons.items()})
 
 

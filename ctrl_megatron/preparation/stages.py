@@ -56,7 +56,6 @@ def opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
 
 @asynccontextmanager
 async def open_sandbox() -> AsyncIterator[SandboxClient]:
-    """A client of a sandbox that runs for the length of the block."""
     token = secrets.token_urlsafe(32)
     with EmbeddedSandbox.start(token=token) as sandbox:
         async with SandboxClient(sandbox.endpoint, token=token) as client:
