@@ -125,8 +125,6 @@ def _lines_with_words(text: str) -> list[str]:
 
 
 def _all_words(equal: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
-    """A comparison of two lines, word by word."""
-
     def equal_lines(got: str, want: str) -> bool:
         left, right = _words(got), _words(want)
         return len(left) == len(right) and all(map(equal, left, right))
