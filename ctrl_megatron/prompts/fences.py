@@ -43,7 +43,6 @@ class FencedBlock(NamedTuple):
 
 
 def fenced_blocks(text: str) -> list[FencedBlock]:
-    """Every fenced block of ``text``, in order."""
     if "```" not in text and "~~~" not in text:
         return []
     blocks = []
