@@ -73,12 +73,10 @@ class Recorder:
                 self.say(line)
 
     def say(self, text: str) -> None:
-        """One line on the terminal."""
         if self.display is not None:
             self.display.print_line(text)
 
     def begin_step(self, step: int) -> None:
-        """Step number ``step`` (from 1) begins."""
         if self.display is not None:
             self.display.begin_step(step)
 
@@ -89,7 +87,6 @@ class Recorder:
         timeline: Mapping[str, Any],
         examples: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Step number ``step`` is complete."""
         if not self.active:
             return
         self.log(step, metrics)
@@ -129,7 +126,6 @@ class Recorder:
                 sink.log(step, metrics)
 
     def add_stage(self, stage: str, results: Mapping[str, float]) -> None:
-        """A row of the final table."""
         if self.active:
             add_stage(self.run_dir, stage, results)
 
