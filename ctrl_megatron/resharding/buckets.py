@@ -269,7 +269,6 @@ class HostBuckets:
         return number * self._workers % len(self._memory)
 
     def _whole(self, number: int, worker: int, place: TensorPlace) -> torch.Tensor:
-        """A tensor in the memory of a worker for a bucket."""
         return tensor_at(self._memory[self._first(number) + worker], place.spec, place.offset)
 
 
@@ -330,7 +329,6 @@ class HostExchange:
             self._memory.at(number, 0, 0, name, whole).copy_(values)
 
     def exchange(self, number: int) -> None:
-        """Begin to send and to receive messages."""
         groups, rank = self._groups, self._groups.rank
         arriving: list[tuple[int, _Arrival]] = []
         leaving = self._leaving[number] = []
@@ -388,7 +386,6 @@ class HostExchange:
 
 
 def message_bytes(transfers: Iterable[Transfer]) -> int:
-    """The size of a message with these transfers."""
     return sum(aligned(r.num_bytes) for transfer in transfers for r in transfer.rectangles)
 
 

@@ -308,12 +308,10 @@ class DeviceOwner:
             self._wake(memory)
 
     def take_reports(self) -> list[PushReport]:
-        """The pushes since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def close(self) -> None:
-        """Close the connections to this host's engines."""
         if self._engine:
             self._loop.run_last(self._engine.close())
 

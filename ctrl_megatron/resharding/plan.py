@@ -148,7 +148,6 @@ class Rectangle:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rectangle."""
         return prod(self.piece.extent) * DTYPE_BYTES[self.dtype]
 
 
@@ -163,7 +162,6 @@ class Flow:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rectangles."""
         return sum(rectangle.num_bytes for rectangle in self.rectangles)
 
 
@@ -212,7 +210,6 @@ class Transfer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rectangles."""
         return sum(rectangle.num_bytes for rectangle in self.rectangles)
 
 

@@ -127,7 +127,6 @@ class ChunkQueue:
         self._update.add_done_callback(lambda _: self._notify(requested=0))
 
     def put(self, chunk: WeightChunk) -> None:
-        """Offer the next chunk."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, chunk)
 
     def wait_until_read(self, bucket: int) -> None:

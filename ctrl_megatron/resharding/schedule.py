@@ -73,7 +73,6 @@ class Load:
     got: dict[tuple[Way, int], float] = field(default_factory=dict)
 
     def add(self, other: Load) -> None:
-        """Add the bytes of ``other``."""
         for mine, theirs in ((self.sent, other.sent), (self.got, other.got)):
             for key, size in theirs.items():
                 mine[key] = mine.get(key, 0) + size
@@ -113,7 +112,6 @@ class PushTime:
 
 
 def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
-    """The simulated push as text."""
     engines, giga = len(plan.takers), 1e9
     lines = [
         f"push from shard to shard: {plan.engine_bytes() / giga:.1f} GB into each of {engines} "

@@ -114,5 +114,4 @@ class DirectorySource:
 
 
 def _replicated(groups: ProcessGroups) -> Layout:
-    """The layout in which every rank has everything."""
     return Layout(data=groups.size, sharded=1)

@@ -84,12 +84,10 @@ class _MappedMemory:
 
     @property
     def name(self) -> DriverName:
-        """The name of the driver."""
         return "cuda" if self._groups.device.type == "cuda" else "host"
 
     @cached_property
     def driver(self) -> MemoryDriver:
-        """The driver of the memory."""
         return memory_driver(self.name)
 
     def grow_to(self, sizes: Sequence[int], takers: Sequence[Sequence[int]]) -> None:

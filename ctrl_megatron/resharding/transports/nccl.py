@@ -231,7 +231,6 @@ class _Messages:
         self._filled[number] = messages
 
     def exchange(self, number: int) -> None:
-        """Begin to send."""
         messages = self._filled.pop(number)
         if self.link is not None and messages:
             with self._leaving_if_lost():

@@ -189,7 +189,6 @@ class SharedMemorySender:
         segments: HostSegments,
         named: Sequence[SharedSegment],
     ) -> HostBuckets:
-        """The segments as memory of the buckets."""
         layout, here, workers = source.layout, self.groups.here, buckets.plan.cut.tensor
         hosts: Sequence[int] = layout.hosts_of(here)
         if self.parts:
