@@ -40,7 +40,6 @@ _DROPPED_SHARE = 8
 
 
 def encode_verdict(verdict: Verdict) -> str:
-    """A verdict as JSON text."""
     return json.dumps(astuple(verdict))
 
 
@@ -176,7 +175,6 @@ class ResultCache(Generic[T]):
                     del self._flights[key]
 
     def recall(self, key: str) -> T | None:
-        """The stored result of ``key``; None where there is none."""
         with self._refusing("be used"):
             row = self._connection.execute(
                 "SELECT value FROM results WHERE key = ?", (key,)

@@ -267,7 +267,6 @@ def _programs_of(row: Row) -> dict[str, Any]:
 
 
 def _one_subtask(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The cases as tests of a single subtask, in their order."""
     tests = {
         str(number): {"input": case["input"]["stdin"], "output": case["output"]["stdout"]}
         for number, case in enumerate(cases)

@@ -32,7 +32,6 @@ class PlannedReward:
     """Tasks of the rows that it rewards (``Row.task``); None for every row."""
 
     def of(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that it rewards."""
         return [row for row in rows if self.tasks is None or row.task in self.tasks]
 
 
@@ -47,7 +46,6 @@ class RewardPlan:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Name of every function -> its weight."""
         return {name: function.weight for name, function in self.functions.items()}
 
     @property

@@ -90,7 +90,6 @@ class Group:
     """The text of each program for one ``{name}``."""
 
     def programs(self, names: Sequence[str]) -> list[str]:
-        """The programs that define ``names``."""
         return [
             "\n".join([MARK, *(text.replace("{name}", name) for name in names)])
             for text in self.templates

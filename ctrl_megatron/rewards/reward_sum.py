@@ -66,7 +66,6 @@ class Judging:
 
     @classmethod
     def of(cls, outcomes: Iterable[RewardOutcome | None]) -> Judging:
-        """The sum over ``outcomes``."""
         judgable = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
         judged = [outcome for outcome in judgable if not outcome.refused]
         asked = [outcome for outcome in judged if not outcome.cached]
@@ -111,7 +110,6 @@ class RewardSum:
 
     @property
     def critic(self) -> RewardModelForCritic | None:
-        """The reward function ``critic``; None where the run has none."""
         return cast("RewardModelForCritic | None", self.functions.get("critic"))
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
@@ -211,7 +209,6 @@ class RewardSum:
         return [outcome.reward for outcome in outcomes]
 
     def _mine(self, name: str, items: Sequence[RewardItem]) -> list[int]:
-        """The numbers of the items that ``name`` rewards."""
         tasks = self._tasks.get(name)
         return [
             number
@@ -241,7 +238,6 @@ class RewardSum:
         return other
 
     async def close(self) -> None:
-        """Close the judge's connections, where it has any."""
         close = getattr(self.judge, "close", None)
         if close is not None:
             await close()

@@ -95,7 +95,6 @@ class AssertsJob:
         return min(len(self.tests) * one, max(JOB_SECONDS, one))
 
     def script(self) -> Script:
-        """The script of the harness with its input."""
         source = Path(harness_driver.__file__).read_text(encoding="utf-8")
         # The harness ends before the provider's time limit.
         seconds = self.job_seconds + OVERHEAD_SECONDS * min(len(self.tests), 5)

@@ -211,7 +211,6 @@ class _Machine:
         )
 
     async def write(self, name: str, text: str) -> None:
-        """Write a file of the job."""
         raise NotImplementedError
 
     async def command(self, text: str, seconds: float) -> tuple[str, str, int]:
@@ -219,7 +218,6 @@ class _Machine:
         raise NotImplementedError
 
     async def end(self) -> None:
-        """Remove the machine."""
         raise NotImplementedError
 
 

@@ -102,13 +102,10 @@ class ScriptBackend(Protocol):
         """A machine for one request, which is removed at the end."""
         ...
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 def judged(passed: bool, reason: str = "", *, timed_out: bool = False) -> EvalTestCase:
-    """The verdict on one test."""
     status = CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED
     run = CommandRunResult(status=status, return_code=None if timed_out else int(not passed))
     outcome = RunStatus.SUCCESS if passed else RunStatus.FAILED

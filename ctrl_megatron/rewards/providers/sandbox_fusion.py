@@ -67,7 +67,6 @@ class SandboxFusionBackend:
             raise ProviderSetupError(f"provider {self.name}: {error}") from error
 
     async def close(self) -> None:
-        """Close the client's connections."""
         await self._client.close()
 
 

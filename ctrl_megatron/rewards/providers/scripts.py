@@ -118,7 +118,6 @@ class ScriptProvider:
         )
 
     async def close(self) -> None:
-        """Close the back end's connections."""
         await self.backend.close()
 
     def _again(self, silence: Silence, error: Exception) -> float | None:
@@ -179,7 +178,6 @@ class StdioJob:
     rule: Rule = STRICT
 
     def script(self) -> Script:
-        """The program with the case's input."""
         return Script(
             source=self.code, stdin=self.stdin, seconds=self.seconds, language=self.language
         )
@@ -268,7 +266,6 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
 
 
 def _cases(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(input, expected output) of every case."""
     tests = data.get("test")
     try:
         items = loads(tests) if isinstance(tests, str) else tests or ()
