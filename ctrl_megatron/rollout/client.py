@@ -36,7 +36,6 @@ _LONGEST_LINE = 2**26
 
 
 def log_tail(path: str) -> str:
-    """The last 3000 bytes of a log file."""
     file = Path(path)
     if not file.is_file():
         return f"(no log at {path})"

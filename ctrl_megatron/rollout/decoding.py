@@ -159,7 +159,6 @@ class PauseControl:
         self._epoch = 0
 
     def begin_work(self) -> CancelToken:
-        """A token for work that begins now."""
         with self._changed:
             return CancelToken(self._epoch)
 
@@ -180,7 +179,6 @@ class PauseControl:
             return True
 
     def end_step(self) -> None:
-        """Mark the end of a step."""
         with self._changed:
             self._stepping = False
             self._changed.notify_all()
@@ -194,7 +192,6 @@ class PauseControl:
             self._changed.wait_for(lambda: not self._stepping)
 
     def resume(self) -> None:
-        """Allow steps to begin."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()

@@ -247,7 +247,6 @@ class _Canvas:
         return torch.rand(2, len(self.tokens), generator=self.row.stream, dtype=torch.float64)
 
     def masked(self, block: slice) -> torch.Tensor:
-        """The places of ``block`` that are still masked, ascending."""
         return block.start + (self._order[block] < 0).nonzero().squeeze(-1)
 
     def commit(
@@ -258,7 +257,6 @@ class _Canvas:
         step: int,
         version: str,
     ) -> None:
-        """Write tokens into masked places."""
         self.tokens[places], self._log_probs[places], self._order[places] = tokens, log_probs, step
         for place in places.tolist():
             self._versions[place] = version

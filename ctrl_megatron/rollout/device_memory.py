@@ -78,7 +78,6 @@ def lock_pages(memory: torch.Tensor) -> Callable[[], None]:
 
 
 def memory_driver(name: DriverName) -> MemoryDriver:
-    """The driver of that name."""
     return CudaMemory() if name == "cuda" else HostMemory()
 
 

@@ -28,7 +28,6 @@ from ctrl_megatron.sandbox.cores import usable_cores
 
 
 def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
-    """The configuration of a role's engines."""
     family = config.actor_rollout_ref
     return family.rollout if role == "rollout" else family.proxy.engine
 
@@ -151,6 +150,5 @@ def actor_shape(config: Config) -> AnyShape:
 
 
 def proxy_path(config: Config) -> str:
-    """The HF directory of a proxy on engines."""
     family = config.actor_rollout_ref
     return family.proxy.model.path or family.model.path

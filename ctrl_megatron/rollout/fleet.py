@@ -243,7 +243,6 @@ class Services:
         return found
 
     def connect(self, role: EngineRole = "rollout") -> CountedEngine:
-        """A client of all engines of a role."""
         return self._client(self.placement.of(role).engines)
 
     def connect_here(self) -> Engine | None:

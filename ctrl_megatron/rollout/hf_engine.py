@@ -122,7 +122,6 @@ class HfEngine:
 
     @classmethod
     async def build(cls, spec: EngineSpec) -> HfEngine:
-        """The engine, ready to generate."""
         return cls(spec)
 
     async def generate(

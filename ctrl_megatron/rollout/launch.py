@@ -146,11 +146,9 @@ class EngineProcess:
         return RemoteEngine(self.address, self)
 
     def exit_code(self) -> int | None:
-        """The server's exit code; None while it runs."""
         return self._popen.poll()
 
     def alive(self) -> bool:
-        """Whether the server still runs."""
         return self._popen.poll() is None
 
     def wait_ready(self) -> None:

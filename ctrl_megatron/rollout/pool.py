@@ -248,7 +248,6 @@ class _SharedChunks:
         self._chunk: WeightChunk | None = None
 
     async def read(self, reader: int) -> AsyncIterator[WeightChunk]:
-        """Yield every chunk to the engine of that number."""
         while True:
             # An engine that requests a chunk has read the one before.
             if await self._all_asked.wait() == 0:

@@ -58,14 +58,12 @@ Calls = dict[str, Callable[[wire.Json], Awaitable[Any]]]
 
 
 def adapter_of(spec: EngineSpec) -> Any:
-    """The class of the embedded engine that ``spec`` names."""
     module, _, name = ENGINES[spec.name].adapter.partition(":")
     with without_collections():
         return getattr(import_module(module), name)
 
 
 async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
-    """The embedded engine that ``spec`` names, which has drawn a token."""
     engine: EmbeddedEngine = await adapter_of(spec).build(spec)
     # Some engines refuse a model only in their first computation.
     await engine.generate([[0]], _PROBE)
@@ -81,7 +79,6 @@ def die(reason: str) -> None:
 
 
 def application(engine: EmbeddedEngine, token: str) -> web.Application:
-    """The HTTP application of an engine."""
     meter = WorkMeter()
     calls: Calls = {
         "/generate": partial(answer_generate, engine, meter),
@@ -119,7 +116,6 @@ def answering(calls: Calls, token: str) -> web.Application:
 async def answer_generate(
     engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json
 ) -> list[list[Any]]:
-    """The completions of the request ``body``, as JSON."""
     prompts, params = body["prompts"], wire.params_from_json(body["params"])
     with meter.request(len(prompts) * params.n) as drawn:
         done = await engine.generate(prompts, params)
@@ -128,14 +124,12 @@ async def answer_generate(
 
 
 async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
-    """The counters of the engine's process."""
     return {**meter.counters(), **await engine.own_counters()}
 
 
 async def result_or_error(
     call: Callable[[wire.Json], Awaitable[Any]], request: web.Request
 ) -> dict[str, Any]:
-    """The call's ``result`` or its ``error``."""
     try:
         return {"result": await call(await request.json())}
     except Exception as error:
@@ -157,7 +151,6 @@ async def failure(error: Exception) -> wire.Json:
 
 
 async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
-    """The call's outcome as JSON."""
     data = await result_or_error(call, request)
     return web.json_response(data, status=500 if "error" in data else 200)
 

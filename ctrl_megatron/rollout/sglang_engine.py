@@ -123,7 +123,6 @@ def cache_tokens(spec: EngineSpec) -> int:
 
 
 def sglang_params(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """SGLang's parameters for one completion."""
     return {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -147,7 +146,6 @@ class _Engine(BaseEngine):
 
 
 def completion_from_sglang(answer: dict[str, Any], *, log_probs: bool) -> Completion:
-    """The completion in SGLang's answer to one request."""
     info = answer["meta_info"]
     tokens = tuple(answer["output_ids"])
     steps: Any = info["output_token_logprobs"] if log_probs else ()
@@ -409,7 +407,6 @@ class SglangEngine:
         self._state.require_whole()
 
     async def close(self) -> None:
-        """End SGLang's processes."""
         self._engine.shutdown()
 
     async def _rpc(self, method: str, **scalars: Any) -> None:

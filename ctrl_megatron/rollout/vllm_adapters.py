@@ -51,7 +51,6 @@ class PushedAdapters:
         B is zero."""
 
     def read(self, chunk: WeightChunk) -> None:
-        """Copy a chunk's tensors."""
         self._arriving |= {name: tensor.clone() for name, tensor in read_chunk(chunk)}
 
     async def use(self, version: str) -> None:
@@ -93,5 +92,4 @@ class PushedAdapters:
         return found
 
     def close(self) -> None:
-        """Remove the files."""
         shutil.rmtree(self._root, ignore_errors=True)

@@ -49,7 +49,6 @@ _CPU_KV_CACHE_GIB = 2.0
 
 
 def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
-    """vLLM's arguments for ``spec``."""
     gib = spec.kv_cache_gib or _CPU_KV_CACHE_GIB
     chosen: dict[str, Any] = {
         "model": spec.model_path,
@@ -354,7 +353,6 @@ class VllmEngine:
         return dict(self._counted.counters)
 
     async def close(self) -> None:
-        """End vLLM's processes."""
         if self._adapters:
             self._adapters.close()
         self._llm.shutdown()

@@ -43,7 +43,6 @@ class WeightChunk(TypedDict):
 
 
 def weight_chunk(receiver: str, specs: Iterable[TensorSpec], place: dict[str, Any]) -> WeightChunk:
-    """The chunk that brings the tensors ``specs``, in this order."""
     tensors: list[ChunkTensor] = [
         {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape} for spec in specs
     ]

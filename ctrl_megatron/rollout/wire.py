@@ -20,7 +20,6 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 def error_to_json(error: BaseException) -> Json:
-    """An error as JSON, for ``error_from_json``."""
     kind = type(error).__name__
     if kind in ERRORS:
         return {"kind": kind, "message": str(error)}
@@ -28,7 +27,6 @@ def error_to_json(error: BaseException) -> Json:
 
 
 def error_from_json(data: Json) -> Exception:
-    """The error to raise."""
     return ERRORS[data["kind"]](data["message"])
 
 
@@ -46,7 +44,6 @@ def completion_to_json(completion: Completion) -> list[Any]:
 
 
 def completion_from_json(data: list[Any]) -> Completion:
-    """Inverse of ``completion_to_json``."""
     tokens, log_probs, finish_reason, spans, order = data
     return Completion(
         token_ids=tuple(tokens),
