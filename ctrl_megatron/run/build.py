@@ -293,7 +293,6 @@ def row_sampler(config: Config, train: PromptTable) -> Sampler:
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Training steps of the run."""
     epochs = config.trainer.total_epochs * (rows // config.data.train_batch_size)
     wanted = config.trainer.total_training_steps
     return epochs if wanted is None else wanted
@@ -450,7 +449,6 @@ def leaving_parts(config: Config) -> tuple[Part, ...]:
 
 
 def policy_optimizer(config: Config, steps: int, role: Role = "actor") -> OptimizerOptions:
-    """The optimizer of the policy of a ``role`` for a run of ``steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)

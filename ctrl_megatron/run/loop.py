@@ -55,9 +55,7 @@ class Trainee(Rank, Protocol):
 class StepWatcher(Protocol):
     """Looks at steps and changes nothing of them. All methods are collective."""
 
-    def begin(self, step: int) -> None:
-        """Step number ``step`` (from 1) begins."""
-        ...
+    def begin(self, step: int) -> None: ...
 
     def before_update(self, step: int, batch: TensorDict) -> None:
         """The next node of the step changes weights; ``batch`` is this rank's."""

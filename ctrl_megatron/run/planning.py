@@ -22,7 +22,6 @@ _PARTS = ("kl_controller", "reserve")
 
 
 def saved_folders(config: Config) -> tuple[str, ...]:
-    """The folders of models in a checkpoint of the run."""
     others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
     saved = (folder for folder, is_saved in others.items() if is_saved)
     return (POLICY_FOLDER, *saved, *_further_policies(config))

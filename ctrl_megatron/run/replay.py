@@ -244,7 +244,6 @@ class RecordedJudge:
     reward_weights: Mapping[str, float]
 
     async def score(self, items: Sequence[RewardItem]) -> Scores:
-        """Every reward function's rewards of the items."""
         return await self.rewards.score(items)
 
 

@@ -48,12 +48,10 @@ class Session:
 
     @property
     def groups(self) -> ProcessGroups:
-        """The groups of this rank's world."""
         return self.joined.groups
 
     @property
     def everyone(self) -> RankSet:
-        """All ranks of the run."""
         return self.joined.everyone
 
     def is_here(self, role: str) -> bool:
@@ -196,7 +194,6 @@ def _end_alone() -> None:
 
 
 def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
-    """The server of ``trainer.metrics_port``, if it is set."""
     if config.trainer.metrics_port is None:
         return None
 

@@ -133,7 +133,6 @@ def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
 
 
 def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
-    """From a node to the name of its world."""
     return lambda node: world_with(worlds, ROLES.get(node.node_role, HOME)).name
 
 
@@ -182,7 +181,6 @@ class Worlds:
 
     @property
     def is_home(self) -> bool:
-        """Whether this is the world of rank 0."""
         return self._own == HOME
 
     def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
