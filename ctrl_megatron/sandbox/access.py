@@ -106,7 +106,6 @@ def foreign_page(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is loopback's."""
     if host == "localhost":
         return True
     try:

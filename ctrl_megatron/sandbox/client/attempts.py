@@ -32,7 +32,6 @@ class Silence:
         self.heard()
 
     def heard(self) -> None:
-        """The service has shown a sign of life."""
         self._until = time.monotonic() + self.seconds
 
     def at_most(self, seconds: float) -> None:

@@ -134,7 +134,6 @@ class EmbeddedSandbox:
 
     @property
     def pid(self) -> int:
-        """Process id of the service."""
         return self._process.pid
 
     def alive(self) -> bool:

@@ -280,7 +280,6 @@ def _parse(source: str, where: str) -> ast.Module:
 
 
 def _defined(source: str) -> set[str]:
-    """Names of the functions and classes that ``source`` defines."""
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in ast.parse(source).body if isinstance(node, kinds)}
 

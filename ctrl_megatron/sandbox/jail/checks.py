@@ -20,13 +20,11 @@ _executed = 0
 
 
 def count_check() -> None:
-    """Count a check."""
     global _executed
     _executed += 1
 
 
 def executed() -> int:
-    """The number of checks executed so far."""
     return _executed
 
 

@@ -42,14 +42,12 @@ class JudgeClock:
         self._began = self._used()
 
     def start(self) -> None:
-        """Switch the alarm on."""
         self._reading = False
         left = self._left()
         self._announce(time.monotonic() + left)
         signal.setitimer(signal.ITIMER_REAL, left)
 
     def stop(self) -> None:
-        """Switch the alarm off."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def start_reading(self, seconds: float) -> None:

@@ -344,7 +344,6 @@ def _indirect(mark: Mark) -> list[str]:
 
 
 def _names_of(mark: Mark) -> list[str]:
-    """The parameters of a ``parametrize``."""
     names: Any = mark.args[0] if mark.args else (mark.kwargs or {}).get("argnames")
     if isinstance(names, str):
         return [one.strip() for one in names.split(",") if one.strip()]

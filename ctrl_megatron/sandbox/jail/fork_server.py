@@ -137,7 +137,6 @@ class _ForkServerProcess:
     def _start(
         self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]
     ) -> None:
-        """Fork a process that runs ``body`` with the descriptors."""
         pid = fork()
         if pid:
             self._running[role] = pid

@@ -30,7 +30,6 @@ class DeadlinePassed(Exception):
 
 
 def encode_frame(message: Any) -> bytes:
-    """Encode a message as one frame."""
     body = _encoded(message).encode()
     return HEADER.pack(len(body)) + body
 

@@ -33,7 +33,6 @@ _OF_DATA = (*COMPARISONS, "hash", "bool", "len", "contains", "index", "int", "fl
 
 
 def link_of(handle: Any) -> Any:
-    """The connection that a handle, or a class of handles, belongs to."""
     return type.__getattribute__(handle if isinstance(handle, type) else type(handle), "_ctrl_link")
 
 
@@ -240,7 +239,6 @@ class RemoteFunction(RemoteObject):
 
 
 def make_function_class(link: Any) -> Any:
-    """The class of handles of functions."""
     names: dict[str, Any] = {
         name: property(lambda self, name=name: link_of(self).ask("get", self, name))
         for name in ("__doc__", "__module__", "__annotations__")

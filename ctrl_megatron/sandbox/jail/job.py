@@ -55,7 +55,6 @@ class CapturedOutput:
         self._seen = 0
 
     def add(self, data: bytes) -> None:
-        """Append output."""
         self._kept += data[: self._keep - len(self._kept)]
         self._seen += len(data)
 

@@ -119,7 +119,6 @@ class _Judge:
     # --- verdicts ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all tests."""
         if self._timeouts < self._spec["max_timeouts"]:
             self._unusable = self._prepare()
         for text in self._spec["tests"]:

@@ -19,7 +19,6 @@ class Originals:
         self._before.setdefault((id(target), name), (target, vars(target).get(name, _NONE)))
 
     def restore(self, target: Any, name: str) -> None:
-        """Restore an attribute that was kept."""
         key = id(target), name
         if key not in self._before:
             return

@@ -43,16 +43,13 @@ class ExceptionInfo:
 
     @property
     def type(self) -> type[BaseException]:
-        """The exception's class."""
         return type(self.value)
 
     @property
     def typename(self) -> str:
-        """The name of the exception's class."""
         return type(self.value).__name__
 
     def match(self, pattern: str | re.Pattern[str]) -> bool:
-        """Assert that ``pattern`` occurs in the exception's text."""
         assert re.search(pattern, str(self.value)), f"{pattern!r} is not in {str(self.value)!r}"
         return True
 
@@ -171,7 +168,6 @@ class approx:
 
 
 def fail(reason: str = "", pytrace: bool = True) -> NoReturn:
-    """Fail the test."""
     raise AssertionError(reason)
 
 
@@ -181,7 +177,6 @@ def skip(reason: str = "", **_options: Any) -> NoReturn:
 
 
 def importorskip(modname: str, *_options: Any, **_named: Any) -> Any:
-    """Import a module, or skip the test."""
     try:
         return importlib.import_module(modname)
     except ImportError as error:
@@ -206,7 +201,6 @@ class Parameters:
 
 
 def param(*values: Any, marks: Any = (), id: str | None = None) -> Parameters:
-    """One set of parameters."""
     return Parameters(values, tuple(marks) if isinstance(marks, (list, tuple)) else (marks,), id)
 
 
@@ -250,8 +244,6 @@ class Fixture:
 
 
 def fixture(function: Any = None, **options: Any) -> Any:
-    """Declare a fixture."""
-
     def declare(given: Callable[..., Any]) -> Callable[..., Any]:
         params = options.get("params")
         declared = Fixture(
@@ -280,12 +272,10 @@ class Request:
     get: Callable[[str], Any] | None = None
 
     def addfinalizer(self, finalizer: Callable[[], Any]) -> None:
-        """Call ``finalizer`` after the test."""
         assert self.finalizers is not None
         self.finalizers.append(finalizer)
 
     def getfixturevalue(self, name: str) -> Any:
-        """The value of another fixture."""
         assert self.get is not None
         return self.get(name)
 
@@ -297,7 +287,6 @@ class MonkeyPatch:
         self._undo: list[Callable[[], Any]] = []
 
     def setattr(self, target: Any, name: Any, value: Any = ..., raising: bool = True) -> None:
-        """Set an attribute, of an object or by its dotted name."""
         if value is ...:
             path, value = target, name
             module, _, name = path.rpartition(".")
@@ -310,49 +299,41 @@ class MonkeyPatch:
         self._undo.append(undo)
 
     def delattr(self, target: Any, name: str, raising: bool = True) -> None:
-        """Delete an attribute."""
         if raising or hasattr(target, name):
             old = getattr(target, name)
             delattr(target, name)
             self._undo.append(lambda: setattr(target, name, old))
 
     def setitem(self, mapping: Any, key: Any, value: Any) -> None:
-        """Set an item."""
         old = mapping.get(key, ...)
         undo = (lambda: mapping.pop(key)) if old is ... else (lambda: mapping.__setitem__(key, old))
         mapping[key] = value
         self._undo.append(undo)
 
     def delitem(self, mapping: Any, key: Any, raising: bool = True) -> None:
-        """Delete an item."""
         if raising or key in mapping:
             old = mapping[key]
             del mapping[key]
             self._undo.append(lambda: mapping.__setitem__(key, old))
 
     def setenv(self, name: str, value: Any, prepend: str | None = None) -> None:
-        """Set a variable of the environment."""
         old = os.environ.get(name)
         self.setitem(os.environ, name, f"{value}{prepend}{old}" if prepend and old else str(value))
 
     def delenv(self, name: str, raising: bool = True) -> None:
-        """Delete a variable of the environment."""
         self.delitem(os.environ, name, raising)
 
     def chdir(self, path: Any) -> None:
-        """Change the working directory."""
         before = os.getcwd()
         os.chdir(path)
         self._undo.append(lambda: os.chdir(before))
 
     def syspath_prepend(self, path: Any) -> None:
-        """Put a path before those of the imports."""
         sys.path.insert(0, str(path))
         self._undo.append(lambda: sys.path.remove(str(path)))
 
     @contextlib.contextmanager
     def context(self) -> Iterator[MonkeyPatch]:
-        """Changes for a ``with`` block."""
         inner = MonkeyPatch()
         try:
             yield inner
@@ -360,7 +341,6 @@ class MonkeyPatch:
             inner.undo()
 
     def undo(self) -> None:
-        """Undo all changes."""
         while self._undo:
             self._undo.pop()()
 
@@ -413,7 +393,6 @@ class Capture:
         yield
 
     def close(self) -> None:
-        """End capturing."""
         sys.stdout, sys.stderr = self._before
 
 
@@ -432,21 +411,17 @@ class CaptureLog:
 
     @property
     def messages(self) -> list[str]:
-        """The texts that were logged."""
         return [record.getMessage() for record in self.records]
 
     @property
     def text(self) -> str:
-        """All that was logged, line by line."""
         return "".join(f"{r.levelname} {r.name}: {r.getMessage()}\n" for r in self.records)
 
     @property
     def record_tuples(self) -> list[tuple[str, int, str]]:
-        """Name, level and text of each record."""
         return [(r.name, r.levelno, r.getMessage()) for r in self.records]
 
     def clear(self) -> None:
-        """Forget what was logged."""
         self.records.clear()
 
     def set_level(self, level: Any, logger: str | None = None) -> None:
@@ -457,7 +432,6 @@ class CaptureLog:
 
     @contextlib.contextmanager
     def at_level(self, level: Any, logger: str | None = None) -> Iterator[None]:
-        """Log from a level on in a ``with`` block."""
         found = self._logging.getLogger(logger)
         before = found.level
         found.setLevel(level)
@@ -467,7 +441,6 @@ class CaptureLog:
             found.setLevel(before)
 
     def close(self) -> None:
-        """End capturing."""
         self._logging.root.removeHandler(self.handler)
         for logger, level in reversed(self._levels):
             logger.setLevel(level)
@@ -510,7 +483,6 @@ def _recwarn() -> Iterator[Any]:
 @dataclass(frozen=True)
 class _TemporaryFolders:
     def mktemp(self, basename: str, numbered: bool = True) -> pathlib.Path:
-        """A new folder."""
         return _tmp_path(basename)
 
 

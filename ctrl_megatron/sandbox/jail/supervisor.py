@@ -129,7 +129,6 @@ class _JobRun:
         self._deadline = self._ticked = 0.0
 
     def run(self) -> dict[str, Any]:
-        """Run the job and return the report for the service."""
         started = time.monotonic()
         try:
             try:
@@ -162,7 +161,6 @@ class _JobRun:
             self._begin_program()
 
     def _begin_judge(self) -> None:
-        """Start a judge for the tests without a verdict."""
         self._deadline = time.monotonic() + float(self._job["wall_seconds"]) + _GRACE_SECONDS
         self._verdicts.begin()
         statuses = [verdict[1] for verdict in self._verdicts.verdicts]
@@ -288,13 +286,11 @@ class _JobRun:
             self._deadline = self._verdicts.until + _LATE_SECONDS
 
     def _pipe(self) -> tuple[int, int]:
-        """Open a pipe; returns its reading and writing end."""
         ends = os.pipe()
         self._open.update(ends)
         return ends
 
     def _close(self, *ends: int) -> None:
-        """Close those of ``ends`` that are still open."""
         for fd in self._open.intersection(ends):
             self._open.remove(fd)
             os.close(fd)

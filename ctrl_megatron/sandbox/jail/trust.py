@@ -134,7 +134,6 @@ class ProgramConnection(Connection):
     # --- a test -----------------------------------------------------------------------------------
 
     def begin_test(self, text: str) -> None:
-        """Begin a test with this text."""
         self.failure, self.unjudgeable, self.calls, self.caught = None, False, 0, 0
         self.emptied, self.text, self.told_text, self.kept_back = False, text, False, ""
         self._used.clear()
@@ -194,7 +193,6 @@ class ProgramConnection(Connection):
         return found
 
     def close(self) -> None:
-        """Close the connection."""
         os.close(self._fd)
 
     # --- asking -----------------------------------------------------------------------------------
@@ -537,7 +535,6 @@ def _size(container: Any) -> int:
 
 
 def is_handle(value: Any) -> bool:
-    """Whether a value is an object or a class of the program."""
     kind = type(value)
     return isinstance(value, handles.RemoteClass) or issubclass(kind, handles.RemoteObject)
 
@@ -600,7 +597,6 @@ _SHORTENER = _Shortener()
 
 
 def short(value: Any) -> str:
-    """A value as a short text."""
     try:
         return _SHORTENER.repr(value)
     except BaseException:  # a program's object in it, which may do anything
@@ -619,6 +615,5 @@ def _shown(value: Any) -> Any:
 
 
 def _told(call: tuple[Any, ...]) -> str:
-    """A call as text."""
     name, arguments = call
     return f"{name}({', '.join(map(short, arguments))})"

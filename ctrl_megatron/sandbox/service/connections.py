@@ -71,7 +71,6 @@ class ConnectionListener:
 
     @property
     def open(self) -> int:
-        """Number of open connections."""
         return len(self._connections)
 
     async def listen(
@@ -98,7 +97,6 @@ class ConnectionListener:
         return name[0], name[1]
 
     def close(self) -> None:
-        """Stop accepting; open connections remain."""
         self._pause()
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -107,7 +105,6 @@ class ConnectionListener:
         self._sockets.clear()
 
     def headed(self, transport: Any) -> None:
-        """Note that a request's head has arrived."""
         if (state := self._by_transport.get(transport)) is not None:
             state.head = False
 
@@ -129,20 +126,17 @@ class ConnectionListener:
         return bool(self._sockets) and not self._accepting
 
     def arrived(self, state: _Connection) -> None:
-        """Note that bytes have arrived."""
         if state.head and state.since is not None:
             now = asyncio.get_running_loop().time()
             state.until = min(state.until, now + self.head_seconds)
 
     def left(self, number: int, state: _Connection) -> None:
-        """Note the end of a connection."""
         self._connections.pop(number, None)
         self._by_transport.pop(state.transport, None)
         if self._sockets and not self._accepting:
             self._accept_again()
 
     def made(self, state: _Connection, transport: asyncio.Transport) -> None:
-        """Note that a connection is ready."""
         state.transport = transport
         self._by_transport[transport] = state
 

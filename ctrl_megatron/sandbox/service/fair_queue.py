@@ -86,16 +86,13 @@ class FairQueue(Generic[ItemT]):
 
     @property
     def peers(self) -> int:
-        """Number of peers with a waiting job."""
         return len(self._waiting)
 
     @property
     def free(self) -> int:
-        """Number of free items."""
         return len(self._free)
 
     def enter(self, name: str) -> RequestShare:
-        """Register a new request of the peer ``name``."""
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = _Peer(self._begun, name=name)
@@ -160,7 +157,6 @@ class FairQueue(Generic[ItemT]):
             heapq.heappop(peer.order)
 
     def _leave(self, request: RequestShare) -> None:
-        """Count one waiting job less."""
         self.waiting -= 1
         request.peer.waiting -= 1
         if not request.peer.waiting:

@@ -26,7 +26,6 @@ _KILLED = -9
 
 
 def to_base64(text: str) -> str:
-    """Encode ``text`` as the content of a file in a job."""
     return base64.b64encode(text.encode(errors="surrogatepass")).decode()
 
 

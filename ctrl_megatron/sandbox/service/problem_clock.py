@@ -37,11 +37,9 @@ class ProblemClock:
 
     @property
     def over(self) -> bool:
-        """Whether no time is left."""
         return not self.left
 
     def spend(self, seconds: float) -> None:
-        """Count processor time."""
         self._cpu_left -= seconds
 
     @contextmanager

@@ -51,7 +51,6 @@ class ProgramRun:
 
     @property
     def stdout(self) -> str:
-        """The program's output."""
         run = self.response.run_result
         return (run.stdout if run else None) or ""
 

@@ -33,7 +33,6 @@ class Scratch:
         os.rename(made, self.name)
 
     def remove(self) -> None:
-        """Remove the directory with everything in it."""
         remove_tree(self.name)
         os.close(self._lock)
 

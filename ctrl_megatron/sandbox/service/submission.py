@@ -69,7 +69,6 @@ class Submission:
         accepted: bool,
         extra: dict[str, Any] | None = None,
     ) -> wire.EvalResult:
-        """The answer on the wire."""
         problem, code = self.problem, self.extracted.code
         functions = isinstance(problem, FunctionProblem)
         return wire.EvalResult(

@@ -25,12 +25,10 @@ class RequestTelemetry:
     """Durations by route, from the first byte of the request to the answer."""
 
     def add(self, route: str, status: int, seconds: float) -> None:
-        """Count one answered request."""
         self.requests[route, status] += 1
         self.durations.setdefault(route, DurationHistogram()).add(seconds)
 
     def lines(self) -> Iterable[str]:
-        """The lines of all samples."""
         counts = (
             ({"route": route, "status": str(status)}, count)
             for (route, status), count in sorted(self.requests.items())
@@ -47,7 +45,6 @@ class JsonLogFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

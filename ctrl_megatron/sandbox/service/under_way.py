@@ -100,7 +100,6 @@ class WorkUnderWay:
         return work.task.result()
 
     def give_up(self, work: Work) -> None:
-        """Cancel the work."""
         work.task.cancel()
         self._forget(work)
 
