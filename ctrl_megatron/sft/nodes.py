@@ -52,7 +52,6 @@ class SftWorker:
 
     @property
     def agents(self) -> list[SftWorker]:
-        """The worker of the only policy."""
         return [self]
 
     @property
@@ -103,7 +102,6 @@ def _masked(worker: SftWorker, batch: TensorDict, names: Sequence[str], *, step:
 
 
 def update(worker: SftWorker, batch: TensorDict) -> NodeOutput:
-    """Run one optimizer step on the global batch."""
     metrics = worker.policy.step(tensor_fields(batch), cross_entropy)
     return NodeOutput(metrics={k if "/" in k else f"sft/{k}": v for k, v in metrics.items()})
 
