@@ -37,11 +37,9 @@ class DrawsAhead:
         self._draws: dict[int, Draw] = {}
 
     def keep(self, draw: Draw) -> None:
-        """Have ``draw`` taken at its step."""
         self._draws[draw.step] = draw
 
     def forget_before(self, step: int) -> None:
-        """Drop the draws of steps that are finished."""
         self._draws = {number: draw for number, draw in self._draws.items() if number >= step}
 
     def of(self, step: int) -> Draw | None:
@@ -72,7 +70,6 @@ class LeftoverGroups:
         return taken
 
     def keep(self, groups: list[Group]) -> None:
-        """Add groups for a later step."""
         self._groups += groups
 
     def state_dict(self) -> dict[str, Any]:

@@ -126,7 +126,6 @@ class Episode:
 
     @property
     def fields(self) -> Fields:
-        """The columns of the batch."""
         first, count = self.observations[0], len(self.drawn)
         replies = [f"\n\n{seen.text}\n\n" for seen in self.observations[:-1]]
         return {
@@ -234,7 +233,6 @@ class Episodes:
     """Further columns that they write."""
 
     def limits(self, config: Config) -> EpisodeLimits:
-        """The limits of an episode."""
         response = config.data.max_response_length
         return EpisodeLimits(
             turns=self.turns,

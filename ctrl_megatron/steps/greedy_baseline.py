@@ -76,7 +76,6 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
 
 
 def group_heads(batch: TensorDict) -> list[int]:
-    """The first row of each group, in order."""
     heads: dict[str, int] = {}
     for row, uid in enumerate(texts(batch["uid"])):
         heads.setdefault(uid, row)

@@ -25,7 +25,6 @@ _ACTOR = "actor_rollout_ref.actor."
 
 
 def mask_rule(config: Config) -> MaskRule:
-    """The configured rule of the masks."""
     actor = config.actor_rollout_ref.actor
     return MaskRule(random_masking=actor.random_masking, p_mask_prompt=actor.p_mask_prompt)
 

@@ -156,12 +156,10 @@ class DeviceMemory:
         self._found: dict[str, float] = {}
 
     def begin(self) -> None:
-        """A phase begins."""
         self._fold_peak()
         self._open.append(0)
 
     def end(self, name: str) -> None:
-        """The phase that began last ends."""
         self._fold_peak()
         free, total = torch.cuda.mem_get_info()
         for kind, size in (("peak", self._open.pop()), ("device", total - free)):

@@ -108,7 +108,6 @@ class Sample:
 
     @property
     def size(self) -> SampleSize:
-        """The size and the group of the sample."""
         prompt, response = len(self.prompt), len(self.completion.token_ids)
         return SampleSize(
             uid=self.uid, mini_batch=self.mini_batch, prompt=prompt, response=response
@@ -116,7 +115,6 @@ class Sample:
 
     @property
     def is_revised(self) -> bool:
-        """Whether a revision follows in training."""
         return self.judgment is not None and self.task == CRITIQUE
 
     @property
@@ -141,7 +139,6 @@ Group = list[Sample]
 
 
 def completion_from_state(state: Mapping[str, Any]) -> Completion:
-    """The completion that ``dataclasses.asdict`` made ``state`` of."""
     return Completion(
         token_ids=tuple(state["token_ids"]),
         log_probs=tuple(state["log_probs"]),

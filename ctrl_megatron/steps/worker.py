@@ -226,7 +226,6 @@ class RolloutWorker:
         return {f"reward/{name}": rate for name, rate in rates.items()}
 
     def close(self) -> None:
-        """Close connections and end the background loop."""
         if self.engine is not None:
             self.background.run_last(self.engine.close())
         if self.proxy is not None and self.groups.is_leader:
