@@ -88,7 +88,6 @@ class SamplingParams:
     """Whether the engine computes log-probs of the generated tokens."""
 
     def names(self, prompts: int) -> tuple[str | int, ...]:
-        """The name of each of the request's ``prompts``."""
         return self.rows or tuple(range(prompts))
 
     def grouped(self, completions: Sequence[Completion]) -> list[list[Completion]]:
