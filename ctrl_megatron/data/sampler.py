@@ -69,25 +69,19 @@ class ResumableSampler:
         return batch
 
     def peek(self, size: int, batches: int) -> list[list[int]]:
-        """The batches that the next calls of ``next_batch`` will return."""
         now = self.epoch, self.position
         coming = [self.next_batch(size) for _ in range(batches)]
         self.epoch, self.position = now
         return coming
 
     def is_through(self, epochs: int, size: int) -> bool:
-        """Whether a batch of ``size`` further rows would begin after the first ``epochs``
-        epochs.
-        """
         return self.epoch + (self.position + size > self.num_rows) >= epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch, and the values that the order depends on."""
         names = ("epoch", "position", "num_rows", "seed", "shuffle")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at ``state``. Raises ``ValueError`` if this sampler has a different order."""
         if "mixture" in state:
             raise UserError(
                 f"the checkpoint's data order has the shares {state['mixture']}",
@@ -170,7 +164,6 @@ class MixtureSampler:
         return number
 
     def peek(self, size: int, batches: int) -> list[list[int]]:
-        """The batches that the next calls of ``next_batch`` will return."""
         now = self.state_dict()
         coming = [self.next_batch(size) for _ in range(batches)]
         self.load_state_dict(now)
@@ -189,7 +182,6 @@ class MixtureSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at ``state``. Raises ``ValueError`` if this sampler has a different order."""
         if state.get("mixture") != self._shares:
             raise UserError(
                 f"the checkpoint's data order has the shares {state.get('mixture', 'of one set')}, "

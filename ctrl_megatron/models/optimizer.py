@@ -143,7 +143,6 @@ class Optimization:
         self.scheduler, self._ahead = make_schedule(self.optimizer, options)
 
     def forget_gradients(self) -> None:
-        """Free the gradients that belong to no buffer of the model."""
         self.optimizer.zero_grad()
 
     @torch.no_grad()
@@ -174,11 +173,9 @@ class Optimization:
 
     @property
     def learning_rate(self) -> str:
-        """``KEY=VALUE`` of the configuration, for messages."""
         return self._options.learning_rate
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Master weights and moments, without the step counts."""
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
@@ -186,7 +183,6 @@ class Optimization:
                 yield from (state[name] for name in MOMENTS)
 
     def owned(self) -> Iterator[OwnedRange]:
-        """The ranges of this rank's parameters whose optimizer state is on this rank."""
         for inner in self._inner:
             for weight, main, start in self._main_params(inner):
                 tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
@@ -203,16 +199,12 @@ class Optimization:
 
     @property
     def updates(self) -> int:
-        """Steps that the schedule has counted; it is the same on every rank."""
         return self.scheduler.num_steps - self._ahead
 
     def steps(self) -> dict[str, int]:
-        """The steps that ``adam`` and ``schedule`` have counted on this rank; ``adam`` is 0 on a
-        rank without optimizer state."""
         return {"adam": self._steps_counted(), "schedule": self.updates}
 
     def set_steps(self, *, adam: int, schedule: int) -> None:
-        """Continue after so many steps; the tensors of ``owned`` are filled by the caller."""
         for inner in self._inner:
             if not isinstance(inner.optimizer, torch.optim.AdamW):
                 for group in inner.optimizer.param_groups:

@@ -104,7 +104,6 @@ class CodeReward:
         """The tests of the batch of which some items have begun."""
 
     def begin(self, item: RewardItem) -> None:
-        """Start what ``judge`` does about ``item``."""
         (row,) = item_rows(self.name, [item])
         if self._runs(item):
             self._batch = self._tests()

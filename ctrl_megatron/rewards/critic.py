@@ -213,7 +213,6 @@ class RewardModelForCritic:
         return [self._outcome(item, program, answer) for item, program, answer in judged]
 
     def begin(self, item: RewardItem) -> None:
-        """Start what ``judge`` does about ``item``."""
         if item.judgment is not None:
             (row,) = item_rows("critic", [item])
             self._begin(item.text, row, run_all_cases=self.run_all_cases)

@@ -86,13 +86,11 @@ class _FullPass:
     """Whether a token is predicted by the state before its place."""
 
     def logits(self, tokens: torch.Tensor, attended: torch.Tensor, places: int) -> torch.Tensor:
-        """As ``Denoiser.logits``."""
         return self.behind(tokens, attended, places, None)
 
     def keep(
         self, tokens: torch.Tensor, attended: torch.Tensor, places: int
     ) -> tuple[torch.Tensor, _KeptStates]:
-        """As ``Denoiser.keep``."""
         cache, end = DynamicCache(), tokens.shape[1] - places - self.shifted
         logits = self.behind(tokens, attended, places, cache)
         states = [(one.keys[:, :, :end], one.values[:, :, :end]) for one in cache.layers]
@@ -136,7 +134,6 @@ class _KeptStates:
     def logits(
         self, tokens: torch.Tensor, attended: torch.Tensor, rows: Sequence[int]
     ) -> torch.Tensor:
-        """As ``KeptPrefix.logits``."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(self.states):
             cache.update(keys[rows], values[rows], layer)

@@ -33,7 +33,6 @@ class CodeRepair:
         self._worker, self._row = worker, row
 
     async def reset(self) -> Sequence[Message]:
-        """The row's prompt."""
         return self._row.prompt
 
     async def step(self, action: str) -> Observation:
