@@ -81,14 +81,14 @@ def _whole_batch(name: str, loss: PolicyLoss) -> Callable[..., LossScalars]:
             picked = selection.choose(covariances, config, lots.to(covariances.device))
             tensors["selected"] = covariance.over_tokens(picked, response_mask)
         offered = {**tensors, "config": config, "loss_agg_mode": loss_agg_mode, **options}
-        found = loss.function(**accepted(loss.function, offered))
-        if not isinstance(found, PolicyLossTerms):
-            return found
+        terms = loss.function(**accepted(loss.function, offered))
+        if not isinstance(terms, PolicyLossTerms):
+            return terms
         return (
-            agg_loss(found.loss, response_mask, loss_agg_mode),
-            agg_loss(found.clipped, response_mask, "token-mean"),
-            agg_loss(found.approx_kl, response_mask, "token-mean"),
-            agg_loss(found.clipped_lower, response_mask, "token-mean"),
+            agg_loss(terms.loss, response_mask, loss_agg_mode),
+            agg_loss(terms.clipped, response_mask, "token-mean"),
+            agg_loss(terms.approx_kl, response_mask, "token-mean"),
+            agg_loss(terms.clipped_lower, response_mask, "token-mean"),
         )
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{name}"

@@ -46,14 +46,14 @@ def progress_rewards(
     rewards = won.double()
     of = group_numbers(tasks, len(tasks))
     for task in of.unique():
-        mine = of == task
-        reached, failed = points[mine & won], points[mine & ~won]
+        rows = of == task
+        reached, failed = points[rows & won], points[rows & ~won]
         if not len(reached) or not len(failed):
             continue
         near = torch.cdist(failed, _centres(reached, radius)).min(dim=1).values
         low, wide = near.min(), near.max() - near.min()
         place = (near - low) / wide if wide >= _EQUAL else torch.full_like(near, 0.5)
-        rewards[mine & ~won] = most * torch.sigmoid(steepness * (0.5 - place))
+        rewards[rows & ~won] = most * torch.sigmoid(steepness * (0.5 - place))
     return rewards
 
 
