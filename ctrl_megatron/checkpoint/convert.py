@@ -231,12 +231,12 @@ class _Merging:
     def _merged(self, spec: TensorSpec) -> torch.Tensor:
         pair = [adapter_name(spec.name, "A"), adapter_name(spec.name, "B")]
         names = [name for name in (spec.name, *pair) if name in self._trained]
-        own = _read_whole([self._trained[name] for name in names], folder=self._source.folder)
-        if spec.name in own:
-            return own[spec.name]
+        tensors = _read_whole([self._trained[name] for name in names], folder=self._source.folder)
+        if spec.name in tensors:
+            return tensors[spec.name]
         weight = self._base.read(spec.name)
-        if own:
-            down, up = (own[name].float() for name in pair)
+        if tensors:
+            down, up = (tensors[name].float() for name in pair)
             weight = self._scale * (up @ down) + weight
         return weight.to(DTYPES[spec.dtype])
 

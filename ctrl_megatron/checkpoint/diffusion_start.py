@@ -48,9 +48,9 @@ def make_diffusion_start(
     ``convert.hf_to_megatron`` does.
     """
     require_own(out, _TOOL, overwrite=overwrite)
-    given = read_model_shape(hf)
-    if given.family not in STARTS or given.value_head:
-        kind = "a value model" if given.value_head else f"of the {given.family} family"
+    source = read_model_shape(hf)
+    if source.family not in STARTS or source.value_head:
+        kind = "a value model" if source.value_head else f"of the {source.family} family"
         raise UserError(
             f"{hf} is {kind}; a language model of the families {' and '.join(STARTS)} can become "
             "a masked-diffusion model"
@@ -60,12 +60,12 @@ def make_diffusion_start(
     if dtype not in DTYPES:
         raise UserError(f"{hf}: dtype {dtype} is not supported; known: {', '.join(DTYPES)}")
     tensors = SafetensorsDirectory(hf, mapped=False)
-    tensors.check(given)
+    tensors.check(source)
     with TemporaryDirectory() as folder:
         side = Path(folder)
         copy_side_files(hf, side)
         mask = add_mask_token(side, mask_token)
-        config |= _dream_keys(given, mask)
+        config |= _dream_keys(source, mask)
         (side / "config.json").write_text(json.dumps(config, indent=2))
         shape = parse_model_shape(config, str(hf / "config.json"))
         specs = hf_specs(shape, dtype)

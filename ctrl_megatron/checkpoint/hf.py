@@ -44,9 +44,9 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     then zero, or from a reward model with its head. Adapters begin anew. Raises ValueError if the
     directory's config.json or tensors do not fit the model.
     """
-    given = read_shape(directory, model.shape.strategy)
+    saved_shape = read_shape(directory, model.shape.strategy)
     trains = model.shape.value_head and model.shape.head_bias
-    filled = value_shape(given) if trains else given
+    filled = value_shape(saved_shape) if trains else saved_shape
     if filled != model.shape.base:
         names = [field.name for field in fields(filled)]
         wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
@@ -55,10 +55,10 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
             + ", ".join(wrong)
         )
     tensors = SafetensorsDirectory(directory)
-    tensors.check(given)
+    tensors.check(saved_shape)
     if model.shape.lora is not None:
         model.base = base_of(Path(directory), model.groups)
-    there, own = hf_shapes(given), hf_shapes(model.shape)
+    there, own = hf_shapes(saved_shape), hf_shapes(model.shape)
     seed = model.shape.lora.seed if model.shape.lora else 0
     with torch.no_grad():
         for param, weight in model.shards():
@@ -196,8 +196,8 @@ def name_turn_end(folder: Path) -> None:
 
 def _stem(config: dict[str, Any]) -> str:
     """The prefix of a family's class names in transformers, such as ``Qwen2``."""
-    given = (config.get("architectures") or [""])[0]
-    return given.split("For")[0] or config["model_type"].title().replace("_", "")
+    architecture = (config.get("architectures") or [""])[0]
+    return architecture.split("For")[0] or config["model_type"].title().replace("_", "")
 
 
 def copy_side_files(source: Path, target: Path) -> None:

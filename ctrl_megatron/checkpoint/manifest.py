@@ -141,18 +141,18 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not os.path.lexists(file) and size_of(file) is None:
         return None
     try:
-        found = read_saved_json(file)
-        hashed = _SEAL in found or _HASHES in found
-        if hashed and found.pop(_SEAL, None) != _seal(found):
+        record = read_saved_json(file)
+        hashed = _SEAL in record or _HASHES in record
+        if hashed and record.pop(_SEAL, None) != _seal(record):
             raise ValueError("its content is not that which was written")
-        sizes, hashes = found["files"], found.get(_HASHES, {})
+        sizes, hashes = record["files"], record.get(_HASHES, {})
         if not isinstance(sizes, dict) or not isinstance(hashes, dict):
             raise TypeError("it has no list of files")
         for name in (*sizes, *hashes):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"it lists {name!r}, which is not below its directory")
-        origin = Origin(found["run"], found["step"]) if "run" in found else None
-        return Manifest(tool=found["tool"], sizes=sizes, hashes=hashes, origin=origin)
+        origin = Origin(record["run"], record["step"]) if "run" in record else None
+        return Manifest(tool=record["tool"], sizes=sizes, hashes=hashes, origin=origin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
@@ -167,15 +167,15 @@ def file_sizes(directory: Path) -> dict[str, int]:
     """Size of every file below but the manifest, by relative path; an empty directory counts as a
     file.
     """
-    found = {}
+    sizes = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_symlink() or not path.is_dir():
-            found[name] = path.lstat().st_size
+            sizes[name] = path.lstat().st_size
         elif not any(path.iterdir()):
-            found[name + "/"] = 0
-    found.pop(MARKER, None)
-    return found
+            sizes[name + "/"] = 0
+    sizes.pop(MARKER, None)
+    return sizes
 
 
 def resized(directory: Path, manifest: Manifest) -> dict[str, str]:
@@ -251,12 +251,12 @@ def in_shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 
 def _other_origin(path: Path, manifest: Manifest) -> str:
     """How the run or the step that ``path`` names differs from the manifest's; empty if not."""
-    mine, theirs = manifest.origin, _origin_in(path)
-    if mine is None or theirs is None or mine == theirs:
+    expected, theirs = manifest.origin, _origin_in(path)
+    if expected is None or theirs is None or expected == theirs:
         return ""
-    if mine.run != theirs.run:
+    if expected.run != theirs.run:
         return f"is of another run ({theirs.run}, step {theirs.step})"
-    return f"is of step {theirs.step}, not of step {mine.step}"
+    return f"is of step {theirs.step}, not of step {expected.step}"
 
 
 def _origin_in(path: Path) -> Origin | None:

@@ -117,11 +117,11 @@ def run_identity(run_dir: Path) -> str:
     """The identity of the run in this directory, which its checkpoints name. It is made where there
     is none."""
     marker = run_dir / MARKER_FILE
-    found = marker.read_text().strip() if marker.is_file() else ""
-    if not found:
-        found = uuid.uuid4().hex[:16]
-        write_whole(marker, found + "\n")
-    return found
+    identity = marker.read_text().strip() if marker.is_file() else ""
+    if not identity:
+        identity = uuid.uuid4().hex[:16]
+        write_whole(marker, identity + "\n")
+    return identity
 
 
 def removed(run_dir: Path) -> UserError:

@@ -188,8 +188,8 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
     model.offload("gradients")
     found: dict[str, TensorParts] = {}
     owned: dict[int, list[OwnedRange]] = {}
-    for own in model.optimization.owned() if model.optimization is not None else ():
-        owned.setdefault(id(own.weight), []).append(own)
+    for owned_range in model.optimization.owned() if model.optimization is not None else ():
+        owned.setdefault(id(owned_range.weight), []).append(owned_range)
     options, groups = model.options.optimizer, model.groups
     divided = options is not None and options.distributed
     turns, shapes = _Turns(groups.rank), hf_shapes(model.shape)
@@ -198,10 +198,10 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
         own_at = (*param.at, *groups.place.on(*(REPLICAS[param.mesh] if divided else ())))
-        for own in owned.get(id(weight), ()):
+        for owned_range in owned.get(id(weight), ()):
             flats += [
-                (f"optimizer.{name}.", flat, own.start, own_at)
-                for name, flat in own.tensors.items()
+                (f"optimizer.{name}.", flat, owned_range.start, own_at)
+                for name, flat in owned_range.tensors.items()
             ]
         for prefix, device_flat, start, at in flats:
             flat, holders = model.where_it_is(device_flat), groups.layout.holders(param.mesh, at)
@@ -402,9 +402,9 @@ def require_whole(directory: Path) -> None:
     """DamagedFiles unless every file in the checkpoint's metadata exists with its full size."""
     _steps(directory)
     ends: dict[str, int] = {}
-    for part in read_metadata(directory).storage_data.values():
-        end = part.offset + part.length
-        ends[part.relative_path] = max(end, ends.get(part.relative_path, 0))
+    for stored in read_metadata(directory).storage_data.values():
+        end = stored.offset + stored.length
+        ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     for name, size in ends.items():
         there = size_of(directory / name) or 0
         if there < size:

@@ -208,11 +208,11 @@ class CheckpointStore:
         aside, places = self.directory / LEFT_FOLDER, list[Path]()
         for ahead in (one.path for one in self.all() if one.step > start):
             aside.mkdir(exist_ok=True)
-            place = aside / ahead.name
-            if place.exists():
-                shutil.rmtree(place)
-            ahead.rename(place)
-            places.append(place)
+            path = aside / ahead.name
+            if path.exists():
+                shutil.rmtree(path)
+            ahead.rename(path)
+            places.append(path)
         if resume_mode == "disable":
             began.unlink(missing_ok=True)
         elif resume_mode != "auto":

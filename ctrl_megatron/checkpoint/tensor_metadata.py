@@ -41,13 +41,13 @@ _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 class _TableUnpickler(_Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        found = _KNOWN.get((module, name))
-        if found is None and module == "torch" and _TYPE.fullmatch(name):
-            found = getattr(torch, name, None)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
+        known_type = _KNOWN.get((module, name))
+        if known_type is None and module == "torch" and _TYPE.fullmatch(name):
+            known_type = getattr(torch, name, None)
+            known_type = known_type if isinstance(known_type, torch.dtype) else None
+        if known_type is None:
             raise ValueError(f"it refers to {module}.{name}, which no table of tensors needs")
-        return found
+        return known_type
 
     def load_build(self) -> None:
         # Otherwise a state could be set on a class, which is then changed for the whole process.
