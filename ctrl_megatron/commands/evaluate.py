@@ -116,11 +116,11 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
     ``proxies`` are ``NAME=WHERE``, ``rows`` are ``NAME=FILE``. Raises UserError with a line for
     each that cannot be read.
     """
-    found: dict[str, list[str]] = {}
+    overrides: dict[str, list[str]] = {}
     problems = []
     for text in proxies:
         name, _, where = text.partition("=")
-        if not re.fullmatch(r"\w[\w.-]*", name) or not where or name in found:
+        if not re.fullmatch(r"\w[\w.-]*", name) or not where or name in overrides:
             problems.append(
                 UserError(
                     f"{text!r} must be NAME=WHERE, each name once and fit for a directory",
@@ -131,16 +131,16 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
         # The address may have a name and a password, with another @.
         model, at, address = where.partition("@http")
         if where == "shared":
-            found[name] = [f"{_PROXY}.kind=shared"]
+            overrides[name] = [f"{_PROXY}.kind=shared"]
         elif at and model and address.startswith(("://", "s://")):
-            found[name] = [
+            overrides[name] = [
                 f"{_PROXY}.kind=api",
                 f"{_PROXY}.api.model={json.dumps(model)}",
                 f"{_PROXY}.api.base_url={json.dumps([f'http{address}'])}",
             ]
         elif Path(where).is_dir():
             path = json.dumps(where)
-            found[name] = [f"{_PROXY}.kind=engine", f"{_PROXY}.model.path={path}"]
+            overrides[name] = [f"{_PROXY}.kind=engine", f"{_PROXY}.model.path={path}"]
         else:
             problems.append(
                 UserError(
@@ -151,13 +151,13 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
             )
     for text in rows:
         name, _, file = text.partition("=")
-        if name not in found or not file:
+        if name not in overrides or not file:
             problem = f"{text!r} must be NAME=FILE, with the name of a --proxy"
             problems.append(UserError(problem, key="--rows"))
         else:
-            found[name].append(f"data.val_files={json.dumps([file])}")
+            overrides[name].append(f"data.val_files={json.dumps([file])}")
     all_of(problems)
-    return found
+    return overrides
 
 
 def _configs(

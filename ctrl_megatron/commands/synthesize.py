@@ -89,11 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = [problem for problem in problems if problem.difficulty <= hardest]
     shares = Shares(val=options.val_share, sft=options.sft_share)
     check_parts(problems, shares)
-    given, dropped = list[Attempt](), Dropped()
+    attempts, dropped = list[Attempt](), Dropped()
     if options.solutions:
-        given, dropped = read_solutions(options.solutions, problems, known)
+        attempts, dropped = read_solutions(options.solutions, problems, known)
     sources, engines = _sources(options)
-    journal = _open_journal(options, _settings(options, problems, given, sources))
+    journal = _open_journal(options, _settings(options, problems, attempts, sources))
     if journal is None:
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"left out: {text}", file=sys.stderr)
     check_parts(problems, shares)
     usable = {problem.id: problem for problem in problems}
-    given = [replace(a, problem=usable[a.problem.id]) for a in given if a.problem.id in usable]
+    attempts = [
+        replace(a, problem=usable[a.problem.id]) for a in attempts if a.problem.id in usable
+    ]
     with _bars() as progress, service_faults(options.out):
         stages = SynthesisStages(
             journal=journal,
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=progress,
         )
         recipe = _recipe(options, shares)
-        files = asyncio.run(make_training_files(stages, problems, given, dropped, recipe))
+        files = asyncio.run(make_training_files(stages, problems, attempts, dropped, recipe))
         with new_files(options.out, FILES, _TOOL, overwrite=True) as folder:
             files.write(folder)
     counts = {"problems": {"kept": len(problems), "left out": len(left_out)}, **files.counts}
