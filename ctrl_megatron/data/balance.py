@@ -69,14 +69,16 @@ def exchanged(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[li
         high = sums.index(most)
         for low in sorted(range(len(sums)), key=sums.__getitem__):
             gap = most - sums[low]
-            found = _best_exchange(inside[high], inside[low], gap) if gap > 0 else None
-            if found is not None:
+            exchange = _best_exchange(inside[high], inside[low], gap) if gap > 0 else None
+            if exchange is not None:
                 break
         else:
             break
-        give, take = inside[high][found[0]], inside[low][found[1]]
-        inside[high] = sorted([*inside[high][: found[0]], *inside[high][found[0] + 1 :], take])
-        inside[low] = sorted([*inside[low][: found[1]], *inside[low][found[1] + 1 :], give])
+        give, take = inside[high][exchange[0]], inside[low][exchange[1]]
+        inside[high] = sorted(
+            [*inside[high][: exchange[0]], *inside[high][exchange[0] + 1 :], take]
+        )
+        inside[low] = sorted([*inside[low][: exchange[1]], *inside[low][exchange[1] + 1 :], give])
         sums[high] += take[0] - give[0]
         sums[low] += give[0] - take[0]
     return [sorted(i for _, i in part) for part in inside]

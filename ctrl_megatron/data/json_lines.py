@@ -34,19 +34,19 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"{file}: line {number}"
+        location = f"{file}: line {number}"
         try:
             record = loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{place} is not JSON: {error}") from error
+            raise UserError(f"{location} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise UserError(f"{place} is not a JSON object")
+            raise UserError(f"{location} is not a JSON object")
         if _SURROGATE.search(line):
             try:
                 with long_integers():
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(error.object[error.start]):x}"
-                raise UserError(f"{place} has half of a character, {half} alone") from error
-        found.append((place, record))
+                raise UserError(f"{location} has half of a character, {half} alone") from error
+        found.append((location, record))
     return found

@@ -88,14 +88,14 @@ def source_of(record: Mapping[str, Any]) -> str:
 
 
 def _ground_truth(record: Mapping[str, Any]) -> Any:
-    given = record.get("reward_model")
-    if not isinstance(given, Mapping):
+    cell = record.get("reward_model")
+    if not isinstance(cell, Mapping):
         raise UserError(
-            f"column 'reward_model' must be an object with the key ground_truth, is {given!r:.60}"
+            f"column 'reward_model' must be an object with the key ground_truth, is {cell!r:.60}"
         )
-    if given.get("ground_truth") is None:
+    if cell.get("ground_truth") is None:
         raise UserError("column 'reward_model' has no ground_truth")
-    return given["ground_truth"]
+    return cell["ground_truth"]
 
 
 def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
