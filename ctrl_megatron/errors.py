@@ -304,11 +304,11 @@ def place_of(function: object) -> str:
     """``NAME (FILE line N)`` of a function, a class or a callable object; only the name if its
     source is not known.
     """
-    found: Any = function if hasattr(function, "__qualname__") else type(function)
-    name = getattr(found, "__qualname__", str(found))
+    code: Any = function if hasattr(function, "__qualname__") else type(function)
+    name = getattr(code, "__qualname__", str(code))
     try:
-        found = inspect.unwrap(found)
-        return f"{name} ({inspect.getsourcefile(found)} line {inspect.getsourcelines(found)[1]})"
+        code = inspect.unwrap(code)
+        return f"{name} ({inspect.getsourcefile(code)} line {inspect.getsourcelines(code)[1]})"
     except (OSError, TypeError, ValueError):
         return name
 
