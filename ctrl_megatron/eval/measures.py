@@ -77,7 +77,7 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
     every F1 where all programs are right or all are wrong, because a critic that always names one
     class would be perfect there.
     """
-    found = {}
+    rates = {}
     both = (counts[..., :3].sum(axis=-1) > 0) & (counts[..., 3:].sum(axis=-1) > 0)
     for name, (hits, false_alarms, mistaken, unsaid) in {
         "correct": (0, 3, 1, 2),
@@ -85,11 +85,11 @@ def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]
     }.items():
         hit, named = counts[..., hits], counts[..., hits] + counts[..., false_alarms]
         there = hit + counts[..., mistaken] + counts[..., unsaid]
-        found[f"precision_{name}"] = ratio_or_nan(hit, named)
-        found[f"recall_{name}"] = ratio_or_nan(hit, there)
-        found[f"f1_{name}"] = ratio_or_nan(2 * hit, np.where(both, named + there, 0))
-    found["f1_macro"] = (found["f1_correct"] + found["f1_incorrect"]) / 2
-    return found
+        rates[f"precision_{name}"] = ratio_or_nan(hit, named)
+        rates[f"recall_{name}"] = ratio_or_nan(hit, there)
+        rates[f"f1_{name}"] = ratio_or_nan(2 * hit, np.where(both, named + there, 0))
+    rates["f1_macro"] = (rates["f1_correct"] + rates["f1_incorrect"]) / 2
+    return rates
 
 
 def ratio_or_nan(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:

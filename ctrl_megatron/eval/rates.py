@@ -172,7 +172,7 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
         "pass_rate": [program.pass_rate for program in now],
         "time_limit_rate": [program.timed_out for program in now],
     }
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     if turn:
         at = [chain[turn - 1] for chain in chains]
         both = list(zip(first, now, strict=True))
@@ -192,12 +192,12 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             "revision_tokens": [t.revision_tokens for t in at if t.critique is not None],
         }
         right = sum(program.accepted for program in now)
-        found |= {
+        columns |= {
             f"pass@{k}": [pass_at_k(len(now), right, k), 1.0] for k in ks if 1 < k <= len(now)
         }
-        found["judgments"] = judgment_counts(judged).tolist()
-    found |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
-    return found
+        columns["judgments"] = judgment_counts(judged).tolist()
+    columns |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
+    return columns
 
 
 def known_verdict(verdict: Verdict | None) -> Verdict:

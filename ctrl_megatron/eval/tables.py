@@ -23,7 +23,7 @@ _JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_r
 
 def tables(results: Sequence[CriticResult]) -> list[Table]:
     """All tables of the report. A column without values is left out."""
-    found = [
+    listed = [
         _rates_table(
             "Solved after revision",
             " ".join(
@@ -35,11 +35,11 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
     ]
     if any(name in result.last for result in results for name in _JUDGMENT_RATES):
         note = "Critiques of the first turn, in which all critics criticise the same programs."
-        found.append(
+        listed.append(
             _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
         )
     if len(results) > 1:
-        found.append(_gains_table(results))
+        listed.append(_gains_table(results))
     levels = sorted({level for result in results for level in result.by_difficulty})
     if len(levels) > 1:
         rows = [
@@ -54,7 +54,7 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             if (at := result.by_difficulty.get(level)) is not None
         ]
         head = ["difficulty", "critic", "problems", "pass@1 before", "pass@1 after"]
-        found.append(Table("By difficulty", "", head, rows))
+        listed.append(Table("By difficulty", "", head, rows))
     if any(result.pairs for result in results):
         rows = [
             [r.critic, source, *(_cell(rates.get(name), name) for name in PAIR_RATES)]
@@ -62,7 +62,7 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             for source, rates in r.pairs.items()
         ]
         note = "; ".join(f"{words(name)}: {text}" for name, text in PAIR_RATES.items()) + "."
-        found.append(Table("Pairs", note, ["critic", "source", *map(words, PAIR_RATES)], rows))
+        listed.append(Table("Pairs", note, ["critic", "source", *map(words, PAIR_RATES)], rows))
     rows = [
         [
             r.critic,
@@ -73,8 +73,8 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
     ]
     head = ["critic", "problems", "first solutions", "seeds", "chains", "turns"]
     head += ["chains left out (sandbox failed)", "turns left out (prompt too long)"]
-    found.append(Table("What was counted", "", head, rows))
-    return found
+    listed.append(Table("What was counted", "", head, rows))
+    return listed
 
 
 def _few(results: Sequence[CriticResult]) -> Iterable[str]:
