@@ -201,13 +201,13 @@ def write_checks(file: Path, results: Mapping[str, CheckedTests]) -> None:
 
 
 def _entry(line: bytes) -> tuple[str, CheckedTests]:
-    given = json.loads(line)
-    uncounted = tuple(Uncounted(*one) for one in given["uncounted"])
-    typed = [(given["key"], str), (given["fault"], str)]
+    record = json.loads(line)
+    uncounted = tuple(Uncounted(*one) for one in record["uncounted"])
+    typed = [(record["key"], str), (record["fault"], str)]
     typed += [(v, t) for one in uncounted for v, t in zip(one, (int, str, str), strict=True)]
     if any(type(value) is not kind for value, kind in typed):
         raise TypeError("a value of another type")
-    return given["key"], CheckedTests(uncounted=uncounted, fault=given["fault"])
+    return record["key"], CheckedTests(uncounted=uncounted, fault=record["fault"])
 
 
 async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTests, bool]:

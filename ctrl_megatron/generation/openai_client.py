@@ -388,10 +388,10 @@ def read_answer(data: Any) -> ChatAnswer:
 def _error_of(text: str) -> tuple[str, str]:
     """(code, message) in the body of an error, for all forms that servers use."""
     try:
-        found = json.loads(text)
+        body = json.loads(text)
     except ValueError:
         return "", text[:500]
-    inner = found.get("error", found) if isinstance(found, dict) else found
+    inner = body.get("error", body) if isinstance(body, dict) else body
     if not isinstance(inner, dict):
         return "", str(inner)[:500]
     message = inner.get("message") or inner.get("detail") or inner

@@ -28,7 +28,7 @@ async def first_solutions(
     ``params.max_tokens``; its solution is empty.
     """
     asked = [generation_messages(problem) for problem in problems]
-    found: dict[tuple[int, int], tuple[str, Fate]] = {}
+    answers: dict[tuple[int, int], tuple[str, Fate]] = {}
     rows, names = list(range(len(problems))), params.names(len(problems))
     for turn in range(1 + redraws):
         # A draw depends only on its problem, its number and the round.
@@ -44,18 +44,18 @@ async def first_solutions(
         )
         for row, group in zip(rows, (group for call in drawn for group in call), strict=True):
             if not group:
-                found |= {(row, number): ("", "no room") for number in range(params.n)}
+                answers |= {(row, number): ("", "no room") for number in range(params.n)}
             for number, answer in enumerate(group):
-                if found.get((row, number), ("", "unreadable"))[1] == "unreadable":
-                    found[row, number] = settle_answer(answer.text)
-        rows = sorted({row for (row, _), (_, fate) in found.items() if fate == "unreadable"})
+                if answers.get((row, number), ("", "unreadable"))[1] == "unreadable":
+                    answers[row, number] = settle_answer(answer.text)
+        rows = sorted({row for (row, _), (_, fate) in answers.items() if fate == "unreadable"})
         if not rows:
             break
     return [
         (Attempt(id=f"{problem.id}/{number}", problem=problem, solution=text), fate)
         for row, problem in enumerate(problems)
         for number in range(params.n)
-        for text, fate in [found[row, number]]
+        for text, fate in [answers[row, number]]
     ]
 
 
