@@ -245,18 +245,18 @@ def _described(described: Mapping[str, Any], number: int, graph_id: str) -> Node
         if not described.get(name):
             raise ValueError(f"{where} has no {name}")
     known = list(named_parameters(Node.__init__))[1:-1]
-    given = dict(described)
-    for name in given:
+    fields = dict(described)
+    for name in fields:
         if name not in known:
             raise ValueError(f"{where} cannot have the entry {name!r}{did_you_mean(name, known)}")
     for name, kind in (("node_type", NodeType), ("node_role", NodeRole)):
-        if name in given and (text := str(given[name]).upper()) not in kind.__members__:
+        if name in fields and (text := str(fields[name]).upper()) not in kind.__members__:
             raise ValueError(
-                f"{where}: {name}={given[name]} is none of {', '.join(kind.__members__)}"
+                f"{where}: {name}={fields[name]} is none of {', '.join(kind.__members__)}"
                 f"{did_you_mean(text, kind.__members__)}"
             )
-        elif name in given:
-            given[name] = kind[text]
-    if isinstance(plugin := given.get("filter_plugin"), str):
-        given["filter_plugin"] = imported(plugin, f"{where}: filter_plugin")
-    return Node(**given)
+        elif name in fields:
+            fields[name] = kind[text]
+    if isinstance(plugin := fields.get("filter_plugin"), str):
+        fields["filter_plugin"] = imported(plugin, f"{where}: filter_plugin")
+    return Node(**fields)
