@@ -140,15 +140,15 @@ class ProgressReward:
     def _embedded(self, trajectories: list[str]) -> torch.Tensor:
         who = f"the embedding {place_of(self._embedding)}"
         with users_code(f"{who} failed"):
-            found = self._embedding(trajectories)
-        if getattr(found, "shape", (0,))[:1] != (len(trajectories),) or found.dim() != 2:
+            embeddings = self._embedding(trajectories)
+        if getattr(embeddings, "shape", (0,))[:1] != (len(trajectories),) or embeddings.dim() != 2:
             raise UserError(
-                f"{who} returned {getattr(found, 'shape', type(found).__name__)} for "
+                f"{who} returned {getattr(embeddings, 'shape', type(embeddings).__name__)} for "
                 f"{len(trajectories)} trajectories",
                 key="dag.options.embedding",
                 remedy="return a tensor with one row for each",
             )
-        return found.double()
+        return embeddings.double()
 
     @staticmethod
     def _tasks(worker: DAGWorker, batch: TensorDict) -> list[str]:

@@ -66,12 +66,12 @@ def _with_values(tree: Any, values: Mapping[str, Any]) -> Any:
         return [_with_values(value, values) for value in tree]
     if not isinstance(tree, GraphReference):
         return tree
-    found: Any = {"global_config": values}
+    current: Any = {"global_config": values}
     for part in tree.path.split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(current, dict) or part not in current:
             raise UserError(
                 f"!Ref {tree.path}: there is no such value",
                 remedy="write !Ref global_config.NAME, with NAME in global_config",
             )
-        found = found[part]
-    return found
+        current = current[part]
+    return current

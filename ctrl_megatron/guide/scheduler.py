@@ -103,16 +103,16 @@ def apportion(sizes: Mapping[str, float], workers: int, strategy: str) -> dict[s
     if strategy == "even" or total <= 0:
         return {name: (workers + len(sizes) - 1 - n) // len(sizes) for n, name in enumerate(names)}
     names.sort(key=lambda name: -sizes[name])
-    given = {name: max(1, int(workers * sizes[name] / total)) for name in names}
-    while (left := workers - sum(given.values())) != 0:
+    shares = {name: max(1, int(workers * sizes[name] / total)) for name in names}
+    while (left := workers - sum(shares.values())) != 0:
         # The farther below its proportion, the earlier a task gets one.
-        gap = {name: workers * sizes[name] / total - given[name] for name in names}
+        gap = {name: workers * sizes[name] / total - shares[name] for name in names}
         if left > 0:
-            given[max(names, key=lambda name: gap[name])] += 1
+            shares[max(names, key=lambda name: gap[name])] += 1
         else:
-            taken = (name for name in reversed(names) if given[name] > 1)
-            given[min(taken, key=lambda name: gap[name])] -= 1
-    return given
+            taken = (name for name in reversed(names) if shares[name] > 1)
+            shares[min(taken, key=lambda name: gap[name])] -= 1
+    return shares
 
 
 class TaskScheduler:
