@@ -162,11 +162,11 @@ def merged(model: GPTModel, name: str) -> torch.Tensor:
     one."""
     module, _, leaf = name.rpartition(".")
     owner: Any = model.get_submodule(module)
-    own: torch.Tensor = getattr(owner, leaf).detach()
+    weight: torch.Tensor = getattr(owner, leaf).detach()
     adapter = getattr(owner, "adapter", None)
     if adapter is None or leaf != "weight":
-        return own
-    return adapter.delta().add_(own).to(own.dtype)
+        return weight
+    return adapter.delta().add_(weight).to(weight.dtype)
 
 
 def adapters_of(model: torch.nn.Module) -> Iterator[Adapter | LinearAdapter]:

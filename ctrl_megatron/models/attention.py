@@ -135,15 +135,15 @@ class SegmentAttention(torch.autograd.Function):
             before, first = prefix.stop - prefix.start, here
             apart = before >= _APART or not layout.causal
             for segment in members:
-                own, start = slice(segment.start, segment.end), here
+                tokens, start = slice(segment.start, segment.end), here
                 here += segment.queries
                 if before == 0 or apart:
                     rows = slice(start, here)
                     out[rows], log_sum[rows] = attend(
-                        rows, keys[own], values[own], is_causal=layout.causal
+                        rows, keys[tokens], values[tokens], is_causal=layout.causal
                     )
                     continue
-                k, v = (torch.cat([x[prefix], x[own]]) for x in (keys, values))
+                k, v = (torch.cat([x[prefix], x[tokens]]) for x in (keys, values))
                 for piece in _pieces(segment):
                     rows = slice(start + piece.start, start + piece.stop)
                     seen = before + piece.stop

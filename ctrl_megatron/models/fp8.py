@@ -33,15 +33,15 @@ def weight_block(config: Mapping[str, Any], where: str) -> Block | None:
 
     Raises UserError for another quantisation.
     """
-    given = config.get("quantization_config")
-    if given is None:
+    entry = config.get("quantization_config")
+    if entry is None:
         return None
-    block = given.get("weight_block_size") if isinstance(given, dict) else None
-    known = isinstance(given, dict) and given.get("quant_method") == "fp8"
+    block = entry.get("weight_block_size") if isinstance(entry, dict) else None
+    known = isinstance(entry, dict) and entry.get("quant_method") == "fp8"
     sizes = [size for size in block or () if isinstance(size, int) and size > 0]
-    if not known or given.get("fmt", "e4m3") != "e4m3" or len(sizes) != 2:
+    if not known or entry.get("fmt", "e4m3") != "e4m3" or len(sizes) != 2:
         raise UserError(
-            f"{where}: quantization_config={given!r} is not supported, only quant_method 'fp8' "
+            f"{where}: quantization_config={entry!r} is not supported, only quant_method 'fp8' "
             "with fmt 'e4m3' and the two numbers of weight_block_size"
         )
     return sizes[0], sizes[1]

@@ -294,19 +294,19 @@ class FsdpStrategy:
 
     def _obstacles(self) -> dict[str, None]:
         """Properties of config.json and of the modules that rule out packed passes."""
-        config, found = self._config, {}
+        config, obstacles = self._config, {}
         kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
         if kinds:
-            found[f"layer_types has {', '.join(sorted(kinds))}"] = None
+            obstacles[f"layer_types has {', '.join(sorted(kinds))}"] = None
         if (length := longest_short_row(config)) < self._options.token_budget:
-            found[f"rows of more than {length} tokens are rotated otherwise (longrope)"] = None
+            obstacles[f"rows of more than {length} tokens are rotated otherwise (longrope)"] = None
         if self._shape.value_head:
-            return found
+            return obstacles
         if getattr(config, "final_logit_softcapping", None) is not None:
-            found["its logits have soft caps"] = None
+            obstacles["its logits have soft caps"] = None
         if getattr(self._head, "bias", None) is not None:
-            found["its output layer has a bias"] = None
-        return found
+            obstacles["its output layer has a bias"] = None
+        return obstacles
 
     def _sample(self) -> torch.Tensor:
         """Log-probs of three short rows with one prompt, or a random projection of a value model's

@@ -212,10 +212,12 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
         qk_layernorm=latent or attention.qk_norm,
         multi_latent_attention=latent,
     )
-    own = spec.submodules.self_attention
-    own.submodules.core_attention = over_shared_prefixes(own.submodules.core_attention)
+    self_attention = spec.submodules.self_attention
+    self_attention.submodules.core_attention = over_shared_prefixes(
+        self_attention.submodules.core_attention
+    )
     if latent:
-        own.module = LatentSelfAttention
+        self_attention.module = LatentSelfAttention
     if isinstance(kind, Experts):
         _parts_of(spec.submodules.mlp).router = Router
     return spec

@@ -201,17 +201,17 @@ def micro_batch(
     """This rank's part of a micro-batch, whose whole fields are on the host: ``tokens`` in the
     order of the layout, and one number per predicted token in the others."""
     packed = layout_params(layout, device, context)
-    own = torch.arange(len(tokens)) if packed.shared is None else packed.shared.own.cpu()
+    local = torch.arange(len(tokens)) if packed.shared is None else packed.shared.own.cpu()
     # Where a token is among this rank's, -1 for another rank's.
     place_of = torch.full_like(tokens, -1)
-    place_of[own] = torch.arange(len(own))
+    place_of[local] = torch.arange(len(local))
     places = place_of[predictors]
     here = places >= 0
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.int64),
-        tokens=tokens[own].unsqueeze(0).to(device),
+        tokens=tokens[local].unsqueeze(0).to(device),
         positions=packed.positions.unsqueeze(0),
-        padding=(own >= num_tokens).unsqueeze(0).to(device),
+        padding=(local >= num_tokens).unsqueeze(0).to(device),
         num_tokens=num_tokens,
         num_predicted=len(targets),
         packed=packed,

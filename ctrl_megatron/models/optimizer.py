@@ -251,11 +251,11 @@ class Optimization:
                     yield weight, main, 0
             return
         for weight, (group, order) in inner.model_param_group_index_map.items():
-            own = inner._get_model_param_range_map(weight)["param"]
+            local_range = inner._get_model_param_range_map(weight)["param"]
             main = inner.optimizer.param_groups[group]["params"][order]
-            if main.numel() != own.end - own.start:
+            if main.numel() != local_range.end - local_range.start:
                 raise RuntimeError(
                     f"Megatron's optimizer pairs {main.numel()} elements with the range "
-                    f"{own.start}:{own.end} of a parameter"
+                    f"{local_range.start}:{local_range.end} of a parameter"
                 )
-            yield weight, main, own.start
+            yield weight, main, local_range.start

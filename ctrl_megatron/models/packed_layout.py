@@ -256,16 +256,16 @@ def layout_params(
     if group is None or group.size() == 1:
         return packed
     shared = SharedTokens(group, packed)
-    own = shared.own
-    bounds = torch.tensor([0, len(own)], dtype=torch.int32, device=device)
+    local = shared.own
+    bounds = torch.tensor([0, len(local)], dtype=torch.int32, device=device)
     return PackedLayoutParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        max_seqlen_q=len(own),
-        max_seqlen_kv=len(own),
+        max_seqlen_q=len(local),
+        max_seqlen_kv=len(local),
         layout=layout,
-        positions=packed.positions[own],
+        positions=packed.positions[local],
         shared=shared,
     )
 

@@ -120,16 +120,16 @@ class Routers:
         if not self._experts:
             return {}
         widest = max(self._experts.values())
-        found = torch.zeros(len(self._experts), widest + 2, dtype=torch.float64)
-        rows = {layer: found[row] for row, layer in enumerate(self._experts)}
+        statistics = torch.zeros(len(self._experts), widest + 2, dtype=torch.float64)
+        rows = {layer: statistics[row] for row, layer in enumerate(self._experts)}
         for router in self._own:
             row = rows[_layer(router)]
             row[: len(router.load)] += router.load.cpu()
             row[widest:] += router.sums.cpu()
-        dist.all_reduce(found, group=groups.host)
+        dist.all_reduce(statistics, group=groups.host)
         self._loads = {layer: rows[layer][:count] for layer, count in self._experts.items()}
         loads = {layer: float(load.max() / load.mean()) for layer, load in self._loads.items()}
-        sums = (found[:, widest:].mean(dim=0) / self._tokens).tolist()
+        sums = (statistics[:, widest:].mean(dim=0) / self._tokens).tolist()
         used = {"balance_loss": self._options.balance, "z_loss": self._options.z}
         return {
             "max_load": max(loads.values()),

@@ -228,19 +228,19 @@ def _attention(attention: Attention, hidden: int, layers: tuple[int, ...]) -> It
 def _grouped_query(
     attention: GroupedQueryAttention, hidden: int, layers: tuple[int, ...]
 ) -> Iterator[ParamRule]:
-    qkv, own = "self_attention.linear_qkv", "self_attn"
+    qkv, module = "self_attention.linear_qkv", "self_attn"
     rows = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
     norm = {"input_layernorm": (hidden,)}
-    weights = {f"{own}.{x}_proj": (count, hidden) for x, count in rows.items()}
+    weights = {f"{module}.{x}_proj": (count, hidden) for x, count in rows.items()}
     yield _layer_rule(layers, "input_layernorm", "replicated", norm, te=qkv)
     yield _layer_rule(layers, qkv, "qkv", weights)
     if attention.qkv_bias:
-        biases = {f"{own}.{x}_proj": (count,) for x, count in rows.items()}
+        biases = {f"{module}.{x}_proj": (count,) for x, count in rows.items()}
         yield _layer_rule(layers, qkv, "qkv", biases, leaf="bias")
     for x in "qk" if attention.qk_norm else "":
-        norm = {f"{own}.{x}_norm": (attention.head_dim,)}
+        norm = {f"{module}.{x}_norm": (attention.head_dim,)}
         yield _layer_rule(layers, f"self_attention.{x}_layernorm", "replicated", norm)
-    out = {f"{own}.o_proj": (hidden, attention.query_width)}
+    out = {f"{module}.o_proj": (hidden, attention.query_width)}
     yield _layer_rule(layers, "self_attention.linear_proj", "row", out)
 
 

@@ -166,13 +166,13 @@ class SafetensorsDirectory:
     def fingerprint(self) -> str:
         """16 hex digits from the tensors' names, shapes, dtypes and first rows. They change with
         the weights, do not depend on the files, and large models need not be read completely."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in sorted(self._file_of):
             shape = self._shape(name)
             row = self.read_part(name, (slice(0, 1),)) if shape else self.read(name)
-            found.update(repr((name, shape, str(row.dtype))).encode())
-            found.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+            digest.update(repr((name, shape, str(row.dtype))).encode())
+            digest.update(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def read(self, name: str) -> torch.Tensor:
         if self.block is not None and name + SCALES in self._file_of:

@@ -247,10 +247,10 @@ class ModelShape:
     @property
     def layers_by_kind(self) -> dict[FeedForward, tuple[int, ...]]:
         """The layers that have each kind of feed-forward layer, ascending."""
-        found: dict[FeedForward, tuple[int, ...]] = {}
+        layers: dict[FeedForward, tuple[int, ...]] = {}
         for layer, kind in enumerate(self.feed_forward):
-            found[kind] = (*found.get(kind, ()), layer)
-        return found
+            layers[kind] = (*layers.get(kind, ()), layer)
+        return layers
 
     @property
     def expert_kinds(self) -> list[Experts]:
@@ -335,11 +335,11 @@ def head_of(config: Mapping[str, Any], where: str) -> bool | None:
     """Whether the head for numbers that a ``config.json`` describes has a bias; None for a language
     model. UserError for a head of several numbers."""
     (architecture, *_) = config.get("architectures") or ("",)
-    found = [bias for end, bias in CLASSIFIERS.items() if architecture.endswith(end)]
-    if not found:
+    biases = [bias for end, bias in CLASSIFIERS.items() if architecture.endswith(end)]
+    if not biases:
         return None
     # transformers writes no id2label for its default of two labels.
     if (labels := len(config.get("id2label") or (0, 1))) != 1:
-        kind = "value" if found[0] else "reward"
+        kind = "value" if biases[0] else "reward"
         raise UserError(f"{where}: a {kind} model has 1 label, this model has {labels}")
-    return found[0]
+    return biases[0]

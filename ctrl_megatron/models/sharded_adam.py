@@ -72,21 +72,21 @@ class ShardedAdam:
     @torch.no_grad()
     def grad_norm(self) -> float:
         for parameter, shard in self._pairs:
-            given: Any = parameter.grad
-            if given is None:
+            grad: Any = parameter.grad
+            if grad is None:
                 shard.grad = torch.zeros_like(shard)
             else:
-                shard.grad = given.to_local() if isinstance(given, DTensor) else given
+                shard.grad = grad.to_local() if isinstance(grad, DTensor) else grad
         self._sum_whole()
         return self._norm([shard.grad for _, shard in self._pairs])
 
     def _sum_whole(self) -> None:
         """Sum the gradients of what every rank has over the ranks. Collective."""
-        own = [shard.grad for shard in self._whole if shard.grad is not None]
-        if own:
-            flat = torch.cat([grad.view(-1) for grad in own])
+        grads = [shard.grad for shard in self._whole if shard.grad is not None]
+        if grads:
+            flat = torch.cat([grad.view(-1) for grad in grads])
             dist.all_reduce(flat, group=self._groups.megatron.dp)
-            for grad, part in zip(own, flat.split([g.numel() for g in own]), strict=True):
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
 
     def _norm(self, tensors: Sequence[torch.Tensor | None]) -> float:

@@ -54,14 +54,14 @@ def parse_transformers_shape(config: dict[str, Any], where: str) -> Transformers
 
 @lru_cache(maxsize=8)
 def _shape(text: str, where: str) -> TransformersShape:
-    given = json.loads(text)
-    if not isinstance(given, dict):
-        raise UserError(f"{where}: must be a JSON object, is {type(given).__name__}")
-    family = str(given.get("model_type"))
+    keys = json.loads(text)
+    if not isinstance(keys, dict):
+        raise UserError(f"{where}: must be a JSON object, is {type(keys).__name__}")
+    family = str(keys.get("model_type"))
     if family not in transformers.CONFIG_MAPPING:
         why = (
             "its code is in the directory, and no code of a model directory is ever run"
-            if given.get("auto_map")
+            if keys.get("auto_map")
             else "the installed transformers does not have it"
         )
         problem = f"{where}: model_type {family!r} is not supported: {why}"
@@ -73,7 +73,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         raise UserError(problem, remedy=_OTHER)
     if config.get_text_config() is not config:
         raise UserError(f"{where}: {family!r} reads more than text", remedy="name a text model")
-    if given.get("quantization_config"):
+    if keys.get("quantization_config"):
         raise UserError(
             f"{where}: quantised weights are not supported by strategy 'fsdp'",
             remedy="name the model's weights in bfloat16 or float32",
@@ -117,7 +117,7 @@ def _shape(text: str, where: str) -> TransformersShape:
     shape = TransformersShape(
         family=family,
         config=text,
-        computed=json.dumps({k: v for k, v in given.items() if k not in _OF_FILES}, sort_keys=True),
+        computed=json.dumps({k: v for k, v in keys.items() if k not in _OF_FILES}, sort_keys=True),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
@@ -131,7 +131,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         tensors=tuple(tensors),
         outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
     )
-    bias = head_of(given, where)
+    bias = head_of(keys, where)
     return shape if bias is None else value_shape(shape, head_bias=bias)
 
 
