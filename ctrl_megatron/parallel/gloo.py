@@ -32,18 +32,18 @@ def one_loop() -> Iterator[None]:
 
     The default group must exist; nothing happens if it has no gloo.
     """
-    own: Any = distributed_c10d.ProcessGroupGloo
+    original: Any = distributed_c10d.ProcessGroupGloo
     try:
         devices = dist.group.WORLD._get_backend(torch.device("cpu")).options._devices  # type: ignore[union-attr]
     except RuntimeError:
         yield
         return
 
-    class OnTheSameLoop(own):  # type: ignore[misc,valid-type]
+    class OnTheSameLoop(original):  # type: ignore[misc,valid-type]
         """The options of a group, as torch makes them from a time-out."""
 
         def __init__(self, store: Any, rank: int, size: int, *, timeout: timedelta) -> None:
-            options = own._Options()
+            options = original._Options()
             options._devices, options._timeout = devices, timeout
             super().__init__(store, rank, size, options)
 
@@ -51,7 +51,7 @@ def one_loop() -> Iterator[None]:
     try:
         yield
     finally:
-        distributed_c10d.ProcessGroupGloo = own  # type: ignore[misc]
+        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
 
 
 def sum_in_place() -> None:
@@ -128,16 +128,16 @@ class SumOfParts:
         """Fill ``output_tensor`` with this rank's part, added in the order of the ranks."""
         if op != dist.ReduceOp.SUM or async_op:
             raise ValueError(f"only sums that are waited for, not {op}")
-        own, parts = group.rank(), input_tensor.chunk(group.size())
+        group_rank, parts = group.rank(), input_tensor.chunk(group.size())
         sent: list[Any] = [
             dist.isend(part, group=group, group_dst=rank)
             for rank, part in enumerate(parts)
-            if rank != own
+            if rank != group_rank
         ]
         received = {rank: torch.empty_like(output_tensor) for rank in range(group.size())}
-        received[own] = parts[own]
+        received[group_rank] = parts[group_rank]
         for rank, part in received.items():
-            if rank != own:
+            if rank != group_rank:
                 dist.recv(part, group=group, group_src=rank)
         output_tensor.copy_(received[0])
         for rank in range(1, group.size()):
@@ -170,12 +170,12 @@ def exchange_unequal_parts() -> None:
         if sizes is None or group.size() == 1:
             return scatter(rows, group, sizes, buffered)
         parts = rows.split(sizes)
-        own = parts[group.rank()].clone()
+        local = parts[group.rank()].clone()
         for rank, part in enumerate(parts):
             # Gloo also writes into what the others give.
-            given = own if rank == group.rank() else part.clone()
-            dist.reduce(given, dst=dist.get_global_rank(group, rank), group=group)
-        return own
+            summand = local if rank == group.rank() else part.clone()
+            dist.reduce(summand, dst=dist.get_global_rank(group, rank), group=group)
+        return local
 
     mappings._gather_along_first_dim = gathered
     mappings._reduce_scatter_along_first_dim = scattered

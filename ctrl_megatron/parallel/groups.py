@@ -227,9 +227,9 @@ def join_worlds(
     with gloo.one_loop():
         joined = _collect(worlds, device, timeout, launch.master_addr)
     give_megatron(joined.groups.megatron)
-    place = joined.groups.place
+    coordinates = joined.groups.place
     tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, tp_rank=place.tp, ep_rank=place.ep, etp_rank=place.etp
+        seed, tp_rank=coordinates.tp, ep_rank=coordinates.ep, etp_rank=coordinates.etp
     )
     joined.groups.hosts.require_whole_tensor_groups(joined.world.layout)
     return joined
@@ -237,12 +237,12 @@ def join_worlds(
 
 def _require_same(worlds: Sequence[World], store: Any, rank: int) -> None:
     """UserError where this rank has other worlds than rank 0, whose groups would never meet."""
-    own = repr([world.ranks for world in worlds])
+    local = repr([world.ranks for world in worlds])
     if rank == 0:
-        store.set("worlds", own)
-    elif (first := store.get("worlds").decode()) != own:
+        store.set("worlds", local)
+    elif (first := store.get("worlds").decode()) != local:
         raise UserError(
-            f"rank {rank} places its worlds on {own}, and rank 0 on {first}",
+            f"rank {rank} places its worlds on {local}, and rank 0 on {first}",
             key="placement",
             remedy="give all ranks the same settings; with placement=auto on machines of different "
             "GPUs set placement.gpu_memory",
@@ -257,11 +257,11 @@ def _collect(
     makers = [_Makers.of(w.ranks, timeout) for w in worlds]
     # All ranks make the groups of all worlds, in one order.
     made = [_groups_of(w, maker) for w, maker in zip(worlds, makers, strict=True)]
-    own = made[worlds.index(world)]
+    local_groups = made[worlds.index(world)]
     alone = len(worlds) == 1
     ours = _Makers.of(every, timeout)
-    host = own["host"] if alone else ours.host.group_of([every])
-    writers = own["writers"] if alone else ours.writers.group_of([every])
+    host = local_groups["host"] if alone else ours.host.group_of([every])
+    writers = local_groups["writers"] if alone else ours.writers.group_of([every])
     identities = _gather(host_identity(), len(every), host)
     hosts = number_hosts(identities)
     several = len(hosts.names) > 1
@@ -273,7 +273,7 @@ def _collect(
         layout=world.layout,
         device=device,
         hosts=hosts.of(world.ranks),
-        **own,
+        **local_groups,
     )
     everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)
     mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").group_of([every])
@@ -328,15 +328,15 @@ class GroupMaker:
     def group_of(self, sets: Iterable[tuple[int, ...]]) -> Any:
         """The group of that one of the disjoint ``sets``, which have ranks' numbers in the world,
         that has this rank; None if none has."""
-        mine = None
+        local_group = None
         for numbers in sets:
             ranks = tuple(self._world[number] for number in numbers)
             if ranks not in self._made:
                 self._made[ranks] = dist.new_group(
                     list(ranks), backend=self._backend, timeout=self._timeout
                 )
-            mine = self._made[ranks] if dist.get_rank() in ranks else mine
-        return mine
+            local_group = self._made[ranks] if dist.get_rank() in ranks else local_group
+        return local_group
 
 
 def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection:

@@ -54,12 +54,12 @@ def serve_at_addresses() -> None:
 def _listening(host: str, port: int) -> socket.socket | None:
     """A socket that listens at the host's address; None where torch has to choose."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, place in found:
-        address = str(place[0])
+    for family, _, _, _, sockaddr in found:
+        address = str(sockaddr[0])
         if address != host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
             continue
         try:
-            return socket.create_server(place, family=family)
+            return socket.create_server(sockaddr, family=family)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 # Perhaps by another store of this process, which torch shares.
@@ -70,6 +70,6 @@ def _listening(host: str, port: int) -> socket.socket | None:
         "the store of %s listens at all addresses of this machine: the name leads to %s here, "
         "where no other host would reach it",
         host,
-        ", ".join(dict.fromkeys(str(place[0]) for *_, place in found)),
+        ", ".join(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)),
     )
     return None

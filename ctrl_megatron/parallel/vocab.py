@@ -175,8 +175,8 @@ class _LinearLogProb(torch.autograd.Function):
             for block in _ranges(real, columns):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 torch.mm(hidden[part], weight[block].t(), out=logits_TV)
-                mine, column = _inside(targets[part], block)
-                picked_T = torch.where(mine, logits_TV.gather(-1, column).squeeze(-1), picked_T)
+                inside, column = _inside(targets[part], block)
+                picked_T = torch.where(inside, logits_TV.gather(-1, column).squeeze(-1), picked_T)
                 stats.add(tile.wide(logits_TV), tile)
             stats.over_ranks(group)
             log_sum_T = stats.sum_T.log()
@@ -225,8 +225,8 @@ class _LinearLogProb(torch.autograd.Function):
                     powers_TV = tile.powers(grad_TV)
                     grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1))
                     grad_TV.mul_(powers_TV)
-                mine, column = _inside(targets[part], block)
-                grad_TV.scatter_add_(-1, column, torch.where(mine, hit_T, 0.0).unsqueeze(-1))
+                inside, column = _inside(targets[part], block)
+                grad_TV.scatter_add_(-1, column, torch.where(inside, hit_T, 0.0).unsqueeze(-1))
                 low_TV = tile.low(*grad_TV.shape)
                 if low_TV.data_ptr() != grad_TV.data_ptr():
                     low_TV.copy_(grad_TV)
