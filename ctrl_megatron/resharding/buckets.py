@@ -152,13 +152,13 @@ class Buckets:
             wholes: dict[str, torch.Tensor] = {}
             for worker, rectangle in self.plan.rectangles(part):
                 piece = rectangle.piece
-                found = read(worker, piece.hf, piece)
-                if found.shape == specs[piece.hf].shape:
-                    wholes[piece.hf] = found
+                values = read(worker, piece.hf, piece)
+                if values.shape == specs[piece.hf].shape:
+                    wholes[piece.hf] = values
                     continue
                 if piece.hf not in wholes:
-                    wholes[piece.hf] = found.new_empty(specs[piece.hf].shape)
-                wholes[piece.hf][piece.hf_slices] = found
+                    wholes[piece.hf] = values.new_empty(specs[piece.hf].shape)
+                wholes[piece.hf][piece.hf_slices] = values
             yield from wholes.items()
 
 

@@ -318,16 +318,16 @@ class PushPlan:
     def buckets(self, bucket_bytes: int) -> list[tuple[Part, ...]]:
         """The parts in the order of the push; no worker gets more than ``bucket_bytes`` of a
         bucket, unless it is a single part."""
-        found: list[list[Part]] = []
+        buckets: list[list[Part]] = []
         used: list[int] = []
         for part in self.parts:
             own = self._of_workers(part.pattern, part.number)
-            used = [sum(pair) for pair in zip(used, own, strict=True)] if found else []
+            used = [sum(pair) for pair in zip(used, own, strict=True)] if buckets else []
             if not used or max(used) > bucket_bytes:
-                found.append([])
+                buckets.append([])
                 used = list(own)
-            found[-1].append(part)
-        return [tuple(bucket) for bucket in found]
+            buckets[-1].append(part)
+        return [tuple(bucket) for bucket in buckets]
 
     def most_of_a_worker(self, bucket: Sequence[Part]) -> int:
         """The bytes of the bucket for the worker that gets most of it."""
@@ -439,7 +439,7 @@ def _patterns(
     stage = replace(train, pipeline=1, virtual_pipeline=1)
     specs = hf_specs(small, dtype, sends, quantised=quantised)
     needed, dtypes = _needed(small, cut), {spec.name: spec.dtype for spec in specs}
-    found: dict[int, dict[str, list[Flow]]] = {}
+    flows_of: dict[int, dict[str, list[Flow]]] = {}
     for param in distinct_shards(small, stage, pp=0, chunk=0, te_names=te_names):
         at = tuple(index for index in param.at if index[0] != "pp")
         needs: dict[tuple[str, int], list[Rectangle]] = {}
@@ -447,15 +447,15 @@ def _patterns(
             for worker, box in needed[piece.hf] if piece.hf in dtypes else ():
                 if (common := _common(piece, box)) is not None:
                     rectangle = Rectangle(param.name, common, dtypes[piece.hf])
-                    part = piece.hf if by_tensor else param.name
-                    needs.setdefault((part, worker), []).append(rectangle)
+                    tensor = piece.hf if by_tensor else param.name
+                    needs.setdefault((tensor, worker), []).append(rectangle)
         pattern = _pattern_of(param.name) if isinstance(shape, ModelShape) else -2
-        for (part, worker), rectangles in needs.items():
-            flows = found.setdefault(pattern, {}).setdefault(part, [])
+        for (tensor, worker), rectangles in needs.items():
+            flows = flows_of.setdefault(pattern, {}).setdefault(tensor, [])
             flows.append(Flow(param.mesh, at, worker, tuple(rectangles)))
     return {
         pattern: tuple(tuple(flows) for flows in of_part.values())
-        for pattern, of_part in found.items()
+        for pattern, of_part in flows_of.items()
     }
 
 
@@ -599,7 +599,7 @@ def _shares(
     of_host: dict[int, list[int]] = {}
     for holder in holders:
         of_host.setdefault(host_of_rank[holder], []).append(holder)
-    found = [Share(t, (engine,), 0, 1, 1) for engine, t in enumerate(takers) if t in itself]
+    shares = [Share(t, (engine,), 0, 1, 1) for engine, t in enumerate(takers) if t in itself]
     waiting: dict[int | None, list[int]] = {}
     for engine, taker in enumerate(takers):
         if taker not in itself:
@@ -609,14 +609,14 @@ def _shares(
         givers = holders if host is None else of_host[host]
         if host is None and host_memory:
             hosts = {engine: host_of_rank[takers[engine]] for engine in engines}
-            found += _relayed(givers, hosts, host_of_rank, whole, turn)
+            shares += _relayed(givers, hosts, host_of_rank, whole, turn)
             continue
         for number, engine in enumerate(engines):
             if rank is None or rank in holders or rank == takers[engine]:
-                found += _line(givers, engine, number, len(engines), whole, turn)
+                shares += _line(givers, engine, number, len(engines), whole, turn)
     return tuple(
         share
-        for share in found
+        for share in shares
         if rank in (None, share.giver) or rank in [takers[engine] for engine in share.engines]
     )
 

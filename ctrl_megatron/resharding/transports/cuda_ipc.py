@@ -108,13 +108,15 @@ class _MappedMemory:
             for worker, (taker, size) in enumerate(zip(own, self.sizes, strict=True))
             if taker == groups.rank
         }
-        given = groups.from_all({at: driver.get_handle(own) for at, own in self._own.items()})
-        self.handles = {place: handle for own in given for place, handle in own.items()}
+        handles_by_rank = groups.from_all(
+            {at: driver.get_handle(own) for at, own in self._own.items()}
+        )
+        self.handles = {place: handle for own in handles_by_rank for place, handle in own.items()}
         self.of = {
             place: self._own[place]
             if place in self._own
             else driver.open_handle(handle, self.sizes[place[2]])
-            for rank, own in enumerate(given)
+            for rank, own in enumerate(handles_by_rank)
             if groups.hosts.of_rank[rank] == groups.here
             for place, handle in own.items()
         }

@@ -288,17 +288,17 @@ class _Messages:
 
     def _list_messages(self, number: int) -> list[list[list[tuple[int, int, int]]]]:
         """For each engine of this host and each of its workers (stage, sender, bytes)."""
-        found = [[[] for _ in range(self.workers)] for _ in self._here]
+        messages = [[[] for _ in range(self.workers)] for _ in self._here]
         for (engine, worker, stage, giver), transfers in self._into[number].items():
             sender = self.ranks_of_stage[stage].index(giver)
-            own = found[self._here.index(engine)][worker]
+            own = messages[self._here.index(engine)][worker]
             own.append((stage, sender, message_bytes(transfers)))
-        return found
+        return messages
 
     def _list_parts(self, number: int) -> list[list[list[tuple[int, PackedPart]]]]:
         """For each engine of this host and each of its workers (message, part in it)."""
         index = {place.spec.name: i for i, place in enumerate(self.buckets.places[number])}
-        found = [[[] for _ in range(self.workers)] for _ in self._here]
+        by_engine = [[[] for _ in range(self.workers)] for _ in self._here]
         counts: dict[tuple[int, int], int] = defaultdict(int)
         for (engine, worker, _, _), transfers in self._into[number].items():
             offset, message = 0, counts[engine, worker]
@@ -307,9 +307,9 @@ class _Messages:
                 for rectangle in transfer.rectangles:
                     piece = rectangle.piece
                     part = PackedPart(index[piece.hf], piece.hf_start, piece.extent, offset)
-                    found[self._here.index(engine)][worker].append((message, part))
+                    by_engine[self._here.index(engine)][worker].append((message, part))
                     offset += aligned(rectangle.num_bytes)
-        return found
+        return by_engine
 
 
 def _grouped(
