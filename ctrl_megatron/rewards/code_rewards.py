@@ -249,7 +249,7 @@ def subtasks_of(row: Row, tests: int | None) -> list[IoiSubtask]:
     """The subtasks of ``row``, which has ``tests`` tests (``RowTests.total``). Raises
     ``UserError`` naming the row.
     """
-    place, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
+    where, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
         entries = loads(given) if isinstance(given, str) else given
         subtasks = [
@@ -258,18 +258,18 @@ def subtasks_of(row: Row, tests: int | None) -> list[IoiSubtask]:
         ]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
-            f"{place}: subtasks must be a list of {{points, tests}}: {error!r}"
+            f"{where}: subtasks must be a list of {{points, tests}}: {error!r}"
         ) from error
     if tests is None:
-        raise UserError(f"{place}: ioi_code needs cases of stdin and stdout, not unit tests")
+        raise UserError(f"{where}: ioi_code needs cases of stdin and stdout, not unit tests")
     if not subtasks:
-        raise UserError(f"{place}: ioi_code needs the column subtasks, and it is empty")
+        raise UserError(f"{where}: ioi_code needs the column subtasks, and it is empty")
     for subtask in subtasks:
         if not math.isfinite(subtask.points) or subtask.points <= 0:
-            raise UserError(f"{place}: a subtask's points must be positive")
+            raise UserError(f"{where}: a subtask's points must be positive")
         if not subtask.tests or not all(0 <= test < tests for test in subtask.tests):
             raise UserError(
-                f"{place}: a subtask names tests {list(subtask.tests)}; the row has tests 0 to "
+                f"{where}: a subtask names tests {list(subtask.tests)}; the row has tests 0 to "
                 f"{tests - 1}"
             )
     return subtasks

@@ -112,20 +112,20 @@ def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str,
         "patience": patience,
         "shared_process_graders": reward.shared_process_graders,
     }
-    own: dict[str, Any] = {}
+    configured: dict[str, Any] = {}
     if name == "critic":
-        own = {
+        configured = {
             "run_all_cases": reward.run_all_cases,
             "copying": reward.copying,
             "copying_threshold": reward.copying_threshold,
             "show_progress": False,
         }
     elif name == "overlong" and reward.overlong_buffer.enable:
-        own = {
+        configured = {
             "max_length": config.data.max_response_length,
             "cache_length": reward.overlong_buffer.len,
         }
     elif name == "transition" and reward.transition.is_on:
-        own = asdict(reward.transition)
+        configured = asdict(reward.transition)
     given = {key: value for key, value in shared.items() if key in parameters}
-    return {**given, **own, **reward.reward_options.get(name, {})}
+    return {**given, **configured, **reward.reward_options.get(name, {})}

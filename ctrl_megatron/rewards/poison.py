@@ -155,14 +155,14 @@ async def find_uncounted(
         left, hollow = None, set[int]()
         for program in group.programs(names):
             cases = await run(program)
-            found = tuple(map(name_of, cases))
+            reported = tuple(map(name_of, cases))
             # Unit tests that a program keeps from being collected are no passed ones.
             passed = {n for n, case in enumerate(cases) if case.passed or _is_hollow(case)}
             hollow = {n for n in passed if not cases[n].passed}
-            if len(found) > len(known):
-                known = found
-            if len(found) < len(known):
-                passed = {n for n in passed if found[n] == known[n]}
+            if len(reported) > len(known):
+                known = reported
+            if len(reported) < len(known):
+                passed = {n for n in passed if reported[n] == known[n]}
             sure = sure and not any(case.timed_out for case in cases)
             left = passed if left is None else left & passed
             if not left:
