@@ -79,12 +79,12 @@ def join_communicator(
 
     RuntimeError if they do not meet.
     """
-    own = dist.PrefixStore(group, store)  # pyright: ignore[reportPrivateImportUsage]
+    group_store = dist.PrefixStore(group, store)  # pyright: ignore[reportPrivateImportUsage]
     # NCCL waits without a limit for members that do not come, so all are there before it begins.
-    own.set(f"{number}", "there")
-    own.wait([f"{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
+    group_store.set(f"{number}", "there")
+    group_store.wait([f"{other}" for other in range(size)], timedelta(seconds=MEETING_SECONDS))
     kind = NcclCommunicator if library == "nccl" else GlooCommunicator
-    return kind(own, number, size)
+    return kind(group_store, number, size)
 
 
 class GlooCommunicator:

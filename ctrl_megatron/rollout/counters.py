@@ -67,14 +67,14 @@ def step_metrics(before: Mapping[str, Counters], now: Mapping[str, Counters]) ->
         if all(name in one for one in grown)
     }
     rates = [one["drawn_tokens"] / one["busy_seconds"] for one in grown if one["busy_seconds"] > 0]
-    found = {"engine/tokens_per_second": sum(rates)} if rates else {}
+    metrics = {"engine/tokens_per_second": sum(rates)} if rates else {}
     if total.get("prompt_tokens") and "cached_tokens" in total:
-        found["engine/cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
+        metrics["engine/cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
     if "preemptions" in total:
-        found["engine/preemptions"] = total["preemptions"]
+        metrics["engine/preemptions"] = total["preemptions"]
     if total.get("busy_seconds") and "queued_seconds" in total:
-        found["engine/queue_length"] = total["queued_seconds"] / total["busy_seconds"]
-    return found
+        metrics["engine/queue_length"] = total["queued_seconds"] / total["busy_seconds"]
+    return metrics
 
 
 def _grown(before: Counters, now: Counters) -> Counters:

@@ -264,13 +264,13 @@ class _Canvas:
     def take(self, params: SamplingParams) -> None:
         """Give the row what comes next to its tokens and does not change any more."""
         while self.row.finish_reason is None:
-            place = len(self.row.tokens)
-            if self._order[place] < 0:
+            position = len(self.row.tokens)
+            if self._order[position] < 0:
                 return
-            self.row.order.append(int(self._order[place]))
+            self.row.order.append(int(self._order[position]))
             self.row.take(
-                int(self.tokens[place]),
-                float(self._log_probs[place]),
-                self._versions[place],
+                int(self.tokens[position]),
+                float(self._log_probs[position]),
+                self._versions[position],
                 params,
             )

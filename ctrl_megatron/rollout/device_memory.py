@@ -181,12 +181,14 @@ class CudaMemory:
                 "data": (address.value, False),
             }
 
-        found = self._Attributes()
-        self._call("cudaPointerGetAttributes", ctypes.byref(found), address)
+        attributes = self._Attributes()
+        self._call("cudaPointerGetAttributes", ctypes.byref(attributes), address)
         # Of memory on another device torch would return a copy, which no other process sees.
-        memory = torch.as_tensor(Memory(), device=torch.device("cuda", found.device))
+        memory = torch.as_tensor(Memory(), device=torch.device("cuda", attributes.device))
         if memory.data_ptr() != address.value:
-            raise RuntimeError(f"torch has copied memory of GPU {found.device} that it was lent")
+            raise RuntimeError(
+                f"torch has copied memory of GPU {attributes.device} that it was lent"
+            )
         return memory
 
     def _call(self, name: str, *arguments: Any) -> None:

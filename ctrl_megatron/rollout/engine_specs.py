@@ -72,23 +72,23 @@ def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = 
 def meetings_of(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
     """The first part of every engine that spans hosts, by the engine's number: where its parts
     meet. Collective."""
-    spanning = [place for place in placement.engines if place.spans > 1]
+    spanning = [engine for engine in placement.engines if engine.spans > 1]
     if not spanning:
         return {}
     address = groups.hosts.addresses[groups.here]
-    own: dict[int, EnginePart] = {}
-    for place in spanning if groups.is_first_here else ():
-        if place.host == groups.here:
+    parts: dict[int, EnginePart] = {}
+    for engine in spanning if groups.is_first_here else ():
+        if engine.host == groups.here:
             group, watch = free_ports(address, 2)
-            own[place.number] = EnginePart(
+            parts[engine.number] = EnginePart(
                 number=0,
-                of=place.spans,
+                of=engine.spans,
                 first=address,
                 group_port=group,
                 watch_port=watch,
                 token=secrets.token_urlsafe(32),
             )
-    return {number: part for found in groups.from_all(own) for number, part in found.items()}
+    return {number: part for found in groups.from_all(parts) for number, part in found.items()}
 
 
 def engine_spec(

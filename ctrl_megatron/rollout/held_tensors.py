@@ -101,12 +101,12 @@ def held_checksums(
     """
     with torch.inference_mode():
         held = held_tensors(model, dtype, **how)
-        found = checksums(held if is_first else (pair for pair in held if False))
-    if tied and "model.embed_tokens.weight" in found:
-        head = found.pop("lm_head.weight", None)
-        if head not in (None, found["model.embed_tokens.weight"]):
+        by_name = checksums(held if is_first else (pair for pair in held if False))
+    if tied and "model.embed_tokens.weight" in by_name:
+        head = by_name.pop("lm_head.weight", None)
+        if head not in (None, by_name["model.embed_tokens.weight"]):
             raise RuntimeError("the tied output head differs from the embedding")
-    return found
+    return by_name
 
 
 def _expert_tensors(held: HeldExperts, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,13 +53,13 @@ def _greets(other: socket.socket, token: str) -> bool:
     """Whether a connection begins with the token, and so is one of the engine's parts."""
     _end_in_silence(other)
     other.settimeout(_GREETING_SECONDS)
-    given = b""
+    received = b""
     try:
-        while len(given) < len(token) and (more := other.recv(len(token) - len(given))):
-            given += more
+        while len(received) < len(token) and (more := other.recv(len(token) - len(received))):
+            received += more
     except OSError:
         return False
-    return hmac.compare_digest(given, token.encode())
+    return hmac.compare_digest(received, token.encode())
 
 
 def _stay_with_first(part: EnginePart, end: Callable[[str], None]) -> None:

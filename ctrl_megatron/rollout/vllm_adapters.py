@@ -84,12 +84,12 @@ class PushedAdapters:
     async def checksums(self) -> dict[str, str]:
         """The checksums of the adapters in vLLM's workers, which multiply B by the scale."""
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_adapter_checksums")
-        found = parts[0]
+        by_name = parts[0]
         for name, tensor in self._held.items():
             scaled = tensor * self._lora.scale if name.endswith(LORA_B) else tensor
-            if found.get(name) == tensor_checksum(scaled):
-                found[name] = tensor_checksum(tensor)
-        return found
+            if by_name.get(name) == tensor_checksum(scaled):
+                by_name[name] = tensor_checksum(tensor)
+        return by_name
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

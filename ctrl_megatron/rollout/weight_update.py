@@ -80,18 +80,18 @@ def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
 def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> None:
     """ValueError that names every difference between the tensors of an update and the manifest."""
     wanted = {spec.name: spec for spec in manifest}
-    given = {spec.name: spec for spec in specs}
-    both = [(wanted[name], given[name]) for name in given if name in wanted]
+    pushed = {spec.name: spec for spec in specs}
+    both = [(wanted[name], pushed[name]) for name in pushed if name in wanted]
     complaints = {
-        "unknown": [name for name in given if name not in wanted],
-        "missing": [name for name in wanted if name not in given],
+        "unknown": [name for name in pushed if name not in wanted],
+        "missing": [name for name in wanted if name not in pushed],
         "mis-shaped": [
             f"{w.name} {g.shape} instead of {w.shape}" for w, g in both if w.shape != g.shape
         ],
         "of an unsupported dtype": [
             f"{g.name} {g.dtype}" for _, g in both if g.dtype not in DTYPE_BYTES
         ],
-        "repeated": [] if len(given) == len(specs) else sorted({s.name for s in specs})[:_SHOWN],
+        "repeated": [] if len(pushed) == len(specs) else sorted({s.name for s in specs})[:_SHOWN],
     }
     found = [
         f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"

@@ -112,10 +112,10 @@ class NcclReceiver:
         if len(self._memory[slot]) < needed:
             device = "cuda" if self._library == "nccl" else "cpu"
             self._memory[slot] = torch.empty(needed, dtype=torch.uint8, device=device)
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         by_stage: dict[int, list[tuple[torch.Tensor, int]]] = {}
         for stage, sender, size in messages:
-            found.append(self._memory[slot][offset : offset + size])
-            by_stage.setdefault(stage, []).append((found[-1], sender))
+            tensors.append(self._memory[slot][offset : offset + size])
+            by_stage.setdefault(stage, []).append((tensors[-1], sender))
             offset += aligned(size)
-        return found, [self._links[stage].receive(own) for stage, own in by_stage.items()]
+        return tensors, [self._links[stage].receive(own) for stage, own in by_stage.items()]
