@@ -56,13 +56,13 @@ def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
             work = _begun(run, checks, stack) if checks.missing else None
         waiting = Waiting(groups=run.everyone, stop=run.stop, limit=math.inf)
         waiting.together(work, _WHAT)
-    found = run.everyone.from_first(None if checks is None else checks.all())
-    assert found is not None
+    results = run.everyone.from_first(None if checks is None else checks.all())
+    assert results is not None
     drop, same = config.data.bad_rows == "drop", inputs.validation is inputs.train
-    train = _checked("data.train_files", inputs.train, found, drop=drop, aloud=first)
+    train = _checked("data.train_files", inputs.train, results, drop=drop, aloud=first)
     validation = train if same else inputs.validation
     if validation is not None and not same:
-        validation = _checked("data.val_files", validation, found, drop=drop, aloud=first)
+        validation = _checked("data.val_files", validation, results, drop=drop, aloud=first)
     if not same and len(train.rows) < len(inputs.train.rows):
         require_a_step(len(train.rows), train.dropped, len(train.bad), config)
     return replace(inputs, train=train, validation=validation)
@@ -75,10 +75,10 @@ def _begun(run: Session, checks: TestChecks, stack: ExitStack) -> Future[None]:
     if not endpoint:
         token, workers = secrets.token_hex(32), config.sandbox.workers or usable_cores()
         # It ends with the thread that starts it.
-        own = EmbeddedSandbox.start(workers=workers, token=token, **sandbox_options(config))
-        stack.callback(own.stop)
-        run.at_end.append(own.stop)
-        endpoint = own.endpoint
+        sandbox = EmbeddedSandbox.start(workers=workers, token=token, **sandbox_options(config))
+        stack.callback(sandbox.stop)
+        run.at_end.append(sandbox.stop)
+        endpoint = sandbox.endpoint
     judge = code_judge(config, endpoint, token)
     assert isinstance(judge, SandboxClient)
     stack.callback(lambda: run.background.run_last(judge.close()))

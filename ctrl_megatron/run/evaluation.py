@@ -238,10 +238,10 @@ def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str,
             )
         text = critiques[row.id]
         if (back := inputs.codec.decode(inputs.codec.encode(text))) != text:
-            place = next(i for i in count() if text[: i + 1] != back[: i + 1])
+            offset = next(i for i in count() if text[: i + 1] != back[: i + 1])
             raise UserError(
                 f"{path}: the tokenizer does not reproduce the critique of {row.id} from character "
-                f"{place} on: {text[place : place + 20]!r}",
+                f"{offset} on: {text[offset : offset + 20]!r}",
                 remedy="remove special tokens and characters that are not text",
             )
     return critiques

@@ -245,12 +245,14 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
             with users_input(key):
-                found = read_rows(files, prompt_key=data.prompt_key, check=check, left_out=left_out)
-                rows = [*rows, *found]
+                file_rows = read_rows(
+                    files, prompt_key=data.prompt_key, check=check, left_out=left_out
+                )
+                rows = [*rows, *file_rows]
                 if files is kept:
-                    _require_critiques(config, found)
+                    _require_critiques(config, file_rows)
                 else:
-                    count, bad = len(found), len(left_out or ())
+                    count, bad = len(file_rows), len(left_out or ())
     rows_by_id(rows)
     require_a_step(count, 0, bad, config)
     check_rewarded(rewards, rows)

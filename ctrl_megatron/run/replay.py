@@ -123,17 +123,19 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
     the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None if a
     signal stopped it. Collective.
     """
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     with session(config) as run:
         worker = _worker(run, graph, dump, start)
-        mine = samples_of_rank(dump.batch, run.groups, config)
-        given = TensorDict(taken_rows([dict(dump.batch.items())], mine), batch_size=[len(mine)])
-        recorded = tensor_fields(given)
+        indices = samples_of_rank(dump.batch, run.groups, config)
+        batch = TensorDict(
+            taken_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
+        )
+        recorded = tensor_fields(batch)
         executor = Executor(graph, worker, runs=follows_rewards)
-        after, metrics = executor.run_step(given.copy())
-        recorded |= {name: value[mine] for name, value in dump.updated.items()}
-        gaps = _gaps(recorded, tensor_fields(after), given["response_mask"])
-        parts = run.groups.from_data_ranks((mine, gaps))
+        after, metrics = executor.run_step(batch.copy())
+        recorded |= {name: value[indices] for name, value in dump.updated.items()}
+        gaps = _gaps(recorded, tensor_fields(after), batch["response_mask"])
+        parts = run.groups.from_data_ranks((indices, gaps))
         # A replay has no engines, so it pushes no weights.
         computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
         comparison = Comparison(
@@ -142,10 +144,10 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
         if run.groups.is_first:
             path = Path(config.trainer.run_dir) / RESULT
             write_whole(path, json.dumps(comparison.record(), indent=1))
-        found.append(comparison)
+        comparisons.append(comparison)
         worker.close()
         run.watch.quiet()
-    return found[0] if found else None
+    return comparisons[0] if comparisons else None
 
 
 def follows_rewards(node: Node) -> bool:

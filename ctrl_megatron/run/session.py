@@ -67,10 +67,13 @@ class Session:
 
     def _beside(self) -> tuple[int, ...]:
         """Ranks of other worlds on each host of this one."""
-        own, every = self.groups.hosts, self.everyone.hosts
-        firsts = (self.groups.ranks[own.first_rank(host)] for host in range(len(own.names)))
+        local_hosts, every = self.groups.hosts, self.everyone.hosts
+        firsts = (
+            self.groups.ranks[local_hosts.first_rank(host)]
+            for host in range(len(local_hosts.names))
+        )
         return tuple(
-            every.ranks_on(every.of_rank[first]) - own.ranks_on(host)
+            every.ranks_on(every.of_rank[first]) - local_hosts.ranks_on(host)
             for host, first in enumerate(firsts)
         )
 

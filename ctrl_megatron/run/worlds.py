@@ -66,19 +66,19 @@ def plan_step(
     sent: dict[tuple[str, str], set[str]] = defaultdict(set)
     numbers = itertools.count()
     for node in order:
-        ancestors, own = graph.get_ancestors(node.node_id), world_of(node)
+        ancestors, target = graph.get_ancestors(node.node_id), world_of(node)
         above = [other for other in order if other.node_id in ancestors]
         for source in dict.fromkeys(map(world_of, above)):
             theirs = [other for other in above if world_of(other) == source]
-            new = [other for other in theirs if other.node_id not in sent[source, own]]
-            if source == own or not new:
+            new = [other for other in theirs if other.node_id not in sent[source, target]]
+            if source == target or not new:
                 continue
-            sent[source, own] |= {other.node_id for other in theirs}
-            if own == HOME:
+            sent[source, target] |= {other.node_id for other in theirs}
+            if target == HOME:
                 wanted = [name for other in new for name in other.writes]
             else:
                 later = order[order.index(node) :]
-                wanted = [n for one in later if world_of(one) == own for n in one.needed(config)]
+                wanted = [n for one in later if world_of(one) == target for n in one.needed(config)]
             fields = [
                 name
                 for name in dict.fromkeys(wanted)
@@ -87,7 +87,7 @@ def plan_step(
             if not fields and all(_follows(graph, one, above, source, world_of) for one in new):
                 continue
             message = WorldMessage(
-                number=next(numbers), node=node, source=source, to=own, fields=tuple(fields)
+                number=next(numbers), node=node, source=source, to=target, fields=tuple(fields)
             )
             before[node.node_id].append(Receive(message))
             after[new[-1].node_id].append(Send(message))
