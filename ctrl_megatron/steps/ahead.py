@@ -126,16 +126,16 @@ class SavedDraws:
         """The draw, whose completions are there, with the groups of all ranks in the order of its
         rows. Collective.
         """
-        mine, groups = self._mine(draw.rows), self._worker.groups
-        found = groups.from_leader(draw.groups.result() if draw.groups else None)
-        pairs = [(place, group) for (place, _), group in zip(mine, found, strict=True)]
+        prompts, groups = self._mine(draw.rows), self._worker.groups
+        completions = groups.from_leader(draw.groups.result() if draw.groups else None)
+        pairs = [(prompt, group) for (prompt, _), group in zip(prompts, completions, strict=True)]
         every = dict(pair for part in groups.from_data_ranks(pairs) for pair in part)
         return {
             "step": draw.step,
             "begun": draw.begun,
             "rows": list(draw.rows),
             "version": draw.version,
-            "groups": [[dataclasses.asdict(c) for c in every[place]] for place in sorted(every)],
+            "groups": [[dataclasses.asdict(c) for c in every[prompt]] for prompt in sorted(every)],
         }
 
     def _draw(self, saved: dict[str, Any]) -> Draw:
@@ -172,10 +172,10 @@ class SavedDraws:
                     continue
                 there.append(draw)
             return there
-        mine = [draw.groups for draw in draws if draw.groups is not None]
+        futures = [draw.groups for draw in draws if draw.groups is not None]
         for _ in range(_STOP_ROUNDS):
-            wait(mine, timeout=1.0)
-            (busy,) = worker.groups.on_any(not all(future.done() for future in mine))
+            wait(futures, timeout=1.0)
+            (busy,) = worker.groups.on_any(not all(future.done() for future in futures))
             if not busy:
                 break
         lost = worker.groups.on_any(*(_is_lost(draw) for draw in draws))

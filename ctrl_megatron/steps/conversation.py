@@ -264,7 +264,7 @@ def judge_pairs(
     each response. Collective.
     """
     place, ranks = worker.groups.place.dp, worker.groups.layout.data
-    size, mine = worker.config.data.val_batch_size, []
+    size, local = worker.config.data.val_batch_size, []
     params = _params(worker, plan, draw_seed(seed, "pairs"), plan.samples)
     for start in range(0, len(pairs), size):
         part = pairs[start : start + size][place::ranks]
@@ -295,6 +295,6 @@ def judge_pairs(
                 critiques_a=tuple(critique.text for critique in a),
                 critiques_b=tuple(critique.text for critique in b),
             )
-            mine.append((start + place + n * ranks, judged))
-    every = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
+            local.append((start + place + n * ranks, judged))
+    every = [part for rank in worker.groups.from_data_ranks(local) for part in rank]
     return [judged for _, judged in sorted(every, key=lambda part: part[0])]

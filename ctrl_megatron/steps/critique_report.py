@@ -73,10 +73,10 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
     here, totals = texts(batch["task"]), total_rewards(worker, batch)
     measured, lengths = dict[str, torch.Tensor](), batch["response_mask"].sum(dim=1).float()
     for task in tasks:
-        mine = torch.tensor([name == task for name in here])
-        measured[f"task/{task}/share"] = mine.float()
-        measured[f"task/{task}/reward"] = totals[mine]
-        measured[f"task/{task}/length"] = lengths[mine & batch["rewarded"]]
+        of_task = torch.tensor([name == task for name in here])
+        measured[f"task/{task}/share"] = of_task.float()
+        measured[f"task/{task}/reward"] = totals[of_task]
+        measured[f"task/{task}/length"] = lengths[of_task & batch["rewarded"]]
     return measured
 
 

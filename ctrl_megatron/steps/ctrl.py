@@ -279,11 +279,11 @@ def _needs_of_correction(config: Config) -> dict[str, str]:
 
 
 def _needs_of_rewards(config: Config) -> dict[str, str]:
-    found = {"token_level_scores": ""}
+    needs = {"token_level_scores": ""}
     if config.algorithm.use_kl_in_reward:
         setting = "algorithm.use_kl_in_reward=true"
-        found |= {"old_log_probs": setting, "ref_log_prob": setting}
-    return found
+        needs |= {"old_log_probs": setting, "ref_log_prob": setting}
+    return needs
 
 
 def _needs_of_advantages(config: Config) -> dict[str, str]:
@@ -296,19 +296,19 @@ def _needs_of_advantages(config: Config) -> dict[str, str]:
 
 
 def _needs_of_update(config: Config) -> dict[str, str]:
-    found = {"advantages": ""}
+    needs = {"advantages": ""}
     if config.actor_rollout_ref.actor.use_kl_loss:
-        found["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
+        needs["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
     try:
         before = old_log_probs_setting(config)
     except ValueError:
-        return found  # the check of the key reports an unknown loss
+        return needs  # the check of the key reports an unknown loss
     if before is not None:
-        found["old_log_probs"] = before
+        needs["old_log_probs"] = before
     correcting = _correcting(config)
     if correcting is not None:
-        found["loss_mask"] = correcting
-    return found
+        needs["loss_mask"] = correcting
+    return needs
 
 
 # Critiques, revisions and their verdicts
@@ -490,12 +490,12 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if "old_log_probs" not in batch:
         return NodeOutput()
     keys = worker.config.algorithm.rollout_correction
-    given = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
-    correction = correct_rollout(*given, **dataclasses.asdict(keys))
-    mine = mismatch_sums(*given, correction, keys.rollout_is_threshold)
+    log_probs_and_mask = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    correction = correct_rollout(*log_probs_and_mask, **dataclasses.asdict(keys))
+    local = mismatch_sums(*log_probs_and_mask, correction, keys.rollout_is_threshold)
     total = MismatchSums(
-        sums=worker.groups.sum_over_data(mine.sums),
-        largest=torch.tensor(max(worker.groups.from_data_ranks(float(mine.largest)))),
+        sums=worker.groups.sum_over_data(local.sums),
+        largest=torch.tensor(max(worker.groups.from_data_ranks(float(local.largest)))),
     )
     fields = {"loss_mask": correction.response_mask}
     if correction.weights is not None:

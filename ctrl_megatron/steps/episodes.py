@@ -286,8 +286,8 @@ class Episodes:
         """The samples of this data rank's share of ``rows`` (positions in ``worker.train``), with
         ``Episode.fields``. Collective.
         """
-        mine = share_prompts(len(rows), mini_batch_size, worker.groups)
-        table = [worker.train.rows[rows[prompt]] for prompt, _ in mine]
+        prompts = share_prompts(len(rows), mini_batch_size, worker.groups)
+        table = [worker.train.rows[rows[prompt]] for prompt, _ in prompts]
         params = sampling_params(worker, [], step=worker.step, attempt=attempt)
         played = self.play_all(worker, table, params, "environment", worker.step, attempt)
         return [
@@ -300,7 +300,7 @@ class Episodes:
                 drawn=episode.drawn,
                 fields=episode.fields,
             )
-            for (prompt, mini_batch), row, group in zip(mine, table, played, strict=True)
+            for (prompt, mini_batch), row, group in zip(prompts, table, played, strict=True)
             for episode in group
         ]
 
@@ -331,15 +331,15 @@ class Episodes:
             table = worker.validation
             assert table is not None
             params = greedy_params(worker.codec, worker.config.data.max_response_length)
-            mine = list[tuple[str, Episode]]()
+            episodes = list[tuple[str, Episode]]()
             with worker.timeline.phase("validate_episodes"):
                 for places in validation_batches(worker):
                     rows = [table.rows[place] for place in places]
                     played = self.play_all(worker, rows, params, "validation")
-                    mine += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
+                    episodes += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
             worker.take_judging()
-            own = [(id_, episode.fields) for id_, episode in mine]
-            results = [result for part in worker.groups.from_data_ranks(own) for result in part]
+            local = [(id_, episode.fields) for id_, episode in episodes]
+            results = [result for part in worker.groups.from_data_ranks(local) for result in part]
             return rates_by_set(table.sets, results, mean_scores)
 
         return validate_episodes

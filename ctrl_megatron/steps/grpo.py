@@ -244,11 +244,11 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
                 items.append(completion_item(text, row, len(completion.token_ids)))
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
-        mine = worker.ask(lambda: worker.score(items), "the judging of texts").parts
+        rewards = worker.ask(lambda: worker.score(items), "the judging of texts").parts
         worker.take_judging()
-        mine |= model_parts(worker, items)
-    own = [(id_, {name: mine[name][i] for name in mine}) for i, id_ in enumerate(ids)]
-    results = [result for part in worker.groups.from_data_ranks(own) for result in part]
+        rewards |= model_parts(worker, items)
+    local = [(id_, {name: rewards[name][i] for name in rewards}) for i, id_ in enumerate(ids)]
+    results = [result for part in worker.groups.from_data_ranks(local) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)
 
 

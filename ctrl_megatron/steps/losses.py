@@ -86,15 +86,15 @@ class ActorLoss:
             **self._options,
         }
         if is_users(self._function):
-            found = self._checked(offered)
+            terms = self._checked(offered)
         else:
-            found = self._function(**accepted(self._function, offered))
-        if isinstance(found, PolicyLossTerms):
-            policy, clipped = whole(found.loss, mode), whole(found.clipped, "token-mean")
-            approx_kl = whole(found.approx_kl, "token-mean")
-            clipped_lower = whole(found.clipped_lower, "token-mean")
+            terms = self._function(**accepted(self._function, offered))
+        if isinstance(terms, PolicyLossTerms):
+            policy, clipped = whole(terms.loss, mode), whole(terms.clipped, "token-mean")
+            approx_kl = whole(terms.approx_kl, "token-mean")
+            clipped_lower = whole(terms.clipped_lower, "token-mean")
         else:
-            policy, clipped, approx_kl, clipped_lower = shares_of(found, mode, mask, counts)
+            policy, clipped, approx_kl, clipped_lower = shares_of(terms, mode, mask, counts)
         scalars = {
             "actor/pg_loss": policy,
             "actor/ppo_kl": approx_kl,

@@ -59,13 +59,13 @@ def passes(worker: DAGWorker) -> tuple[float, float]:
     all its devices together that they took in this step. Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
     rewarding = None if worker.reward_model is None else worker.reward_model.model
-    own = ((agent.actor, agent.reference, agent.value) for agent in worker.agents)
-    models = [*(model for of_agent in own for model in of_agent), rewarding]
-    mine = sum(sum(model.take_flops()) for model in models if model is not None)
+    models_by_agent = ((agent.actor, agent.reference, agent.value) for agent in worker.agents)
+    models = [*(model for of_agent in models_by_agent for model in of_agent), rewarding]
+    local = sum(sum(model.take_flops()) for model in models if model is not None)
     nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     names = [of_policy(name, policy) for policy in range(len(worker.agents)) for name in nodes]
     took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))
-    return sum(worker.groups.from_data_ranks(mine)), took * worker.groups.size
+    return sum(worker.groups.from_data_ranks(local)), took * worker.groups.size
 
 
 def engine_metrics(worker: DAGWorker) -> dict[str, float]:
@@ -93,8 +93,8 @@ def proxy_metrics(worker: DAGWorker) -> dict[str, float]:
     proxy, groups = worker.proxy, worker.groups
     if not isinstance(proxy, ApiProxy):
         return {}
-    mine = worker.ask(proxy.take_counts, "the proxy's counters", stoppable=False)
-    every = groups.from_data_ranks(mine)
+    local = worker.ask(proxy.take_counts, "the proxy's counters", stoppable=False)
+    every = groups.from_data_ranks(local)
     sent, spared = sum(one.runs for one in every), sum(one.hits + one.joined for one in every)
     rate = {"proxy/cached_rate": spared / (sent + spared)} if sent + spared else {}
     return {"proxy/requests": float(sent), **rate}
@@ -104,10 +104,10 @@ def restart_metrics(worker: DAGWorker) -> dict[str, float]:
     """``engine/restarts`` and ``sandbox/restarts``: the restarts of the run since its start, on all
     hosts; nothing for services that have not been started again. Collective.
     """
-    found = Counter[str]()
-    for mine in worker.groups.from_all(worker.restarts()):
-        found.update(mine)
-    return {name: count for name, count in found.items() if count}
+    restarts = Counter[str]()
+    for of_rank in worker.groups.from_all(worker.restarts()):
+        restarts.update(of_rank)
+    return {name: count for name, count in restarts.items() if count}
 
 
 def weights_gauges(device: DeviceOwner) -> list[Gauge]:
@@ -123,8 +123,8 @@ def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, fl
     """``perf/engine_balance``: the fewest tokens that an engine drew since the last call, as a
     share of the most that one drew. Nothing where there is one engine. Collective.
     """
-    mine = engine.take_drawn() if isinstance(engine, EnginePool) else []
-    drawn = [sum(parts) for parts in zip(*groups.from_data_ranks(mine), strict=True)]
+    local = engine.take_drawn() if isinstance(engine, EnginePool) else []
+    drawn = [sum(parts) for parts in zip(*groups.from_data_ranks(local), strict=True)]
     return {"perf/engine_balance": min(drawn) / max(drawn)} if any(drawn) else {}
 
 

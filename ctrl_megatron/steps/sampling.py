@@ -59,9 +59,9 @@ def begin_draw(
     """
     number = worker.step if step is None else step
     version = worker.device.to_engine(worker.role, worker.step)
-    mine = share_prompts(len(rows), mini_batch_size, worker.groups)
-    table = [worker.train.rows[rows[prompt]] for prompt, _ in mine]
-    prompts = [list(_prompt_of(worker, rows[prompt], asks)) for prompt, _ in mine]
+    local = share_prompts(len(rows), mini_batch_size, worker.groups)
+    table = [worker.train.rows[rows[prompt]] for prompt, _ in local]
+    prompts = [list(_prompt_of(worker, rows[prompt], asks)) for prompt, _ in local]
     params = sampling_params(worker, [row.id for row in table], step=number, attempt=attempt)
 
     async def ask_engine() -> list[list[Completion]]:
@@ -99,8 +99,8 @@ def finish_draw(
     A draw whose engines are lost is begun anew on all ranks, from the policy's weights as they are
     now; ``on_completion`` and ``asks`` as in ``begin_draw``.
     """
-    mine = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
-    what = f"{len(mine) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
+    local = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
+    what = f"{len(local) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
     try:
         answers = worker.wait(draw.groups, f"{what} from the engines")
     except ServiceLost as lost:
@@ -129,7 +129,7 @@ def finish_draw(
             prompt=tuple(_prompt_of(worker, draw.rows[prompt], asks)),
             completion=completion,
         )
-        for (prompt, mini_batch), group in zip(mine, answers, strict=True)
+        for (prompt, mini_batch), group in zip(local, answers, strict=True)
         for completion in group
     ]
 
@@ -355,11 +355,11 @@ def rates_by_set(
     """``rates`` over all ``results``, which are pairs of a row's id and a result; and, with the
     prefix ``NAME/``, over the results of the rows in each of ``sets``.
     """
-    found = dict(rates([result for _, result in results]))
+    by_name = dict(rates([result for _, result in results]))
     for name, ids in sets.items():
-        own = rates([result for row, result in results if row in ids])
-        found |= {f"{name}/{rate}": value for rate, value in own.items()}
-    return found
+        of_set = rates([result for row, result in results if row in ids])
+        by_name |= {f"{name}/{rate}": value for rate, value in of_set.items()}
+    return by_name
 
 
 def share_prompts(
@@ -368,12 +368,12 @@ def share_prompts(
     """This data rank's equal part of every mini-batch: pairs of a prompt's index and the number of
     its mini-batch.
     """
-    part = mini_batch // groups.layout.data
-    first = groups.place.dp * part
+    size = mini_batch // groups.layout.data
+    first = groups.place.dp * size
     return [
         (step * mini_batch + first + k, step)
         for step in range(num_prompts // mini_batch)
-        for k in range(part)
+        for k in range(size)
     ]
 
 
@@ -386,8 +386,8 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     parts = groups.from_data_ranks(batch)
     sizes = [size for part in parts for size in sample_sizes(part)]
-    mine = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
-    dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=mine)
+    rows = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
+    dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=rows)
     if lost := [str(name) for name, _ in batch.items() if name not in dealt]:
         raise UserError(
             f"the node balance moves samples to other ranks, and the fields "
@@ -395,7 +395,7 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "response token",
             remedy="write them in a node after balance",
         )
-    return NodeOutput(batch=dealt, moved=mine)
+    return NodeOutput(batch=dealt, moved=rows)
 
 
 def share_rows(
@@ -428,6 +428,6 @@ def deal_rows(
             costs.append(row.response + (0 if paid else row.prompt))
             seen.add(row.uid)
         uids = [everything[number].uid for number in inside]
-        for mine, part in zip(dealt, partition_groups(costs, uids, ranks), strict=True):
-            mine += [inside[i] for i in sorted(part)]
+        for rows, part in zip(dealt, partition_groups(costs, uids, ranks), strict=True):
+            rows += [inside[i] for i in sorted(part)]
     return dealt

@@ -197,17 +197,17 @@ class RolloutWorker:
         ``reward.max_failed_share`` of it. What the cache answers they were not asked, and to refuse
         the tests of a row is no failure.
         """
-        mine = Judging() if self.rewards is None else self.rewards.judging
-        found = sum(self.groups.from_data_ranks(self.groups.from_leader(mine)), Judging())
+        local = Judging() if self.rewards is None else self.rewards.judging
+        judging = sum(self.groups.from_data_ranks(self.groups.from_leader(local)), Judging())
         limit = self.config.reward.max_failed_share
-        if found.failed > limit * found.asked or 0 < found.failed == found.asked:
+        if judging.failed > limit * judging.asked or 0 < judging.failed == judging.asked:
             raise ServiceFault(
-                f"{found.failed} of {found.asked} programs could not be judged, and "
-                f"reward.max_failed_share={limit:g}: {found.error}. Their step is not used. "
+                f"{judging.failed} of {judging.asked} programs could not be judged, and "
+                f"reward.max_failed_share={limit:g}: {judging.error}. Their step is not used. "
                 "Repair the service and start the run again: it continues from its newest "
                 "checkpoint"
             )
-        return found
+        return judging
 
     def take_judging(self) -> dict[str, float]:
         """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
@@ -215,14 +215,17 @@ class RolloutWorker:
         ``reward/unjudgeable_rate``; nothing where there was none. The count begins anew.
         Collective; raises as that.
         """
-        found = self.check_judging()
+        judging = self.check_judging()
         if self.rewards is not None:
             self.rewards.take_judging()
-        every = found.asked + found.cached + found.refused
-        unknown = found.failed + found.refused
+        every = judging.asked + judging.cached + judging.refused
+        unknown = judging.failed + judging.refused
         if not every:
             return {}
-        rates = {"judged_rate": 1 - unknown / every, "unjudgeable_rate": found.unjudgeable / every}
+        rates = {
+            "judged_rate": 1 - unknown / every,
+            "unjudgeable_rate": judging.unjudgeable / every,
+        }
         return {f"reward/{name}": rate for name, rate in rates.items()}
 
     def close(self) -> None:
