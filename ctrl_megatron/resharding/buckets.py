@@ -206,6 +206,7 @@ def run_push(
                 yield phases.sent(number)
             case "end", "load", number:
                 wait_until_read(number)
+            # ``fill`` returns when it has ended.
             case "end", "fill", _:
                 pass
 
@@ -324,6 +325,7 @@ class HostExchange:
             values = self._buckets.weights(transfer, scales)
             for rectangle, weight in zip(transfer.rectangles, values, strict=True):
                 self._place(number, transfer, rectangle.piece).copy_(weight)
+        # Every rank has all scales; one of each host writes them.
         for name, values in scales.items() if self._groups.is_first_here else ():
             whole = Piece(hf=name, hf_start=(0, 0), start=(0, 0), extent=tuple(values.shape))
             self._memory.at(number, 0, 0, name, whole).copy_(values)
@@ -348,6 +350,7 @@ class HostExchange:
                     work = dist.irecv(piece, group=groups.host, group_src=into[0], tag=tag)
                     arriving.append((turn, _Arrival(work=work, piece=piece, passed_on=to)))
             for hop in hops:
+                # Both ends of a hop count the same pieces: equal tags meet without being exchanged.
                 self._tags[hop] += -(-len(memory) // _PIECE_BYTES)
         # The first pieces of all lines come first, so that no line waits for another one.
         self._arriving[number] = [arrival for _, arrival in sorted(arriving, key=lambda a: a[0])]

@@ -73,6 +73,7 @@ def push(
             if sent:
                 for name, tensor in bucket.tensors:
                     sent.add(name, tensor)
+        # Inside the context: engines read the last buckets' memory until then.
         waiting.together(queue.finish() if queue else None, f"the engines to load {version}")
     if verify and unseen:
         read_whole(source, sender, sent)
@@ -127,6 +128,7 @@ class ChunkQueue:
         self._update.add_done_callback(lambda _: self._notify(requested=0))
 
     def put(self, chunk: WeightChunk) -> None:
+        # asyncio's queues are for one thread, and buckets are filled in another.
         self._loop.call_soon_threadsafe(self._queue.put_nowait, chunk)
 
     def wait_until_read(self, bucket: int) -> None:
@@ -134,6 +136,7 @@ class ChunkQueue:
         made its update fail. A lost engine reads nothing more, which ``finish`` tells all ranks
         when they have exchanged the rest."""
 
+        # Request number b + 1 asks for bucket b, so request b + 2 says that it has been read.
         def is_read(seconds: float) -> bool:
             with self._changed:
                 return self._changed.wait_for(

@@ -23,7 +23,7 @@ WAYS: tuple[Way, ...] = ("rank", "host", "network")
 Side = Literal["sent", "got"]
 SIDES: tuple[Side, ...] = ("sent", "got")
 IN_FLIGHT = 3
-"""Buckets whose memory is in use at the same time."""
+"""Buckets whose memory is in use at the same time: one is filled, one exchanged, one loaded."""
 
 
 Act = Literal["begin", "end", "meet"]

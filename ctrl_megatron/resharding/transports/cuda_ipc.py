@@ -93,12 +93,14 @@ class _MappedMemory:
     def grow_to(self, sizes: Sequence[int], takers: Sequence[Sequence[int]]) -> None:
         """Have at least so many bytes for each worker, in new memory if that before is smaller.
         Collective; ``takers`` as of ``ShardPlan``, the same in every call."""
+        # The sizes are the plan's, so all ranks return here or none.
         if self.sizes and all(map(int.__ge__, self.sizes, sizes)):
             return
         groups, driver = self._groups, self.driver
         for place, memory in self.of.items():
             if place not in self._own:
                 driver.close(memory)
+        # Workers still have it mapped (``free_replaced``).
         self._replaced += self._own.values()
         self.sizes = list(map(max, sizes, self.sizes or sizes))
         self._own = {

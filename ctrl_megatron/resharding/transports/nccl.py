@@ -89,6 +89,8 @@ class NcclSender:
         address = self._open_store()
         place = {"ask": ask, "library": self._library, "store": address}
         yield messages.without_tensors(place)
+        # A worker answers while its engine reads this chunk. Only ranks with an engine wait for
+        # that, so all ranks meet before the answers are read.
         wait_until_read(0)
         groups.barrier()
         answers = groups.from_first(self._answers(ask, messages) if groups.is_first else None)
@@ -96,6 +98,7 @@ class NcclSender:
             return  # An engine is lost, which the push tells.
         self._refuse_others({name: told["version"] for name, told in answers.items()})
         known = {told["session"] for told in answers.values()} == {self._session}
+        # Chunks without tensors count as well: bucket 0 is chunk number ``first``.
         first = 1
         if any(groups.on_any(not known or messages.link is None)):
             self._leave()
@@ -135,6 +138,7 @@ class NcclSender:
             return None
         found = {name: json.loads(self._store.get(key)) for name, key in keys.items()}
         for key in keys.values():
+            # Every push has names of its own, and the store would grow by them.
             self._store.delete_key(key)
         return found
 
@@ -226,6 +230,7 @@ class _Messages:
         for (engine, worker), transfers in self._out[number].items():
             message = memory[offset : offset + message_bytes(transfers)]
             fill_message(self.buckets, transfers, message)
+            # In the group of a stage its ranks come first, then the workers of all engines.
             messages.append((message, senders + engine * self.workers + worker))
             offset += len(message)
         self._filled[number] = messages

@@ -101,9 +101,11 @@ class HostSegments:
     def _create(self, size: int) -> None:
         groups, first = self._groups, self._groups.is_first_here
         if first:
+            # Killed runs leave their names behind.
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
         self._names = groups.from_all(segment_names(self._count))
         names = self.names_on(groups.here)
+        # The smaller segments go before larger ones are taken.
         self._segments = ()
         for name in names if first else ():
             segment = SharedSegment(name, size, create=True, sparse=self._sparse)
