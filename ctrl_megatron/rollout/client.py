@@ -129,6 +129,7 @@ class RemoteEngine:
                         chunk = await anext(chunks, None)
                     except BaseException as error:
                         await socket.send_json({"failed": f"{type(error).__name__}: {error}"})
+                        # The engine has given the update up when it answers.
                         await socket.receive()
                         raise
                     await socket.send_json({"chunk": chunk})

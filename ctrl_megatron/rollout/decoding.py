@@ -110,6 +110,7 @@ class DecodingBatch:
         """Run all tokens so far; (B, V) logits of the next one."""
         texts = [[*row.prompt, *row.tokens] for row in self.alive]
         width, device = max(map(len, texts)), self._model.device
+        # Padding comes first, so that the last column is every row's newest token.
         padded = [[0] * (width - len(text)) + text for text in texts]
         real = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
         self._mask = torch.tensor(real, device=device)
@@ -128,6 +129,7 @@ class DecodingBatch:
         return self._forward(torch.tensor(last, device=self._mask.device))
 
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # Padding would get -1, which is no position; the mask hides it.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         output = self._model(
             input_ids=input_ids,
@@ -165,6 +167,7 @@ class PauseControl:
     def cancel(self, token: CancelToken) -> None:
         """End the work of one token."""
         with self._changed:
+            # Earlier than every epoch, so that no abort is needed to end it.
             token.epoch = -1
             self._changed.notify_all()
 

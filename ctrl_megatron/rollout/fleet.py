@@ -162,6 +162,7 @@ class Services:
         everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
+        # This host's sandbox comes first: a client takes the first of those that are equally busy.
         mine = groups.hosts.first_rank(groups.here)
         boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
         self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)

@@ -137,8 +137,10 @@ class HfEngine:
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
         rows = self._rows(prompts, params, listener, finished)
+        # Before the wait for earlier calls: an abort ends the calls that wait as well.
         token = self._control.begin_work()
         async with self._one_call:
+            # It may have fallen asleep while this call waited.
             self._state.require_ready()
             await self._decode(rows, params, token)
         self._state.require_whole()

@@ -102,6 +102,8 @@ class EngineProcess:
             )
             os.close(descriptor)
         with open(log_path, "ab") as log:
+            # A session of its own: ``stop`` ends the process group with all that the engine
+            # started, and a Ctrl-C in the terminal does not reach it.
             self._popen = subprocess.Popen(
                 [*command, "--ready-fd", str(ready_child)],
                 stdin=subprocess.PIPE,

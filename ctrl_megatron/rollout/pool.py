@@ -159,6 +159,7 @@ class EnginePool:
     ) -> None:
         """Give the part's room back; ``task`` has drawn it if it ended with a result."""
         member, part.member = part.member, None
+        # ``_draw`` released it after a loss and found no other engine.
         if member is None:
             return
         member.sequences -= part.sequences

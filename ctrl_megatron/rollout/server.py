@@ -290,6 +290,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = json.loads(os.fdopen(os.dup(0), "rb", buffering=0).readline())
     end_with_parent()
+    # The engine's own processes would inherit it and keep the launcher's pipe open.
     os.set_inheritable(arguments.ready_fd, False)
     try:
         lora, part = (started["spec"].pop(name) for name in ("lora", "part"))

@@ -261,6 +261,7 @@ class SglangEngine:
         answers: Any = await self._engine.async_generate(
             input_ids=[prompt for prompt, _ in asked],
             sampling_params=[
+                # Where nobody hears tokens, a completion is told once, when it ends.
                 own if listener else {**own, "stream_interval": params.max_tokens}
                 for _, own in asked
             ],
@@ -336,6 +337,7 @@ class SglangEngine:
     async def commit_update(self, version: str) -> None:
         ended = await self._control.end_weight_update(EndWeightUpdateReqInput())
         _require(ended, "end the weight update")
+        # Keys and values in it are of the old weights.
         flushed = await self._control.flush_cache()
         _require((flushed.success, flushed.message), "flush its prefix cache")
         named = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

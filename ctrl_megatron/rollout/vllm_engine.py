@@ -295,6 +295,7 @@ class VllmEngine:
             await self._llm.update_weight_version(version)
         else:
             await self._llm.finish_weight_update(weight_version=version)
+        # Keys and values in it are of the old weights.
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not flush its prefix cache")
         if self._resume_after:

@@ -224,6 +224,7 @@ class WeightState:
                     names = list(due)[:_SHOWN]
                     raise ValueError(f"{len(due)} announced tensors never came: {names}")
                 await loader.commit_update(version)
+            # An update that is cancelled half-way leaves a mixture as well.
             except BaseException as error:
                 if touched:
                     self._broken = (

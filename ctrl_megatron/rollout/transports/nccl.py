@@ -75,6 +75,7 @@ class NcclReceiver:
         host, port = place["store"]
         if self._address != (host, port):
             self._store, self._address = meeting_store(host, port), (host, port)
+        # A push that failed has left its own, and each push counts its buckets from 0.
         self._arriving.clear()
         self._library = place["library"]
         told = {"version": library_version(self._library), "session": self._session}
@@ -94,6 +95,7 @@ class NcclReceiver:
     def _arrived(self, place: dict[str, Any], reader: int, worker: int) -> list[torch.Tensor]:
         """The memory of each message of a bucket."""
         bucket = place["bucket"]
+        # The messages of the next bucket arrive while this one is loaded.
         for number, messages in ((bucket, place["messages"]), (bucket + 1, place["next"])):
             if messages and number not in self._arriving:
                 self._arriving[number] = self._receive(number, messages[reader][worker])
