@@ -168,6 +168,7 @@ class FailureWatch:
                     self._store.set(f"beat/{me}", str(beat))
                     key = f"beat/{neighbour}"
                     current = self._store.get(key) if self._store.check([key]) else b""
+                    # The only rank of a run is its own neighbour.
                     if current != seen or neighbour == me:
                         seen, seen_at = current, now
                 (cause, hang), silent = self._dead_service(), None
@@ -225,6 +226,7 @@ class FailureWatch:
             "hang": hang,
             "silent": silent,
         }
+        # Of several ranks that fail at once, the store keeps the first.
         self._store.compare_set("cause", "", json.dumps(record))
 
     def _announce(self) -> int:
@@ -260,6 +262,7 @@ class FailureWatch:
         try:
             self._clean_up()
         finally:
+            # Raising SystemExit in this thread would end only the thread.
             os._exit(code)
 
 

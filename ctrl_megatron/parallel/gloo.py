@@ -139,6 +139,7 @@ class SumOfParts:
         for rank, part in received.items():
             if rank != group_rank:
                 dist.recv(part, group=group, group_src=rank)
+        # In one order, so that the sum does not depend on which part arrives first.
         output_tensor.copy_(received[0])
         for rank in range(1, group.size()):
             output_tensor += received[rank]

@@ -46,8 +46,10 @@ def _without_guard(leader: int, parent: int) -> None:
 
 
 def _guard(leader: int, parent: int) -> None:
+    # A signal to the whole group must leave the guard, which ends the rest of it.
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
+    # Whoever reads a pipe of the process has to see that it ended, though the guard lives.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     pipe_closed = False
     # The pipe alone is not enough: children that the parent forked may keep its other end open.
