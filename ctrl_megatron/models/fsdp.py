@@ -284,6 +284,7 @@ class FsdpStrategy:
         self.packs = True
         gap = float((packed - plain).abs().max())
         what = "hidden states" if self._shape.value_head else "log-probs"
+        # Not ``>``, which is false for NaN.
         if not gap <= _GAPS[self._dtype]:
             raise UserError(
                 f"{what} of packed rows of a {self._shape.family!r} model differ by {gap:.2g} "

@@ -157,6 +157,7 @@ def _pack(
     rows = [row for group in groups for row in group]
     parts = [t for group in groups for t in (prompts[group[0]], *(responses[r] for r in group))]
     total = sum(map(len, parts))
+    # A micro-batch without rows is computed as well (``count``), and needs tokens.
     filler = -total % multiple if total else multiple
     parts.append(torch.zeros(filler, dtype=torch.int64))
     layout = lay_out(

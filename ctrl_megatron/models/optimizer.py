@@ -160,6 +160,7 @@ class Optimization:
         UserError if the updated weights are not finite: they could only be saved and sent to the
         engines. Weights above 1e19 count as infinite, because their squares are.
         """
+        # The rate of this update: the schedule goes on below.
         lr = float(self.optimizer.param_groups[0]["lr"])
         for inner in self._inner:
             parameters = inner.get_parameters()
@@ -214,6 +215,7 @@ class Optimization:
                     # Separate tensors: AdamW increments each of them.
                     state["step"] = torch.full_like(state["step"], adam)
         self.scheduler.num_steps = schedule + self._ahead
+        # Sets the learning rate of that step.
         self.scheduler.step(increment=0)
 
     @property

@@ -261,6 +261,7 @@ class ParallelModel:
         loads = self._routers.metrics(self.groups)
         scalars, norm = self._sum(shares), self.optimization.grad_norm()
         fine = math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0))
+        # All ranks skip or none does: otherwise the copies of the weights would differ.
         if self.groups.on_any(not fine)[0]:
             self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
             return {}
