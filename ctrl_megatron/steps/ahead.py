@@ -44,6 +44,7 @@ def begin_ahead(worker: DAGWorker, on_completion: RowListener | None) -> None:
     worker.ahead.forget_before(worker.step)
     if not rollout.update_in_flight and worker.ahead.of(worker.step + 1) is not None:
         return
+    # The step in hand has its samples, and none follows the last one.
     count = min(rollout.staleness, worker.total_steps - 1 - worker.step)
     assert worker.peek is not None
     batches = worker.peek(worker.config.data.train_batch_size, count)
@@ -141,6 +142,7 @@ class SavedDraws:
     def _draw(self, saved: dict[str, Any]) -> Draw:
         done: Future[list[list[Completion]]] | None = None
         if self._worker.groups.is_leader:
+            # As a draw of this run, whose completions are there already.
             done = Future()
             mine = [saved["groups"][place] for place, _ in self._mine(saved["rows"])]
             done.set_result([[completion_from_state(c) for c in group] for group in mine])

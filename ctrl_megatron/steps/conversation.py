@@ -132,6 +132,7 @@ def _criticise(
     """A critique per chain; None where the prompt is too long. Collective."""
     longest = worker.config.data.max_prompt_length
     prompts = [_prompt(worker, chain) for chain in chains]
+    # The ``n`` chains of a row follow each other, so that one request draws for all of them.
     heads = [i for i, prompt in enumerate(prompts) if len(prompt) <= longest][:: params.n]
     rows, names = [chains[i].row for i in heads], tuple(chains[i].name for i in heads)
     params = dataclasses.replace(params, rows=names)

@@ -67,6 +67,8 @@ class DynamicSampling:
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
+            # Groups without rewards do not teach: a service that failed would pass for prompts that
+            # are always or never solved.
             worker.check_judging()
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
             require_rewards(everything, worker.reward_weights)
