@@ -118,6 +118,7 @@ def build_worker(
             actor=policy,
             reference=reference,
             value=None,
+            # The share of samples that were judged is reported for each policy.
             rewards=worker.rewards and worker.rewards.counting_apart(),
             kl_controller=build_kl_controller(config),
             ahead=DrawsAhead(),
@@ -167,6 +168,7 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
         value=value,
         reward_model=reward_model,
         kl_controller=build_kl_controller(config),
+        # Only the world of rank 0 reports performance.
         peak_flops=1.0,
     )
     return worker, sampler, steps

@@ -211,6 +211,7 @@ class Worlds:
         return self._ended[0]
 
     def _exchange(self, own: _RankStatus) -> list[_RankStatus]:
+        # ``finish`` reads the report of each world's first rank.
         if own.report is not None and not self._groups.is_first:
             own = _RankStatus()
         everyone: list[Any] = [None] * self._joined.everyone.size
@@ -291,6 +292,7 @@ class Worlds:
         fault = str(why) if isinstance(why, ServiceFault) else ""
         for action in rest:
             if isinstance(action, Receive):
+                # Received and dropped: its sender waits for that before it meets the others.
                 self._letters(action.message)
             elif isinstance(action, Send) and self._groups.is_leader:
                 for data in range(self._worlds[action.message.to].layout.data):
