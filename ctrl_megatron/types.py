@@ -151,7 +151,6 @@ class Verdict:
 
     @property
     def accepted(self) -> bool:
-        """True when every test passed."""
         return len(self.passed) == self.total and all(self.passed)
 
 
@@ -184,5 +183,4 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's output."""
         return self.alpha / self.rank

@@ -74,7 +74,6 @@ class TensorParts:
         self.parts: dict[torch.Size, torch.Tensor] = {}
 
     def size(self) -> torch.Size:
-        """Shape of the whole tensor."""
         return self.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -133,7 +133,6 @@ class Evaluation:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """True for a directory that ``ctrl-evaluate`` wrote."""
     return (folder / SETTINGS_FILE).is_file()
 
 

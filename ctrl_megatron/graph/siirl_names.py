@@ -77,7 +77,6 @@ class NodeLife:
             self.dependencies.append(dependency_id)
 
     def remove_dependency(self, dependency_id: str) -> None:
-        """Let the node wait for another one no longer."""
         if dependency_id in self.dependencies:
             self.dependencies.remove(dependency_id)
 
@@ -146,6 +145,5 @@ class GraphNeighbours(Generic[N]):
     get_downstream_nodes = get_dependents
 
     def reset_nodes_status(self) -> None:
-        """Let all nodes be as if they had never begun."""
         for node in self.nodes.values():
             node.reset()

@@ -156,10 +156,8 @@ def _shared(
 
 
 def key_filter(key: str) -> Filter:
-    """Samples for the node ``key``."""
     return lambda info: info.dict_info.get("key") == key
 
 
 def node_filter(node_id: str) -> Filter:
-    """Samples that ``node_id`` has put."""
     return lambda info: info.node_id == node_id

@@ -61,7 +61,6 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """The keys as arguments of a command."""
         return [f"{name}={_text(value)}" for name, value in self.keys.items()]
 
 

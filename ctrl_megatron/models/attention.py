@@ -96,7 +96,6 @@ def segment_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """``Attend`` by ``SegmentAttention``."""
     return SegmentAttention.apply(query, key, value, packed.layout, scale)  # type: ignore[return-value]
 
 

@@ -218,7 +218,6 @@ class ParallelModel:
     def _head(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, ...]:
-        """The model's ``models.forward_step.Head``."""
         raise NotImplementedError
 
     def step(

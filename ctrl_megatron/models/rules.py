@@ -131,7 +131,6 @@ def _as_they_are(shape: TransformersShape) -> Iterator[ParamRule]:
 def _in_files(
     tensors: tuple[HfTensor, ...], names: tuple[tuple[str, str], ...]
 ) -> tuple[HfTensor, ...]:
-    """The tensors under the names of a family's files."""
     return tuple(replace(tensor, name=file_name(tensor.name, names)) for tensor in tensors)
 
 

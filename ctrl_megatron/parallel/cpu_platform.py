@@ -104,7 +104,6 @@ def _count_in_numpy() -> None:
 
 
 def installed() -> bool:
-    """True once ``install_cpu_platform`` has run in this process."""
     return _installed is not None
 
 

@@ -128,7 +128,6 @@ def _without_margin(code: str) -> str:
 
 
 def tags_of(language: str) -> frozenset[str]:
-    """The tags of a block in ``language``."""
     return LANGUAGE_TAGS.get(language, frozenset({language}))
 
 

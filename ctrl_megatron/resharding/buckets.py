@@ -266,7 +266,6 @@ class HostBuckets:
         return self._chunk(number, self._first(number))
 
     def _first(self, number: int) -> int:
-        """The index of the first worker's memory for a bucket."""
         return number * self._workers % len(self._memory)
 
     def _whole(self, number: int, worker: int, place: TensorPlace) -> torch.Tensor:

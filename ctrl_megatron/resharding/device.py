@@ -87,7 +87,6 @@ class ActorVersions:
         return sum(number < newer for newer in self._numbers)
 
     def last(self, count: int) -> list[int]:
-        """N of the last ``count`` names, for ``restore_names``."""
         return self._numbers[-count:]
 
     def restore_names(self, numbers: Sequence[int], updates: int) -> None:

@@ -145,7 +145,6 @@ class CodeReward:
         return self._batch or BatchTests(run_all_cases=True, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        """Those of ``row_tests`` for every row."""
         return {"run_timeout": self._run_timeout, "shared_process_graders": self._graders}
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:

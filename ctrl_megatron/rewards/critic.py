@@ -218,7 +218,6 @@ class RewardModelForCritic:
             self._begin(item.text, row, run_all_cases=self.run_all_cases)
 
     def begin_solution(self, text: str, row: Row) -> None:
-        """Start what ``judge_solutions`` does about ``text``."""
         self._begin(text, row, run_all_cases=True)
 
     def _begin(self, text: str, row: Row, *, run_all_cases: bool) -> None:
@@ -305,5 +304,4 @@ class RewardModelForCritic:
 
 
 def _to_list(values: Any) -> list[Any]:
-    """Rows of a tensor, an array or a non-tensor field as plain Python values."""
     return values.tolist() if hasattr(values, "tolist") else list(values)

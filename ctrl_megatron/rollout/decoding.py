@@ -201,7 +201,6 @@ class PauseControl:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step may begin."""
         with self._changed:
             return self._paused
 

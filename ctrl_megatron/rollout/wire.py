@@ -55,5 +55,4 @@ def completion_from_json(data: list[Any]) -> Completion:
 
 
 def specs_from_json(data: list[Json]) -> tuple[TensorSpec, ...]:
-    """Tensor specs from the results of ``dataclasses.asdict``."""
     return tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in data)

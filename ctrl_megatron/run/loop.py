@@ -222,13 +222,11 @@ class TrainingLoop:
             watcher.before_update(self.worker.step + 1, batch)
 
     def _set_step(self, step: int) -> None:
-        """So many steps are finished."""
         for agent in self.worker.agents:
             agent.step = step
 
     @property
     def _saved_models(self) -> dict[str, ParallelModel]:
-        """The models of all policies that a checkpoint holds, by folder."""
         return {name: m for agent in self.worker.agents for name, m in agent.saved.items()}
 
     def _step(self, executor: Executor) -> None:

@@ -34,7 +34,6 @@ def saved_parts(config: Config) -> tuple[str, ...]:
 
 
 def _further_policies(config: Config) -> tuple[Role, ...]:
-    """The policies that learn beside the actor."""
     return AGENTS[1 : len(config.agents)]
 
 

@@ -400,7 +400,6 @@ class _Head:
 
 
 def _leader(world: World, data: int) -> int:
-    """The run's number of the leader of a data rank."""
     return world.ranks[world.layout.rank(dp=data)]
 
 

@@ -178,7 +178,6 @@ def joined_tensors(
 
 
 def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:
-    """The tensor fields of the batch as a plain mapping."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 

@@ -27,7 +27,6 @@ from ctrl_megatron.types import Attempt, Completion, Message, Problem, SamplingP
 
 
 def revised_text(sample: Sample) -> str:
-    """The revision; empty without one."""
     return sample.revision.text if sample.revision else ""
 
 

@@ -54,7 +54,6 @@ class DrawsAhead:
         return draw if draw is not None and draw.rows == tuple(rows) else None
 
     def every(self) -> list[Draw]:
-        """All draws, the oldest first."""
         return list(self._draws.values())
 
 

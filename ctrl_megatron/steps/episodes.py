@@ -121,7 +121,6 @@ class Episode:
 
     @property
     def last(self) -> Observation:
-        """The reply to the last answer."""
         return self.observations[-1]
 
     @property

@@ -167,7 +167,6 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
 
 
 def completion_columns(sample: Sample) -> Fields:
-    """``completion``, the response's text."""
     return {"completion": sample.text}
 
 

@@ -48,7 +48,6 @@ def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def of_pass(field: str, number: int) -> str:
-    """The name of ``field`` for pass ``number``."""
     return f"{field}@{number}" if number else field
 
 

@@ -164,7 +164,6 @@ def _legend_rows(labels: Sequence[str]) -> int:
 
 
 def _plot_below(legend_rows: int) -> tuple[Figure, Any]:
-    """A plot with room for a legend above it."""
     return _canvas(_WIDTH, _HEIGHT + _LEGEND_ROW * max(0, legend_rows - _LEGEND_ROWS), layout=None)
 
 

@@ -257,7 +257,6 @@ class _Messages:
         return SentBucket(chunk=weight_chunk(_RECEIVER, specs, place), unseen=True)
 
     def without_tensors(self, place: dict[str, Any]) -> SentBucket:
-        """A bucket that only brings ``place``."""
         return SentBucket(chunk=weight_chunk(_RECEIVER, (), self._place() | place), unseen=True)
 
     def all_gone(self) -> bool:

@@ -221,7 +221,6 @@ class SharedMemorySender:
 
 
 def _kept(memory: HostBuckets, number: int) -> SentBucket:
-    """A bucket that an earlier push has filled."""
     return SentBucket(chunk=memory.chunk(number), tensors=memory.tensors(number), kept=True)
 
 

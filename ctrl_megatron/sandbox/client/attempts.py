@@ -70,7 +70,6 @@ def retry_after(header: str) -> float:
 
 
 def described(error: BaseException) -> str:
-    """The type of an exception and its message, where it has one."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

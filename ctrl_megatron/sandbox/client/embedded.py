@@ -137,11 +137,9 @@ class EmbeddedSandbox:
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the service's process is running."""
         return self._process.poll() is None
 
     def log(self) -> str:
-        """The service's output on stderr."""
         return _text(self._errors)
 
     def stop(self, timeout: float = 15.0) -> None:

@@ -68,7 +68,6 @@ class _ProgramSide(Connection):
         return any(entry in kind.__mro__ for entry in self._entries)
 
     def failed_to_load(self, error: BaseException) -> None:
-        """Tell the judge why the program could not be loaded."""
         self._send({"a": 0, **self._error(error)})
 
     def loaded(self) -> None:

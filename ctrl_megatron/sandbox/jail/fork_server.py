@@ -62,7 +62,6 @@ class ForkServer:
         return int(self._received())
 
     def program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
-        """Start an init process and its program."""
         socket.send_fds(self._line, [_PROGRAM], [spec, report, stdin, stdout, stderr])
 
     def end(self) -> tuple[dict[str, int], float]:

@@ -389,7 +389,6 @@ class Capture:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Print as usual in a ``with`` block."""
         yield
 
     def close(self) -> None:

@@ -276,7 +276,6 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(status: int, detail: object, headers: dict[str, str] | None = None) -> web.Response:
-    """An error in the form of the contract."""
     return web.json_response({"detail": detail}, status=status, headers=headers)
 
 

@@ -56,7 +56,6 @@ class ProgramRun:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the program or the compiler ran out of time."""
         return self.response.timed_out
 
     @property
