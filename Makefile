@@ -17,6 +17,8 @@
 # make test-long  checks that take minutes: whole data sets, a thousand clients, thousands of random inputs
 # make test-next  models, parallelism, checkpoints and resharding with the newest Megatron-Core, in an
 #             environment of its own (build/env-next, 6 GB); needs Python 3.12: make test-next PYTHON=...
+# make test-oldest  models, algorithms and two steps of GRPO with torch 2.11 and transformers 5.17, in an
+#             environment of its own (build/env-oldest, 6 GB); Python 3.12: make test-oldest PYTHON=...
 # make clean  remove files left by tools and tests; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -30,16 +32,17 @@ LOCK_env := cpu
 LOCK_env-cuda := cuda
 LOCK_env-sglang-cuda := sglang-cuda
 LOCK_env-next := next
+LOCK_env-oldest := oldest
 # Drives the browser. Installed outside the environment, because only one page's tests need it.
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda env-next test-next quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
+.PHONY: help env env-cuda env-sglang-cuda env-next env-oldest test-next test-oldest quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
-env env-cuda env-sglang-cuda env-next:
+env env-cuda env-sglang-cuda env-next env-oldest:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
 	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
 	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -93,6 +96,13 @@ test-next:
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
 	build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  tests/models tests/parallel tests/checkpoint tests/resharding tests/distributed
+
+test-oldest:
+	@$(MAKE) --no-print-directory env-oldest VENV=build/env-oldest \
+	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
+	build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	  tests/models tests/algorithms tests/test_torch_features.py \
+	  "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
 demo: env
 	$(BIN)/python tools/demo.py $(if $(ENGINE),--engine $(ENGINE))

@@ -25,6 +25,7 @@ import psutil
 from ctrl_megatron.config.environment import count_restart, make_run_key, read_launch
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
 from ctrl_megatron.parallel.hosts import LOOPBACK
+from ctrl_megatron.torch_features import launcher_takes_shutdown_timeout
 
 SHUTDOWN_SECONDS = 1800
 """Seconds that ranks have after a signal to finish the current update and to save."""
@@ -183,7 +184,8 @@ def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
 def _start_once(ranks: int, arguments: Sequence[str]) -> End:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
     flags = ["--nproc-per-node", str(ranks)]
-    flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
+    if launcher_takes_shutdown_timeout():
+        flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
     return _torchrun([*flags, *program(), *arguments])

@@ -23,6 +23,8 @@ SWITCHES: Mapping[str, str] = {
     "deterministic_mode": "only kernels of Transformer Engine that repeat their results",
     "disable_bf16_reduced_precision_matmul": "sums of bfloat16 products in float32",
     "gradient_accumulation_fusion": "a weight's gradient is added inside its matrix product",
+    "moe_grouped_gemm": "grouped matrix products over a layer's experts; the default on GPUs",
+    "moe_permute_fusion": "Transformer Engine's kernels move tokens to their experts",
     "use_te_activation_func": "false: Megatron's SwiGLU where Transformer Engine is not installed",
 }
 """Fields with true or false, and what they do."""

@@ -52,6 +52,8 @@ class PassShape:
     gathered_keys: int = 0
     """Keys that a variable-length kernel receives for one micro-batch, divided by the context
     ranks, if responses share prompts; 0 if it receives those of the tokens alone."""
+    grouped_experts: bool = False
+    """Whether a layer's experts are computed together (``models.grouped_experts``)."""
 
     @property
     def decoder(self) -> ModelShape:
@@ -84,6 +86,16 @@ class PassShape:
         numbers = self.shape.attention.attended_width * self.key_copies / self.layout.tensor
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
+
+    @property
+    def stacked(self) -> float:
+        """Bytes of the copy of one layer's experts' first or second weights, of which a grouped
+        product reads the larger; 0 if each expert is computed by itself."""
+        experts = max(
+            (kind.count * kind.expert_width for kind in self.decoder.expert_kinds), default=0
+        )
+        ranks = self.layout.expert_ranks
+        return self.grouped_experts * self.dtype_size * 2 * self.shape.hidden_size * experts / ranks
 
     @property
     def sequence_ranks(self) -> int:
@@ -165,7 +177,9 @@ def _saved_by_feed_forward(p: PassShape, kind: FeedForward) -> float:
             return products
         case Experts():
             copies = p.layout.expert_tensor_ranks * p.shape.hidden_size
-            routed = e * (kind.top_k * copies + kind.width) + 12 * kind.count
+            # Grouped, the scaled product is made from the halves in one operation.
+            scaled = 0 if p.grouped_experts else kind.width
+            routed = e * (kind.top_k * copies + scaled) + 12 * kind.count
             return products + routed / p.sequence_ranks
 
 
@@ -177,6 +191,17 @@ def _exchanged(p: PassShape) -> float:
     most = max((kind.top_k for kind in p.decoder.expert_kinds), default=0) * p.residual
     added = (2 if p.kernels == "torch" else 1) * (tensor > 1)
     return most * (1 + (spread > 1) + 3 * tensor + added)
+
+
+def _computed_together(p: PassShape) -> float:
+    """Bytes per token between the two grouped products: what is sent, what arrives, and the two
+    halves of the activation."""
+    if not p.grouped_experts:
+        return 0
+    copies = p.residual * (1 + p.layout.expert_tensor_ranks * (p.layout.expert > 1))
+    halves = 2 * p.dtype_size / p.layout.tensor
+    sizes = (k.top_k * (copies + halves * k.expert_width) for k in p.decoder.expert_kinds)
+    return max(sizes, default=0)
 
 
 def layers_of(p: PassShape, *, pp: int) -> int:
@@ -250,9 +275,11 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     ffn = e * p.shape.widest / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
     gathered += 2 * p.exchanged
+    # The copy of the experts' weights, and their gradients, which are as large.
+    weights = 2 * p.stacked
     if p.kernels == "te":
-        return p.tokens * (2 * ffn + 3 * p.residual + gathered) + e * largest
-    return p.tokens * (ffn + p.residual + gathered) + e * largest / 2
+        return p.tokens * (2 * ffn + 3 * p.residual + gathered) + max(weights, e * largest)
+    return p.tokens * (ffn + p.residual + gathered) + max(weights, e * largest / 2)
 
 
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
@@ -282,6 +309,7 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     moments = [p.tokens * (stream * p.residual + gathered + widths * ffn)]
     moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
     moments.append(p.tokens * (stream * p.residual + _exchanged(p)))
+    moments.append(p.tokens * (stream * p.residual + _computed_together(p)) + p.stacked)
     if pp == p.layout.pipeline - 1:
         head = logits_workspace(p, backward=False)
         moments.append(p.tokens * (p.residual + gathered) + head)

@@ -35,7 +35,7 @@ class Phase:
 class Meter(Protocol):
     """A further measurement of the main thread's phases."""
 
-    def begin(self) -> None: ...
+    def begin(self, name: str) -> None: ...
     def end(self, name: str) -> None: ...
 
 
@@ -72,7 +72,7 @@ class Timeline:
             self._on_begin(name)
         meter = self._meter if kind == "main" else None
         if meter is not None:
-            meter.begin()
+            meter.begin(name)
         start = self._clock()
         try:
             yield

@@ -23,6 +23,7 @@ from torch.nn.attention import varlen
 from ctrl_megatron.models import attention_kernel
 from ctrl_megatron.models.context_parallel import over_context_ranks
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
+from ctrl_megatron.torch_features import varlen_attention_takes_enable_gqa
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _APART = 256
@@ -304,6 +305,7 @@ def variable_length_attention(
     """``Attend`` by one call of torch's flash attention."""
     bounds = packed.attention
     q, k, v, factor = _of_equal_width(query, key, value, scale)
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     out: Any = varlen.varlen_attn(
         q,
         _seen(k, packed),
@@ -315,7 +317,7 @@ def variable_length_attention(
         scale=factor,
         # With more keys than queries flash attention aligns a causal mask at the bottom right.
         window_size=(-1, 0) if packed.layout.causal else (-1, -1),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **(groups if varlen_attention_takes_enable_gqa() else {}),
     )
     return out[..., : value.shape[2]]
 

@@ -122,8 +122,12 @@ def transformer_config(
             "apply_rope_fusion": False,
             "persist_layer_norm": False,
         }
+    if groups.device.type == "cuda":
+        # On a CPU a product for each expert takes the same time, without copies of the weights.
+        settings["moe_grouped_gemm"] = True
     if groups.device.type == "cuda" and has_transformer_engine():
         settings |= {
+            "moe_permute_fusion": True,
             "bias_dropout_fusion": True,
             "apply_rope_fusion": True,
             # Saves three fifths of the memory that an unfused SwiGLU keeps for its backward pass.

@@ -20,7 +20,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -30,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ctrl_megatron.models.attention import PackedAttention, over_shared_prefixes
+from ctrl_megatron.models.grouped_experts import GroupedExperts
 from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
@@ -158,7 +158,7 @@ def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
         case Dense():
             mlp = ModuleSpec(module=MLP, submodules=gated)
         case Experts():
-            experts = ModuleSpec(module=SequentialMLP, submodules=gated)
+            experts = ModuleSpec(module=GroupedExperts, submodules=gated)
             shared = ModuleSpec(module=SharedExpertMLP, submodules=gated)
             parts: Any = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
             mlp = ModuleSpec(module=MoELayer, submodules=parts)
@@ -219,7 +219,8 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
     if latent:
         self_attention.module = LatentSelfAttention
     if isinstance(kind, Experts):
-        _parts_of(spec.submodules.mlp).router = Router
+        parts = _parts_of(spec.submodules.mlp)
+        parts.router, parts.experts.module = Router, GroupedExperts
     return spec
 
 

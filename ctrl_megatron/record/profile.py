@@ -2,7 +2,7 @@
 
 ``step_N.json`` has the phases of all ranks; ``step_N.rank_R.torch.json`` the operators of one rank
 as torch.profiler sees them; ``step_N.rank_R.memory.pickle`` what one rank's GPU memory was used for
-(https://pytorch.org/memory_viz opens it).
+(https://pytorch.org/memory_viz opens it). Nsight Systems records the same steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class StepProfile:
         self._trainer, self._worker = config.trainer, worker
         self._folder = Path(config.trainer.run_dir) / FOLDER
         self._torch: torch.profiler.profile | None = None
+        self._on_gpu = worker.groups.device.type == "cuda"
 
     def begin(self, step: int) -> None:
         """Start the configured recordings of a profiled step. Collective: ranks leave together, so
@@ -46,6 +47,8 @@ class StepProfile:
             self._torch = torch.profiler.profile(profile_memory=self._trainer.profile_memory)
             self._torch.start()
         self._worker.groups.barrier()
+        if self._on_gpu:
+            torch.cuda.profiler.start()
 
     def before_update(self, step: int, batch: TensorDict) -> None:
         """Nothing is done here."""
@@ -57,6 +60,9 @@ class StepProfile:
         groups, name = self._worker.groups, f"step_{step}"
         own = self._folder / f"{name}.rank_{groups.rank}"
         ranks = groups.from_all(self._worker.timeline.phases())
+        if self._on_gpu:
+            # The first rank that stops ends the recording of its host.
+            torch.cuda.profiler.stop()
         if groups.is_first:
             trace = chrome_trace(ranks, step)
             write_whole(self._folder / f"{name}.json", json.dumps(trace))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -30,10 +29,6 @@ from ctrl_megatron.rollout.weight_update import checkpoint_specs
 _KILL_SECONDS = 10.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_EXACT = "pinned_max_round_threshold_mb"
-"""The setting of PyTorch's allocator above which page-locked memory is not rounded up to a power of
-two. vLLM keeps the weights of a sleeping engine in such memory, tensor by tensor."""
 _LOGGED_ERROR = re.compile(r"^(?:.*\] |\(.*\) )?((?:\w+\.)*\w+(?:Error|Exception): .+)$", re.M)
 """The last line of a traceback, after a logger's prefix."""
 _ELSEWHERE = "root cause"
@@ -60,7 +55,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         chosen["OMP_NUM_THREADS"] = str(spec.threads)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & kept.keys():
         chosen["GOMP_SPINCOUNT"] = _SPINS
-    return {**kept, **chosen, **_exact_memory(kept)}
+    return {**kept, **chosen}
 
 
 def _interface_of(address: str) -> str:
@@ -71,13 +66,6 @@ def _interface_of(address: str) -> str:
     raise UserError(
         f"no network interface of this host has the address {address}", remedy=f"set {_INTERFACE}"
     )
-
-
-def _exact_memory(kept: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's settings: the user's, and ``_EXACT`` from one MiB on."""
-    name = next((n for n in _ALLOCATOR if n in kept), _ALLOCATOR[0])
-    given = kept.get(name, "")
-    return {} if _EXACT in given else {name: ",".join(filter(None, (given, f"{_EXACT}:1")))}
 
 
 class EngineProcess:

@@ -39,6 +39,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.imports import without_collections
 from ctrl_megatron.rollout.parts import end_together
+from ctrl_megatron.torch_features import exact_pinned_memory
 from ctrl_megatron.types import Completion, Lora, SamplingParams
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ def main() -> None:
     arguments = parser.parse_args()
     started = json.loads(os.fdopen(os.dup(0), "rb", buffering=0).readline())
     end_with_parent()
+    # Asked here because this interpreter may have another torch than the trainer's.
+    os.environ.update(exact_pinned_memory(os.environ))
     # The engine's own processes would inherit it and keep the launcher's pipe open.
     os.set_inheritable(arguments.ready_fd, False)
     try:

@@ -149,13 +149,15 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
 
 
 class DeviceMemory:
-    """Measures device memory in the phases of a rank's main thread, which may be nested."""
+    """Measures device memory in the phases of a rank's main thread, which may be nested, and marks
+    them for Nsight Systems (NVTX)."""
 
     def __init__(self) -> None:
         self._open: list[int] = []
         self._found: dict[str, float] = {}
 
-    def begin(self) -> None:
+    def begin(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
         self._fold_peak()
         self._open.append(0)
 
@@ -165,6 +167,7 @@ class DeviceMemory:
         for kind, size in (("peak", self._open.pop()), ("device", total - free)):
             key = f"memory/{name}_{kind}_gib"
             self._found[key] = max(self._found.get(key, 0.0), size / _GIB)
+        torch.cuda.nvtx.range_pop()
 
     def _fold_peak(self) -> None:
         peak = torch.cuda.max_memory_allocated()

@@ -30,6 +30,7 @@ ORDER = (
         "errors",
         "types",
         "engine_kinds",
+        "torch_features",
         "background",
         "keeping",
         "exposition",
@@ -55,7 +56,7 @@ OWNERS = {
     "torch": (
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
         *("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
-        *("metrics/flops.py", "commands/launcher.py"),
+        *("metrics/flops.py", "commands/launcher.py", "torch_features.py"),
         "commands/check_env.py",
     ),
     "tensordict": ("graph/", "steps/", "record/", "run/", "guide/", "sft/"),

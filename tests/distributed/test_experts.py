@@ -139,6 +139,11 @@ def steps(models: dict[str, Path]) -> dict[str, Any]:
                 "shared_prefix": False,
                 "build": {"recompute_granularity": "full"},
             },
+            "grouped": {
+                "token_budget": 21,
+                "shared_prefix": False,
+                "build": {"overrides": {"moe_grouped_gemm": True}},
+            },
             "plain_optimizer": {
                 "token_budget": 64,
                 "shared_prefix": False,

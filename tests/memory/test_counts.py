@@ -177,6 +177,7 @@ def test_models_in_host_memory_hold_what_is_planned(
 
 FFN_BOUND = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 2048}
 MANY_EXPERTS = {**EXPERTS, "vocab_size": 256, "num_experts_per_tok": 4}
+GROUPED = {"overrides": {"moe_grouped_gemm": True}}
 LOGITS_BOUND = {"vocab_size": 16000}
 MLP = {"recompute_granularity": "selective", "overrides": {"recompute_modules": ["mlp"]}}
 PASSES = {
@@ -204,6 +205,9 @@ PASSES = {
     "whole experts over tensor ranks": case(
         {**SEQUENCE, "data": 2, "expert": 4, "expert_tensor": 1}, EXPERTS
     ),
+    "grouped experts": case(shape=EXPERTS, **GROUPED),
+    "grouped experts that bound": case(shape=MANY_EXPERTS, **GROUPED),
+    "grouped experts over ranks": case({"data": 2, "expert": 2}, MANY_EXPERTS, **GROUPED),
     "latent attention": case(shape=LATENT),
     "adapters": case(shape={"lora": 8}),
     "adapters over tensor ranks": case(SEQUENCE, {"lora": 8}),
@@ -241,6 +245,7 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
         recompute_granularity=options.get("recompute_granularity"),
         recompute_num_layers=options.get("recompute_num_layers", 1),
         recompute_modules=modules,
+        grouped_experts=options.get("overrides", {}).get("moe_grouped_gemm", False),
     )
 
 

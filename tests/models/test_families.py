@@ -109,7 +109,10 @@ def test_flops_are_those_that_transformers_computes(name: str) -> None:
     ours = model_flops(
         shape, tokens=tokens, pairs=tokens**2, projected_tokens=tokens, backward=False
     )
-    assert counter.get_total_flops() == ours
+    # Angles are not work on weights or pairs; transformers 5.17 multiplies matrices for them.
+    modules = counter.get_flop_counts().items()
+    angles = sum(sum(of.values()) for name, of in modules if name.endswith("rotary_emb"))
+    assert counter.get_total_flops() - angles == ours
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -69,19 +69,6 @@ def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
             require_engine(name)
 
 
-def test_page_locked_memory_of_an_engine_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    new, old, setting = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "pinned_max_round_thresh"
-    spec = EngineSpec(name="vllm", model_path="m")
-    for name in (new, old):
-        monkeypatch.delenv(name, raising=False)
-    assert engine_environment(spec)[new] == f"{setting}old_mb:1"
-    monkeypatch.setenv(old, "max_split_size_mb:64")
-    made = engine_environment(spec)
-    assert made[old] == f"max_split_size_mb:64,{setting}old_mb:1" and new not in made
-    monkeypatch.setenv(old, f"{setting}old_mb:512")
-    assert engine_environment(spec)[old] == f"{setting}old_mb:512"
-
-
 def test_an_engines_kernels_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     environ: dict[str, str] = {}
     keep_kernel_order(1, environ)

@@ -23,6 +23,9 @@ class Allocator:
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: int(self.peak * GIB))
         patch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
         patch.setattr(torch.cuda, "mem_get_info", self.info)
+        self.ranges: list[str] = []
+        patch.setattr(torch.cuda.nvtx, "range_push", self.ranges.append)
+        patch.setattr(torch.cuda.nvtx, "range_pop", lambda: self.ranges.append("end"))
 
     def reset(self) -> None:
         self.peak = self.held
@@ -64,3 +67,4 @@ def test_phases_keep_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory/elsewhere_peak_gib": 2,
     }
     assert memory.take(groups_of()) == {}
+    assert allocator.ranges == ["update", "push", "end", "end", "update", "end", "save", "end"]

@@ -1,0 +1,61 @@
+"""A layer's experts by grouped matrix products: two products for all experts in place of two for
+each, and no wait of the host for the numbers of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """(T, K) tokens sorted by expert, (E,) int32 ends of the experts' rows, E weights of (N, K) ->
+    (T, N)
+
+    The weights are stacked anew in the backward pass: a copy takes less than the product that reads
+    it, and one that was kept would double the memory of all experts' weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tokens, ends, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_tokens = of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_tokens = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        if any(ctx.needs_input_grad[2:]):
+            of_weights = F.grouped_mm(grad.t(), tokens, offs=ends)
+        none = (None,) * len(weights)
+        return of_tokens, None, *(none if of_weights is None else of_weights)
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's experts with their parameters, computed together under ``moe_grouped_gemm``, and
+    otherwise one after the other, which is the oracle in tests."""
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(T, H) tokens sorted by expert, their numbers (E,) and (T,) weights -> ((T, H), None)"""
+        experts: Any = self.local_experts
+        first, second = (
+            [getattr(e, name) for e in experts] for name in ("linear_fc1", "linear_fc2")
+        )
+        # An adapter is added by a hook of its layer.
+        adapted = hasattr(first[0], "adapter") or hasattr(second[0], "adapter")
+        if not self.config.moe_grouped_gemm or adapted or len(experts) == 1:
+            return super().forward(tokens, tokens_per_expert, probs)
+        ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        hidden: Any = _GroupedLinear.apply(tokens, ends, *(layer.weight for layer in first))
+        hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1))
+        return _GroupedLinear.apply(hidden, ends, *(layer.weight for layer in second)), None

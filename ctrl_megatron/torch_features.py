@@ -1,0 +1,49 @@
+"""Features of the installed torch, for stacks that are older than the pinned one.
+
+The pinned torch has all of them; 2.11 lacks each. No other file of the package asks for torch's
+version or for the arguments of its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from inspect import signature
+
+from packaging.version import Version
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXACT = "pinned_max_round_threshold_mb"
+
+
+@cache
+def launcher_takes_shutdown_timeout() -> bool:
+    """Whether torchrun knows ``--shutdown-timeout``. Without it ranks have torchrun's thirty
+    seconds after a signal."""
+    from torch.distributed.run import get_args_parser
+
+    return "--shutdown-timeout" in get_args_parser().format_help()
+
+
+@cache
+def varlen_attention_takes_enable_gqa() -> bool:
+    """Whether ``varlen_attn`` accepts fewer key heads than query heads only with ``enable_gqa``;
+    before, it accepted them without."""
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in signature(varlen.varlen_attn).parameters
+
+
+def exact_pinned_memory(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which PyTorch's allocator does not round page-locked memory above one MiB up
+    to a power of two; the user's own settings stay. Empty where the user sets the threshold, and
+    before torch 2.13, which ends a process whose settings have a word that it does not know.
+
+    vLLM keeps the weights of a sleeping engine in such memory, tensor by tensor.
+    """
+    name = next((name for name in _ALLOCATOR if name in environ), _ALLOCATOR[0])
+    settings = environ.get(name, "")
+    if _EXACT in settings or Version(metadata.version("torch")).release < (2, 13):
+        return {}
+    return {name: ",".join(filter(None, (settings, f"{_EXACT}:1")))}
