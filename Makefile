@@ -15,8 +15,9 @@
 #                  slurm-client munge)
 # make test-page   test the critic's web page in Chromium (apt install chromium); screenshots in build/page
 # make test-long  checks that take minutes: whole data sets, a thousand clients, thousands of random inputs
-# make test-next  models, parallelism, checkpoints and resharding with the newest Megatron-Core, in an
-#             environment of its own (build/env-next, 6 GB); needs Python 3.12: make test-next PYTHON=...
+# make test-next  models, algorithms, parallelism, checkpoints, resharding and two steps of GRPO with the
+#             newest Megatron-Core, in an environment of its own (build/env-next, 6 GB); needs Python 3.12
+#             or 3.13: make test-next PYTHON=...
 # make test-oldest  models, algorithms and two steps of GRPO with torch 2.11 and transformers 5.17, in an
 #             environment of its own (build/env-oldest, 6 GB); Python 3.12: make test-oldest PYTHON=...
 # make clean  remove files left by tools and tests; keeps .venv and runs
@@ -95,7 +96,8 @@ test-next:
 	@$(MAKE) --no-print-directory env-next VENV=build/env-next \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
 	build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
-	  tests/models tests/parallel tests/checkpoint tests/resharding tests/distributed
+	  tests/models tests/algorithms tests/parallel tests/checkpoint tests/resharding tests/distributed \
+	  tests/test_torch_features.py "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
 test-oldest:
 	@$(MAKE) --no-print-directory env-oldest VENV=build/env-oldest \

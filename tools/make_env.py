@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKED_FOR = (3, 11)
-"""The Python of lock files that name no other, as ``# python==3.12`` does."""
+"""The Python of lock files that name no others, as ``# python==3.12, 3.13`` does."""
 STAMP = "ctrl_megatron.lock.sha256"
 MARKER = "ctrl_megatron.environment"
 """File in every environment of this tool, also in an unfinished one."""
@@ -156,9 +156,12 @@ def digest_of(lock: Path) -> str:
 
 
 def python_of(lock: Path) -> tuple[int, int]:
-    """The Python version, such as (3, 11), that the packages of ``lock`` are pinned for."""
-    named = re.search(r"^# python==(\d+)\.(\d+)$", lock.read_text(), re.MULTILINE)
-    return (int(named[1]), int(named[2])) if named else LOCKED_FOR
+    """The Python version, such as (3, 11), that the packages of ``lock`` are pinned for: this
+    one's, or the first of those that it names."""
+    line = re.search(r"^# python==(.+)$", lock.read_text(), re.MULTILINE)
+    named = re.findall(r"(\d+)\.(\d+)", line[1]) if line else []
+    versions = [(int(major), int(minor)) for major, minor in named] or [LOCKED_FOR]
+    return sys.version_info[:2] if sys.version_info[:2] in versions else versions[0]
 
 
 def check_python(wanted: tuple[int, int]) -> None:

@@ -86,6 +86,9 @@ def test_another_python_is_refused(lock: Path) -> None:
     assert make_env.python_of(lock) == (2, 7)
     with pytest.raises(ValueError, match=r"pinned packages are for Python 2\.7"):
         make_env.check_python(make_env.python_of(lock))
+    here = "{}.{}".format(*sys.version_info)
+    lock.write_text(lock.read_text().replace("==2.7", f"==2.7, {here}"))
+    assert make_env.python_of(lock) == sys.version_info[:2]
 
 
 def test_a_python_without_venv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
