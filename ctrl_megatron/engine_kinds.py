@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 EngineName = Literal["vllm", "sglang", "hf", "diffusion"]
+_LARGE_GPU = 70 * 2**30
+"""Bytes from which on vLLM takes a GPU for one of 80 GB."""
+BATCHED_TOKENS = 8192
+"""Tokens of one forward pass of a vLLM on GPUs where ``engine_kwargs`` says nothing: what its
+server takes there. Its own default for an engine that is embedded, as ours, is 2,048."""
 RopeTrait = Literal["whole factor", "short yarn", "dynamic", "attention factor"]
 """What a scaled rotary embedding may have (``models.rope``)."""
 
@@ -57,6 +62,13 @@ class EngineKind:
     rotates_otherwise: Mapping[RopeTrait, str] = field(default_factory=dict)
     """The traits of a rotary embedding with which it would rotate otherwise than the trainer; how,
     and the remedy."""
+
+    def sequences(self, gpu_memory: int | None) -> int:
+        """Sequences that it decodes concurrently where ``max_num_seqs`` says nothing, on a GPU of
+        so many bytes; None is a CPU."""
+        if gpu_memory is None or not self.reserves_cache:
+            return 64
+        return 1024 if gpu_memory >= _LARGE_GPU else 256
 
 
 ENGINES: Mapping[str, EngineKind] = {

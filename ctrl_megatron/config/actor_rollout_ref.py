@@ -333,8 +333,9 @@ class EngineKeys:
     revisions."""
     dtype: Dtype | None = None
     """Parameter type inside the engine; None takes model.dtype."""
-    max_num_seqs: int = key(64, AT_LEAST_1)
-    """Sequences that the engine decodes concurrently."""
+    max_num_seqs: int | None = key(None, AT_LEAST_1)
+    """Sequences that the engine decodes concurrently; None: 1024 on a GPU of 70 GiB or more, 256 on
+    a smaller one, 64 on a CPU and in the engines hf and diffusion."""
     kv_cache_gib: float = key(2.0, ABOVE_0, read=_CACHING)
     """Size of the key-value cache of an engine on a CPU, in GiB."""
     enforce_eager: bool = key(False, read=_CACHING)

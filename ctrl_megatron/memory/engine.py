@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
-from ctrl_megatron.engine_kinds import ENGINES
+from ctrl_megatron.engine_kinds import BATCHED_TOKENS, ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.memory.pushes import received_memory
 from ctrl_megatron.models.rules import rules
@@ -28,8 +28,6 @@ _ENGINE_BUFFERS = 300 * MIB
 """Block tables, input buffers and the like, which never sleep; an estimate."""
 _GRAPHS, _GRAPHS_PER_LAYER = 512 * MIB, 20 * MIB
 """Captured CUDA graphs; an estimate."""
-_BATCHED_TOKENS = 2048
-"""vLLM's ``max_num_batched_tokens`` for an engine that is embedded, as ours."""
 _PLACES = 256
 """Places whose probabilities the sampler of masked-diffusion models computes together
 (``rollout.denoising``)."""
@@ -108,18 +106,19 @@ def _use(
 ) -> EngineUse:
     dtype = config.actor_rollout_ref.dtype_in(keys)
     tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
-    given = keys.engine_kwargs.get("max_num_batched_tokens") or _BATCHED_TOKENS
-    tokens = max(given, keys.max_num_seqs)
+    given = keys.engine_kwargs.get("max_num_batched_tokens") or BATCHED_TOKENS
+    sequences = keys.max_num_seqs or ENGINES[keys.name].sequences(gpu_memory)
+    tokens = max(given, sequences)
     width = 4 * shape.hidden_size + 3 * shape.widest / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
-    logits = min(tokens, keys.max_num_seqs) * shape.vocab_size * 3 * 4
+    logits = min(tokens, sequences) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
     if ENGINES[keys.name].denoises:
         # A pass over all canvases: their logits, those of the masked places, and the sampler's
         # float32 probabilities of some places.
-        tokens = keys.max_num_seqs * longest
-        places = keys.max_num_seqs * config.data.max_response_length
+        tokens = sequences * longest
+        places = sequences * config.data.max_response_length
         logits = shape.vocab_size * (2 * size * places + 4 * 4 * _PLACES)
     workspace = int(tokens * width * size + logits)
     graphs = 0 if keys.enforce_eager else _GRAPHS + shape.num_layers * _GRAPHS_PER_LAYER
@@ -128,7 +127,7 @@ def _use(
         # transformers takes what it needs, and has no graphs; a pass over canvases has a cache of
         # all rows only if it keeps prefixes.
         keeps = not ENGINES[keys.name].denoises or keys.engine_kwargs.get("keep_prefix")
-        cached = keys.max_num_seqs if keeps else 1
+        cached = sequences if keeps else 1
         cache = cached * longest * cache_per_token
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)

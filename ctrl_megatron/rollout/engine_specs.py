@@ -10,6 +10,7 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.shape import AnyShape
@@ -126,7 +127,7 @@ def engine_spec(
         part=part,
         gpu_memory_utilization=keys.gpu_memory_utilization,
         kv_cache_gib=keys.kv_cache_gib,
-        max_num_seqs=keys.max_num_seqs,
+        max_num_seqs=sequences(keys, groups.device),
         enforce_eager=keys.enforce_eager,
         # The proxy's own engines keep the weights of their directory, and so do those that get
         # adapters.
@@ -141,6 +142,15 @@ def engine_spec(
         log_path=str(Path(config.trainer.run_dir) / f"{log}.log"),
         extra=dict(keys.engine_kwargs),
     )
+
+
+def sequences(keys: EngineKeys, device: torch.device) -> int:
+    """Sequences that an engine on such a device decodes concurrently."""
+    if keys.max_num_seqs is not None:
+        return keys.max_num_seqs
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
+    return ENGINES[keys.name].sequences(memory)
 
 
 def actor_shape(config: Config) -> AnyShape:

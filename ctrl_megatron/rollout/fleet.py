@@ -29,7 +29,13 @@ from ctrl_megatron.rollout.engine import (
     EngineError,
     EngineMemory,
 )
-from ctrl_megatron.rollout.engine_specs import engine_keys, engine_spec, meetings_of, placement_of
+from ctrl_megatron.rollout.engine_specs import (
+    engine_keys,
+    engine_spec,
+    meetings_of,
+    placement_of,
+    sequences,
+)
 from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
@@ -265,7 +271,7 @@ class Services:
         return EnginePool(
             clients,
             # Enough for an engine never to wait for requests, divided between the leaders.
-            at_once=max(1, 2 * keys.max_num_seqs // layout.data),
+            at_once=max(1, 2 * sequences(keys, self._groups.device) // layout.data),
             joins_calls=ENGINES[keys.name].joins_calls,
             first=self._groups.place.dp * len(clients) // layout.data,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 import torch
@@ -28,16 +28,30 @@ def stream_seed(seed: int, row: str | int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def uniform(generator: torch.Generator) -> float:
-    """The next number in [0, 1) of the generator's stream, without a kernel for a GPU's generator.
+def numbers_of(
+    generators: Mapping[int, torch.Generator], rows: int, device: torch.device
+) -> torch.Tensor:
+    """(rows,) float64 in [0, 1) on ``device``: a row's number is the next one of its generator's
+    stream; without a generator it is any.
 
-    A GPU's generator advances by four steps of its counter, as for a draw by a kernel.
+    A GPU's generator gives only its seed and its place, from which the device computes the numbers
+    of all rows together (``numbers_at``): a kernel for each row would take longer than a decoding
+    step. It advances by four steps of its counter, as for a draw by a kernel.
     """
-    if generator.device.type == "cpu":
-        return torch.rand(1, generator=generator, dtype=torch.float64).item()
-    place = generator.get_offset()
-    generator.set_offset(place + 4)
-    return (stream_seed(generator.initial_seed(), place, 0) >> 10) / 2**53
+    if all(generator.device.type == "cpu" for generator in generators.values()):
+        numbers = torch.rand(rows, dtype=torch.float64)
+        for row, generator in generators.items():
+            numbers[row] = torch.rand(1, generator=generator, dtype=torch.float64)
+        return numbers.to(device)
+    streams = torch.randint(2**62, (2, rows), pin_memory=device.type == "cuda")
+    seeds, places = [], []
+    for generator in generators.values():
+        place = generator.get_offset()
+        generator.set_offset(place + 4)
+        seeds.append(generator.initial_seed())
+        places.append(place)
+    streams[:, list(generators)] = torch.tensor((seeds, places))
+    return numbers_at(*streams.to(device, non_blocking=True))
 
 
 def numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ctrl_megatron.background import gathered
+from ctrl_megatron.engine_kinds import BATCHED_TOKENS
 from ctrl_megatron.models.fp8 import written_config
 from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.rollout.counters import Counters
@@ -89,6 +90,8 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
                 "on a CPU vLLM's kernel computes all experts on every rank; remove "
                 "actor_rollout_ref.rollout.engine_kwargs.enable_expert_parallel"
             )
+    else:
+        chosen["max_num_batched_tokens"] = max(BATCHED_TOKENS, spec.max_num_seqs)
     if _in_core(spec):
         chosen["distributed_executor_backend"] = "uni"
     if (part := spec.part) is not None:

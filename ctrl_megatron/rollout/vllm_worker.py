@@ -38,7 +38,7 @@ from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.parallel.store import serve_at_addresses
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
-from ctrl_megatron.rollout.sampling import DRAWN_ROWS, pick, uniform
+from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_of, pick
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import checksums, read_model_config
@@ -176,12 +176,7 @@ class SeededSampler(torch.nn.Module):
         else:
             kept = apply_top_k_top_p(logits, k, p)
             weights = partial(torch.softmax, dim=-1, dtype=torch.float32)
-        numbers = torch.rand(
-            len(logits), dtype=torch.float64, device="cpu", pin_memory=logits.is_cuda
-        )
-        for row, generator in generators.items():
-            numbers[row] = uniform(generator)
-        numbers = numbers.to(logits.device, non_blocking=True)
+        numbers = numbers_of(generators, len(logits), logits.device)
         pairs = zip(kept.split(DRAWN_ROWS), numbers.split(DRAWN_ROWS), strict=True)
         return torch.cat([pick(weights(part), own) for part, own in pairs]), log_probs
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from patience import PATIENCE
 
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.sampling import pick, uniform
+from ctrl_megatron.rollout.sampling import numbers_of, pick
 
 
 class CountingGenerator:
@@ -37,16 +36,15 @@ class CountingGenerator:
         self._place = offset
 
 
-def numbers(seed: int) -> Iterator[float]:
-    generator: Any = CountingGenerator(seed)
-    while True:
-        yield uniform(generator)
+def next_numbers(generators: dict[int, Any], rows: int) -> torch.Tensor:
+    return numbers_of(generators, rows, torch.device("cpu"))
 
 
-def test_a_stream_of_numbers_is_uniform_and_its_own() -> None:
-    drawn = torch.tensor([[next(s) for _ in range(500)] for s in map(numbers, range(8))])
+def test_streams_of_numbers_are_uniform_and_their_own() -> None:
+    generators: dict[int, Any] = {row: CountingGenerator(row) for row in range(8)}
+    drawn = torch.stack([next_numbers(generators, 8) for _ in range(500)], dim=1)
     assert drawn.min() >= 0 and drawn.max() < 1
-    ordered = drawn.flatten().double().sort().values
+    ordered = drawn.flatten().sort().values
     expected = torch.arange(1, len(ordered) + 1) / len(ordered)
     # Kolmogorov and Smirnov: a hundred-thousandth of all uniform samples is further off.
     assert float((ordered - expected).abs().max()) < 2.5 / len(ordered) ** 0.5
@@ -54,13 +52,20 @@ def test_a_stream_of_numbers_is_uniform_and_its_own() -> None:
     assert float(between.abs().max()) < 0.25
 
 
+def test_a_number_depends_on_no_other_row() -> None:
+    many: dict[int, Any] = {row: CountingGenerator(row + 100) for row in range(5)}
+    few: dict[int, Any] = {1: CountingGenerator(103)}
+    for _ in range(3):
+        assert next_numbers(few, 2)[1] == next_numbers(many, 9)[3]
+
+
 def test_a_draw_that_is_taken_back_is_drawn_again() -> None:
     generator: Any = CountingGenerator(7)
-    uniform(generator)
-    second = uniform(generator)
+    next_numbers({0: generator}, 1)
+    second = next_numbers({0: generator}, 1)
     # vLLM takes the number back after a part of a prompt that is not its end.
     generator.set_offset(generator.get_offset() - 4)
-    assert uniform(generator) == second != uniform(generator)
+    assert next_numbers({0: generator}, 1) == second != next_numbers({0: generator}, 1)
 
 
 def test_numbers_pick_tokens_by_their_share() -> None:
