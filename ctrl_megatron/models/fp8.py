@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.models.shape import Dense, Experts, GroupedQueryAttention, ModelShape
 from ctrl_megatron.types import TensorSpec
 
 SCALES = "_scale_inv"
@@ -74,6 +75,28 @@ def written_config() -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCK),
     }
+
+
+def divided_blocks(shape: ModelShape, workers: int, *, whole_experts: bool) -> dict[str, int]:
+    """Part of a layer -> its width on each of an engine's tensor ``workers``, of the parts that end
+    within a block. ``whole_experts``: each worker has some experts whole.
+
+    vLLM 0.32 refuses them (``fp8_utils.validate_fp8_block_shape``): it joins queries, keys and
+    values in one weight, gate and up projection in another, and only a joined weight's last part
+    may end anywhere, where there is one worker.
+    """
+    widths: dict[str, int] = {}
+    if isinstance(attention := shape.attention, GroupedQueryAttention):
+        keys = attention.head_dim * max(1, attention.groups // workers)
+        widths |= {"queries": attention.heads * attention.head_dim // workers, "keys": keys}
+    for kind in shape.layers_by_kind:
+        match kind:
+            case Dense():
+                widths["feed-forward layers"] = kind.width // workers
+            case Experts():
+                widths["experts"] = kind.expert_width // (1 if whole_experts else workers)
+                widths["shared experts"] = kind.shared_width // workers
+    return {part: width for part, width in widths.items() if width % BLOCK[0]}
 
 
 def quantised_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:

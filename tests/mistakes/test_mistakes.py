@@ -386,6 +386,12 @@ CASES = [
         _model(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
     ),
     rl(
+        "blocks of 8 bits that an engine cuts",
+        f"{_A}rollout.name=vllm {_A}rollout.quantization=fp8 trainer.verify_weight_sync=false "
+        "algorithm.rollout_correction.rollout_is=token",
+        "which is no multiple of 128",
+    ),
+    rl(
         "routers without a bias to change",
         f"{_A}actor.megatron.moe_router_bias_update_rate=0.001",
         f"{_A}actor.megatron.moe_router_bias_update_rate=0.001: the routers of model",

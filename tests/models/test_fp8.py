@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ctrl_megatron.models.fp8 import (
     FP8,
     SCALES,
     dequantised,
+    divided_blocks,
     largest_of_blocks,
     quantised,
     quantised_specs,
@@ -24,7 +26,9 @@ from ctrl_megatron.models.fp8 import (
     scales_of,
     written_config,
 )
+from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.types import TensorSpec
 
 E4M3 = torch.tensor(
@@ -137,3 +141,25 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": written_config()}))
     read = SafetensorsDirectory(tmp_path).read(name)
     assert torch.equal(read, dequantised(found, scales, (0, 0), BLOCK))
+
+
+def shape_of(**changes: Any) -> ModelShape:
+    config = {
+        **{"model_type": "llama", "vocab_size": 96, "num_hidden_layers": 2, "head_dim": 64},
+        **{"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
+        **{"intermediate_size": 1536, "rms_norm_eps": 1e-5, "max_position_embeddings": 64},
+    }
+    return parse_model_shape({**config, **changes}, "config.json")
+
+
+def test_widths_that_end_within_a_block_are_found() -> None:
+    # SmolLM2-135M.
+    assert divided_blocks(shape_of(), 1, whole_experts=False) == {"queries": 576, "keys": 192}
+    eight = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    assert divided_blocks(shape_of(**eight), 4, whole_experts=False) == {}
+    # More workers than key heads: each has a whole one.
+    assert divided_blocks(shape_of(**eight), 16, whole_experts=False) == {"feed-forward layers": 96}
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    moe = shape_of(**eight, **experts, moe_intermediate_size=128)
+    assert divided_blocks(moe, 2, whole_experts=False) == {"experts": 64}
+    assert divided_blocks(moe, 2, whole_experts=True) == {}

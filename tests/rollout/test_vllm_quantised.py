@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from free_port import free_port
 from safetensors.torch import load_file
 
-from ctrl_megatron.models.fp8 import SCALES, largest_of_blocks, quantised, scales_of
+from ctrl_megatron.models.fp8 import SCALES, divided_blocks, largest_of_blocks, quantised, scales_of
+from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.weight_update import updated_tensors
 
@@ -79,3 +83,43 @@ def test_vllms_model_has_the_bytes_that_were_sent(
                 found = held[layer + fused + end]
                 assert found.dtype == whole.dtype and found.shape == whole.shape
                 assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_vllm_refuses_what_the_configuration_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    def vllm_takes(heads: int, groups: int, width: int, workers: int) -> bool:
+        """The joined weights and the outputs of a layer whose heads have 64 numbers."""
+        layer: Any = SimpleNamespace(tp_size=workers)
+        queries, keys = heads * 64 // workers, max(1, groups // workers) * 64
+        halves, hidden = width // workers, 256
+        try:
+            for size, into, out in (
+                (hidden, hidden, [queries, keys, keys]),
+                (hidden, hidden, [halves, halves]),
+                (heads * 64, queries, [hidden]),
+                (width, halves, [hidden]),
+            ):
+                whole = sum(out) * (workers if into == size else 1)
+                fp8_utils.validate_fp8_block_shape(layer, size, whole, into, out, [128, 128])
+        except ValueError:
+            return False
+        return True
+
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
+    seen = set()
+    for heads, groups, width, workers in itertools.product(
+        (4, 8, 9, 16), (1, 2, 4, 8), (128, 192, 256, 512), (1, 2, 4)
+    ):
+        if heads % workers or heads % groups:
+            continue
+        config = {
+            **{"model_type": "llama", "vocab_size": 96, "num_hidden_layers": 1, "head_dim": 64},
+            **{"hidden_size": 256, "num_attention_heads": heads, "intermediate_size": width},
+            **{"num_key_value_heads": groups, "rms_norm_eps": 1e-5, "max_position_embeddings": 64},
+        }
+        shape = parse_model_shape(config, "config.json")
+        ours = not divided_blocks(shape, workers, whole_experts=False)
+        assert ours == vllm_takes(heads, groups, width, workers), (heads, groups, width, workers)
+        seen.add(ours)
+    assert seen == {True, False}

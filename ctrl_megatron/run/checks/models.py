@@ -16,6 +16,7 @@ from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokeni
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.models.families import engine_obstacle
+from ctrl_megatron.models.fp8 import BLOCK, divided_blocks
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.rope import engine_difference
@@ -166,7 +167,19 @@ def _check_engine_takes(
             "others",
             remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
-    engine = config.actor_rollout_ref.rollout.name
+    rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.name
+    # Engines that rearrange weights in 8 bits do so block by block.
+    if rollout.quantization and ENGINES[engine].rearranges_quantised:
+        workers = rollout.tensor_model_parallel_size
+        spread = bool(rollout.engine_kwargs.get("enable_expert_parallel"))
+        assert isinstance(shape, ModelShape)
+        for part, width in divided_blocks(shape, workers, whole_experts=spread).items():
+            raise UserError(
+                f"with {workers} tensor workers the {part} of {path} are {width} wide, which is no "
+                f"multiple of {BLOCK[0]}, the width of a block with one scale",
+                key="actor_rollout_ref.rollout.quantization",
+                remedy="choose another tensor_model_parallel_size, or leave quantization out",
+            )
     if ENGINES[engine].multiplies_latent and isinstance(shape.attention, MultiLatentAttention):
         raise UserError(
             f"{path} has multi-latent attention, whose weights cannot be pushed to engine "
