@@ -16,8 +16,9 @@ from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of, tensor_at
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_KEPT_MAPPINGS = 5
-"""A sender fills two or three segments in turn, and the same ones in every push."""
+_KEPT_MAPPINGS = 8
+"""A sender fills three segments in turn, and the same ones in every push; those of a small proxy's
+kept weights come on top."""
 
 
 class SharedMemoryReceiver:
