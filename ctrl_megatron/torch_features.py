@@ -6,7 +6,7 @@ version or for the arguments of its functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from inspect import signature
@@ -17,13 +17,16 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXACT = "pinned_max_round_threshold_mb"
 
 
-@cache
-def launcher_takes_shutdown_timeout() -> bool:
-    """Whether torchrun knows ``--shutdown-timeout``. Without it ranks have torchrun's thirty
-    seconds after a signal."""
+def torchrun_arguments(words: Sequence[str]) -> list[str]:
+    """The arguments of torchrun, without a ``--shutdown-timeout SECONDS`` before the user's program
+    that it does not know; ranks then have its thirty seconds after a signal."""
     from torch.distributed.run import get_args_parser
 
-    return "--shutdown-timeout" in get_args_parser().format_help()
+    flag, known = "--shutdown-timeout", list(words)
+    if flag in known and flag not in get_args_parser().format_help():
+        place = known.index(flag)
+        del known[place : place + 2]
+    return known
 
 
 @cache

@@ -15,26 +15,22 @@ SETTING = "pinned_max_round_threshold_mb"
 PINNED = torch.__version__.startswith("2.13")
 
 
+FLAGS = ["--nnodes", "2", "--shutdown-timeout", "3600", "train.py", "--config", "x"]
+
+
 @pytest.mark.skipif(not PINNED, reason="an older stack")
 def test_the_pinned_torch_has_every_feature() -> None:
-    assert torch_features.launcher_takes_shutdown_timeout()
+    assert torch_features.torchrun_arguments(FLAGS) == FLAGS
     assert torch_features.varlen_attention_takes_enable_gqa()
 
 
 def test_an_older_torch_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for feature in (
-        torch_features.launcher_takes_shutdown_timeout,
-        torch_features.varlen_attention_takes_enable_gqa,
-    ):
-        feature.cache_clear()
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", argparse.ArgumentParser)
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, window_size: None)
     monkeypatch.setattr(torch_features.metadata, "version", lambda name: "2.11.0+cu130")
-    assert not torch_features.launcher_takes_shutdown_timeout()
-    assert not torch_features.varlen_attention_takes_enable_gqa()
+    assert torch_features.torchrun_arguments(FLAGS) == [*FLAGS[:2], *FLAGS[4:]]
+    assert not torch_features.varlen_attention_takes_enable_gqa.__wrapped__()
     assert exact_pinned_memory({}) == {}
-    torch_features.launcher_takes_shutdown_timeout.cache_clear()
-    torch_features.varlen_attention_takes_enable_gqa.cache_clear()
 
 
 @pytest.mark.skipif(not PINNED, reason="an older stack")

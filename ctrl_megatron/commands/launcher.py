@@ -25,7 +25,7 @@ import psutil
 from ctrl_megatron.config.environment import count_restart, make_run_key, read_launch
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
 from ctrl_megatron.parallel.hosts import LOOPBACK
-from ctrl_megatron.torch_features import launcher_takes_shutdown_timeout
+from ctrl_megatron.torch_features import torchrun_arguments
 
 SHUTDOWN_SECONDS = 1800
 """Seconds that ranks have after a signal to finish the current update and to save."""
@@ -184,8 +184,7 @@ def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
 def _start_once(ranks: int, arguments: Sequence[str]) -> End:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
     flags = ["--nproc-per-node", str(ranks)]
-    if launcher_takes_shutdown_timeout():
-        flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
+    flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
     return _torchrun([*flags, *program(), *arguments])
@@ -209,7 +208,7 @@ def _torchrun(words: Sequence[str]) -> End:
 
     serve_at_addresses()
     keep_state_as_json()
-    options = parse_args([*words])
+    options = parse_args(torchrun_arguments(words))
     if options.nnodes in ("1", "1:1"):
         # It meets no other machine, and its name may lead nowhere.
         options.standalone, options.local_addr = True, LOOPBACK

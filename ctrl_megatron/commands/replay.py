@@ -14,7 +14,7 @@ from pathlib import Path
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
 from ctrl_megatron.commands.start import add_run_arguments, checked_config, command
 from ctrl_megatron.config import Config, check_world_size
-from ctrl_megatron.config.environment import keep_kernel_order, read_launch
+from ctrl_megatron.config.environment import read_launch, set_device_variables
 from ctrl_megatron.config.flags import CommandParser, given_path, number
 from ctrl_megatron.errors import STOPPED, UserError
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         further = ["--weights", str(options.weights)] if options.weights else []
         again = [str(options.dump), "--update", *further, f"--tolerance={options.tolerance}"]
         return start_ranks("replay", ranks, [*again, *options.overrides], expected=(DIFFERS,))
-    keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
+    set_device_variables(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
     return _replay(config, options.dump, options.weights, options.judge, options.tolerance)
 
 

@@ -26,7 +26,12 @@ from types import FrameType
 from ctrl_megatron.commands.launcher import Restarts, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.elastic import on_started
-from ctrl_megatron.config.environment import Launch, keep_kernel_order, read_launch, read_log_level
+from ctrl_megatron.config.environment import (
+    Launch,
+    read_launch,
+    read_log_level,
+    set_device_variables,
+)
 from ctrl_megatron.config.flags import CommandParser, count
 from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, user_fault
 
@@ -297,7 +302,7 @@ def training_config(
             print(f"placement=auto:\n{considered}", flush=True)
     check_world_size(config, world_size, purpose)
     if ranks is None:
-        keep_kernel_order(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
+        set_device_variables(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
         return config
     with _ranks_warn():
         check(config)

@@ -21,6 +21,7 @@ _OF_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|CTRL)_.*", re.DOTALL
 )
 _KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ALLOCATOR, _EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
@@ -151,13 +152,15 @@ def child_environment(
 ) -> dict[str, str]:
     """The environment of a child process: this process's without the launcher's variables.
 
-    An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group, and with
-    ``CUDA_DEVICE_MAX_CONNECTIONS=1`` its kernels would wait for each other.
+    An engine that saw RANK or MASTER_ADDR would try to join the trainer's process group, and of
+    ``set_device_variables`` it gets none.
     ``devices`` are the GPUs of this process that the child sees; empty for all. UserError for one
     that this process does not see.
     """
     kept = {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
     kept.pop(_KERNEL_ORDER, None)
+    if kept.get(_ALLOCATOR) == _EXPANDABLE:
+        del kept[_ALLOCATOR]
     if devices:
         ours = environ.get("CUDA_VISIBLE_DEVICES")
         names = ours.split(",") if ours else [str(device) for device in range(max(devices) + 1)]
@@ -185,13 +188,20 @@ def machine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, st
     return {name: environ[name] for name in _OF_MACHINE if name in environ}
 
 
-def keep_kernel_order(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1``, so that CUDA runs kernels in launch order.
+def set_device_variables(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that CUDA and PyTorch read when a trainer's rank loads them; what the user
+    has set stays. Engines do not get them (``child_environment``).
 
-    Megatron-Core relies on that order where it overlaps the communication of ``tensor`` ranks with
-    matrix products (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an
-    engine, so it is set only for ``tensor`` > 1. A value that the user has set stays.
+    With ``expandable_segments`` the memory that one micro-batch has freed serves the next one,
+    whose packed length differs. vLLM's pool of memory that sleeps does not allow them.
+
+    ``CUDA_DEVICE_MAX_CONNECTIONS=1`` lets CUDA run kernels in launch order. Megatron-Core relies on
+    that order where it overlaps the communication of ``tensor`` ranks with matrix products
+    (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an engine, so it is set
+    only for ``tensor`` > 1.
     """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", _ALLOCATOR} & environ.keys():
+        environ[_ALLOCATOR] = _EXPANDABLE
     if tensor > 1:
         environ.setdefault(_KERNEL_ORDER, "1")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ctrl_megatron.config.environment import keep_kernel_order
+from ctrl_megatron.config.environment import set_device_variables
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.rollout.engine import EnginePart, EngineSpec, available_engines, require_engine
 from ctrl_megatron.rollout.launch import engine_environment
@@ -69,15 +69,19 @@ def test_engines_that_cannot_be_started_are_refused_with_the_remedy(
             require_engine(name)
 
 
-def test_an_engines_kernels_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ: dict[str, str] = {}
-    keep_kernel_order(1, environ)
-    assert environ == {}
-    keep_kernel_order(2, environ)
-    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    keep_kernel_order(2, given := {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    assert given["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in engine_environment(
-        EngineSpec(name="vllm", model_path="m")
-    )
+def test_an_engine_gets_none_of_a_ranks_device_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, memory = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"
+    set_device_variables(1, environ := {})
+    assert environ == {memory: "expandable_segments:True"}
+    set_device_variables(2, environ)
+    assert environ == {memory: "expandable_segments:True", order: "1"}
+    given = {order: "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    set_device_variables(2, kept := dict(given))
+    assert kept == given
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert not environ.keys() & engine_environment(EngineSpec(name="vllm", model_path="m")).keys()
+    # The user's settings are the engine's, too.
+    monkeypatch.setenv(memory, "max_split_size_mb:64")
+    engines = engine_environment(EngineSpec(name="vllm", model_path="m"))
+    assert engines[memory] == "max_split_size_mb:64"
