@@ -18,9 +18,9 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ KL = 0.005
 """Largest KL divergence per token of the engine's distribution to the trainer's. With the random
 model on a CPU it is 0.0002 in bfloat16, and 0.03 if the engine has the weights before one update.
 """
+FP8_KL = 0.05
+"""The same where engines have weights in 8 bits."""
 SPREAD = 3.0
 """Standard deviation of the random model's logits: with transformers' own initialisation all tokens
 are about equally likely, and unrelated models agree."""
@@ -54,6 +56,33 @@ LOG_PROBS, ANGLE = 1e-4, 1e-5
 """Errors that pass in addition: of log-probs in the mean, and of a gradient's cosine similarity."""
 SAME = 1e-3
 """Largest relative difference between metrics of a resumed and an uninterrupted run."""
+
+
+ENGINE, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
+UNREAD = ("trainer.verify_weight_sync=false", "algorithm.rollout_correction.rollout_is=token")
+VARIANTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "cuda_ipc": (1, (ENGINE + "weight_transport=cuda_ipc",)),
+    "shards": (0, (ENGINE + "weight_transport=shards",)),
+    "fp8": (1, (ENGINE + "quantization=fp8", *UNREAD)),
+    "adapters": (1, ("actor_rollout_ref.model.lora_rank=8", ENGINE + "adapter_push=true")),
+    "experts": (0, ()),
+    "fsdp": (0, (ACTOR + "strategy=fsdp",)),
+    "context parallel": (2, (ACTOR + "megatron.context_parallel_size=2",)),
+    "pipeline parallel": (2, (ACTOR + "megatron.pipeline_model_parallel_size=2",)),
+    "nccl": (
+        2,
+        (
+            *(ENGINE + "weight_transport=nccl", ENGINE + "placement=dedicated"),
+            ENGINE + "n_gpus_per_node=1",
+        ),
+    ),
+}
+"""Kind of run -> the GPUs that it needs, and its settings."""
+SMALL = (
+    *("data.train_batch_size=4", ACTOR + "ppo_mini_batch_size=4", "data.max_response_length=64"),
+    *(ENGINE + "n=4", ENGINE + "max_num_seqs=16"),
+)
+"""Settings of the kinds of run."""
 
 
 class Failed(Exception):
@@ -90,6 +119,7 @@ class Checks:
             "environment": self.environment,
             "logits and gradients": self.logits_and_gradients,
             "optimizer: save, resume": self.optimizer_resumes,
+            **{f"run: {name}": partial(self.variant, name) for name in VARIANTS},
             "training run": self.training_run,
             "device memory by phase": self.memory_by_phase,
             "no growth over cycles": self.no_growth,
@@ -150,6 +180,29 @@ class Checks:
         kind = json.loads(self.command("-c", _OPTIMIZER).stdout.splitlines()[-1])
         return f"{kind}: steps 3 and 4 after a resume equal those without to {SAME:g}"
 
+    def variant(self, name: str) -> str:
+        """Run three steps of GRPO in another way, of a model of two layers; engine and trainer must
+        agree after each push."""
+        needed, settings = VARIANTS[name]
+        if needed > self.gpus:
+            raise Skipped(f"it needs {needed} GPU{'s' * (needed > 1)}")
+        kind = "moe" if name == "experts" else "tiny"
+        model = self.work / kind
+        if not model.exists():
+            make_model(model, kind)
+        word, ranks = name.replace(" ", "_"), 1 if name == "nccl" else max(1, needed)
+        # CUDA graphs would take half of a short run.
+        eager = [ENGINE + "enforce_eager=true"] if self.engine == "vllm" else []
+        own = (f"actor_rollout_ref.model.path={model}", *SMALL, *eager, *settings)
+        self.finished(self.train(word, 3, *own, ranks=ranks, tensor=1), word)
+        steps = list(self.metrics(word).values())
+        text = self.agreement(steps, FP8_KL if name == "fp8" else KL)
+        last = steps[-1]
+        return (
+            f"{text}; last step {last['time/step']:.2f} s, push "
+            f"{last['sync/gigabytes_per_second']:.2f} GB/s"
+        )
+
     def training_run(self) -> str:
         """Run GRPO: generate, sleep, log-probs, update, push. Returns figures of the last step."""
         last = self.run[-1]
@@ -197,11 +250,16 @@ class Checks:
 
     def engine_agrees(self) -> str:
         """Log-probs of the drawn tokens, engine against trainer, after pushes of new weights."""
-        if not all(step["actor/grad_norm"] > 0 for step in self.run):
+        return self.agreement(self.run, KL)
+
+    @staticmethod
+    def agreement(steps: Sequence[Mapping[str, float]], allowed: float) -> str:
+        """The KL of each step; Failed if one is above ``allowed`` or shows nothing."""
+        if not all(step["actor/grad_norm"] > 0 for step in steps):
             raise Failed("an update left the weights as they were, so that pushes show nothing")
-        found = [step["rollout/kl"] for step in self.run]
-        text = f"KL per token by step {', '.join(f'{kl:.2g}' for kl in found)}; {KL} allowed"
-        if not all(kl <= KL for kl in found):
+        found = [step["rollout/kl"] for step in steps]
+        text = f"KL per token by step {', '.join(f'{kl:.2g}' for kl in found)}; {allowed} allowed"
+        if not all(kl <= allowed for kl in found):
             raise Failed(text)
         return text
 
@@ -263,7 +321,7 @@ class Checks:
         if self.given is not None:
             return self.given
         directory = self.work / "model"
-        make_model(directory, large=self.gpus > 0)
+        make_model(directory, "large" if self.gpus else "small")
         return directory
 
     @property
@@ -298,9 +356,19 @@ class Checks:
             raise Failed(f"the run has no metrics memory/*{end}")
         return found
 
-    def train(self, name: str, steps: int, *extra: str) -> list[str]:
+    def train(
+        self,
+        name: str,
+        steps: int,
+        *extra: str,
+        ranks: int | None = None,
+        tensor: int | None = None,
+    ) -> list[str]:
         """The command of a GRPO run; writes its configuration to NAME.yaml."""
         import yaml
+
+        ranks, tensor = ranks or max(1, self.gpus), tensor or self.tensor_size
+        divided: dict[str, Any] = {"tensor_model_parallel_size": tensor}
 
         rows = self.work / "problems.parquet"
         if not rows.exists():
@@ -322,9 +390,8 @@ class Checks:
                     "ppo_max_token_len_per_gpu": 16384 if self.gpus else 2048,
                     "use_kl_loss": True,
                     "optim": {"lr": 1e-4},
-                    "megatron": {
-                        "tensor_model_parallel_size": self.tensor_size,
-                        "sequence_parallel": self.tensor_size > 1,
+                    "megatron": divided | {"sequence_parallel": True} if tensor > 1 else {},
+                    "compute": {
                         "param_offload": True,
                         "grad_offload": True,
                         "optimizer_offload": True,
@@ -333,7 +400,7 @@ class Checks:
                 "rollout": {
                     "name": self.engine,
                     "n": 8 if self.gpus else 2,
-                    "tensor_model_parallel_size": self.tensor_size,
+                    **divided,
                     "max_num_seqs": 256 if self.gpus else 16,
                     **share,
                 },
@@ -345,12 +412,12 @@ class Checks:
                 "default_local_dir": str(self.work / "runs"),
                 "total_training_steps": steps,
                 "verify_weight_sync": True,
-                "n_gpus_per_node": max(1, self.gpus),
+                "n_gpus_per_node": ranks,
             },
         }
         file = self.work / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config, sort_keys=False))
-        return self.ranks("ctrl_megatron.commands.train_rl", str(file), *extra)
+        return self.ranks("ctrl_megatron.commands.train_rl", str(file), *extra, ranks=ranks)
 
     def sft(self, name: str, steps: int, *, wants: str = "") -> dict[int, dict[str, float]]:
         """Metrics by step of a fine-tuning run."""
@@ -376,9 +443,11 @@ class Checks:
             raise Failed(f"the run did not go on {wants}:\n{said[-3000:]}")
         return self.metrics(name)
 
-    def ranks(self, module: str, config: str, *settings: str) -> list[str]:
-        ranks = str(max(1, self.gpus))
-        command = [sys.executable, "-m", module, "--nproc-per-node", ranks, "--config", config]
+    def ranks(
+        self, module: str, config: str, *settings: str, ranks: int | None = None
+    ) -> list[str]:
+        count = str(ranks or max(1, self.gpus))
+        command = [sys.executable, "-m", module, "--nproc-per-node", count, "--config", config]
         return [*command, *settings]
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -429,11 +498,25 @@ def _has(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def make_model(directory: Path, *, large: bool) -> None:
-    """Write a random Llama (0.9 billion parameters, or tiny) and a byte tokenizer."""
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "large": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20},
+    "small": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32},
+    # Widths that are whole blocks of weights in 8 bits.
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+    "moe": {
+        **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        "norm_topk_prob": True,
+    },
+}
+
+
+def make_model(directory: Path, size: str) -> None:
+    """Write a random model of one of ``SIZES`` (``large`` has 0.9 billion parameters), and a byte
+    tokenizer."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
@@ -445,22 +528,19 @@ def make_model(directory: Path, *, large: bool) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    fast: Any = PreTrainedTokenizerFast(
+    fast: Any = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
         chat_template=template,
     )
-    size: dict[str, Any] = (
-        {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20}
-        if large
-        else {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    )
-    config = LlamaConfig(
-        **size,
-        num_attention_heads=size["hidden_size"] // (64 if large else 32),
-        num_key_value_heads=8 if large else 2,
-        head_dim=64 if large else 32,
+    given = {"head_dim": 64, **SIZES[size]}
+    heads = given["hidden_size"] // given["head_dim"]
+    kind = "Qwen3Moe" if size == "moe" else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        **given,
+        num_attention_heads=heads,
+        num_key_value_heads=8 if size == "large" else 2,
         vocab_size=len(fast),
         max_position_embeddings=8192,
         tie_word_embeddings=False,
@@ -469,9 +549,9 @@ def make_model(directory: Path, *, large: bool) -> None:
         pad_token_id=fast.eos_token_id,
     )
     torch.manual_seed(1)
-    model: Any = LlamaForCausalLM(config)
+    model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     torch.nn.init.normal_(model.lm_head.weight, std=SPREAD / config.hidden_size**0.5)
-    model = model.to(torch.bfloat16 if large else torch.float32)
+    model = model.to(torch.bfloat16 if size == "large" else torch.float32)
     model.save_pretrained(directory)
     fast.save_pretrained(directory)
 

@@ -491,8 +491,7 @@ class _Stage:
     ) -> PassShape:
         """The pass over this many groups of ``size`` rows with ``own`` tokens each and ``shared``
         common ones."""
-        compute, shape = self.compute, self.shapes[name]
-        overrides = self.megatron.override_transformer_config
+        compute, overrides = self.compute, self.megatron.override_transformer_config
         modules = overrides.get("recompute_modules") or ["core_attn"]
         whole = shared + size * own
         tokens = min(budget, groups * whole)
@@ -503,7 +502,7 @@ class _Stage:
         # The shorter the responses, the more of them copy their prompt's keys: at most all rows.
         copies = min(groups * size, size * tokens // (shared + size)) if shared else 0
         return PassShape(
-            shape=shape,
+            shape=self.shapes[name],
             layout=self.layout,
             kernels=self.kernels,
             dtype_size=self.dtype_size,
@@ -514,7 +513,7 @@ class _Stage:
             recompute_num_layers=compute.recompute_num_layers,
             recompute_modules=tuple(modules),
             gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
-            grouped_experts=shape.lora is None and overrides.get("moe_grouped_gemm", True),
+            grouped_experts=overrides.get("moe_grouped_gemm", True),
         )
 
 

@@ -40,8 +40,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's experts with their parameters, computed together under ``moe_grouped_gemm``, and
-    otherwise one after the other, which is the oracle in tests."""
+    """Megatron's experts with their parameters. Several are computed together under
+    ``moe_grouped_gemm``, otherwise one after the other, which is the oracle in tests."""
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
@@ -51,9 +51,7 @@ class GroupedExperts(SequentialMLP):
         first, second = (
             [getattr(e, name) for e in experts] for name in ("linear_fc1", "linear_fc2")
         )
-        # An adapter is added by a hook of its layer.
-        adapted = hasattr(first[0], "adapter") or hasattr(second[0], "adapter")
-        if not self.config.moe_grouped_gemm or adapted or len(experts) == 1:
+        if not self.config.moe_grouped_gemm or len(experts) == 1:
             return super().forward(tokens, tokens_per_expert, probs)
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
         hidden: Any = _GroupedLinear.apply(tokens, ends, *(layer.weight for layer in first))

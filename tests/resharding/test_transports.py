@@ -186,7 +186,7 @@ def test_host_memory_is_page_locked_while_it_is_mapped(monkeypatch: pytest.Monke
     runtime.locked.clear()
     receiver = SharedMemoryReceiver()
     push(sender_class("shared_memory")(groups), Kept())
-    assert list(sizes()) == ends[-5:]
+    assert list(sizes()) == ends[-8:]
 
 
 def test_a_lock_that_is_refused_is_reported(

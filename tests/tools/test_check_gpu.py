@@ -41,7 +41,7 @@ def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path:
 def test_the_model_speaks_every_byte(tmp_path: Path) -> None:
     from ctrl_megatron.data.tokens import TextCodec
 
-    check_gpu.make_model(tmp_path, large=False)
+    check_gpu.make_model(tmp_path, "small")
     codec = TextCodec(tmp_path)
     text = "def f(x):\n\treturn 'ü€'"
     assert codec.decode(codec.tokenizer.encode(text)) == text

@@ -95,18 +95,29 @@ def learner(
     from ctrl_megatron.models.parallel_model import ModelOptions
     from ctrl_megatron.models.policy import Policy
 
-    # Older checkouts define the actor's loss in a file of its own.
-    home = "losses" if find_spec("ctrl_megatron.steps.losses") else "actor_loss"
-    losses = import_module(f"ctrl_megatron.pipeline.{home}")
+    # Older checkouts have the steps in the pipeline's room.
+    room = "steps" if find_spec("ctrl_megatron.steps") else "pipeline"
+    losses = import_module(f"ctrl_megatron.{room}.losses")
     (strategy, *_) = getattr(options, "strategies", ["megatron"])
-    policy = Policy(
-        # Older checkouts have one strategy.
+    # Older checkouts have one strategy.
+    shape = (
         hf_config.read_model_shape(options.model)
         if strategy == "megatron"
-        else hf_config.read_shape(options.model, strategy),
+        else hf_config.read_shape(options.model, strategy)
+    )
+    if getattr(options, "lora_rank", 0):
+        from ctrl_megatron.models.lora import adapted
+        from ctrl_megatron.types import Lora
+
+        rank = options.lora_rank
+        shape = adapted(shape, Lora(rank=rank, alpha=2 * rank, targets=("all-linear",), seed=1))
+    policy = Policy(
+        shape,
         groups,
         ModelOptions(
-            build=BuildOptions(dtype=options.dtype),
+            build=BuildOptions(
+                dtype=options.dtype, recompute_granularity=getattr(options, "recompute", None)
+            ),
             token_budget=options.budget,
             logprob_chunk=chunk,
             optimizer=OptimizerOptions(lr=lr, total_steps=1000),
@@ -222,6 +233,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
 
     ranks = options.nproc_per_node
     groups = initialize(Layout(data=ranks), seed=1, timeout_seconds=600)
+    on_gpu = groups.device.type == "cuda"
     policy, loss = learner(options, groups, chunk=options.chunk, lr=1e-6)
     batch = random_batch(options, policy, options.rows // ranks, seed=groups.rank)
     policy.step(batch, loss)
@@ -249,6 +261,8 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
             policy.log_probs(batch)
         else:
             policy.step(batch, loss)
+        if on_gpu:
+            torch.cuda.synchronize()
         took, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
         parts = phases.take() if phases else {}
         pages = Path("/proc/self/statm").read_text().split()
@@ -258,6 +272,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
             system=now.ru_stime - used.ru_stime,
             peak_gib=now.ru_maxrss / 2**20,
             resident_gib=int(pages[1]) * resource.getpagesize() / 2**30,
+            device_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
             **parts,
         )
     shutdown()
@@ -269,6 +284,7 @@ def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[An
     own = [one for turn in turns for one in turn]
     peak, flops = (sum(one[key] for one in start) for key in ("peak", "flops"))
     system = sum(one["system"] for one in own)
+    device = max(one["device_gib"] for one in own)
     print(
         f"{name}: {tokens / seconds:.0f} tokens/s, {seconds:.2f} s, "
         f"{100 * flops / seconds / peak:.0f} % of {peak / 1e9:.0f} GFLOP/s, "
@@ -276,6 +292,7 @@ def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[An
         f"kernel {100 * system / (system + sum(one['user'] for one in own)):.0f} %, "
         f"{max(one['resident_gib'] for one in own):.2f} GiB a rank "
         f"(most {max(one['peak_gib'] for one in own):.2f})"
+        f"{f', {device:.1f} GiB of its GPU' if device else ''}"
     )
 
 
@@ -304,6 +321,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
+    parser.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights")
+    parser.add_argument("--recompute", choices=("selective", "full"), help="recompute_granularity")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--rows", type=int, default=12, help="sequences of a step, over all ranks")

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -35,7 +34,6 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from safetensors.torch import save_file
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.hf import load_hf
@@ -48,7 +46,7 @@ from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.resharding.plan import EngineLayout, hf_specs
+from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, WeightSource
 from ctrl_megatron.resharding.transports import sender_class
@@ -60,6 +58,7 @@ from ctrl_megatron.resharding.transports.shared_memory import (
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.types import SamplingParams
 from tools.bench.engine_setup import HostedEngine, ask, bench_parser, given_spec, host
+from tools.bench.random_model import random_model
 
 
 def own_reload(worker: Any, model: str) -> float:
@@ -124,26 +123,6 @@ def main() -> None:
         measure(options, process)
     finally:
         process.stop()
-
-
-def random_model(config: Path, dtype: str) -> Path:
-    """A directory under ``runs/models`` with the file ``config`` and random weights; written if it
-    is not there."""
-    folder = Path("runs/models") / f"random-{config.stem}"
-    file = folder / "model.safetensors"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(config, folder / "config.json")
-        draw = torch.Generator().manual_seed(0)
-        tensors = {
-            spec.name: torch.randn(spec.shape, generator=draw)
-            .mul_(0.02)
-            .to(getattr(torch, spec.dtype))
-            for spec in hf_specs(read_model_shape(folder), dtype)
-        }
-        save_file(tensors, folder / "partial")
-        (folder / "partial").rename(file)
-    return folder
 
 
 def measure(options: argparse.Namespace, process: HostedEngine) -> None:
