@@ -1,4 +1,4 @@
-"""Check in ten minutes on a GPU what the tests cannot check without one.
+"""Check in a quarter of an hour on a GPU what the tests cannot check without one.
 
 ``python tools/check_gpu.py`` makes a random model, or uses ``--model DIR``, a Hugging Face
 directory. Each item prints pass, FAIL or skip with its figures; a failure does not end the check.
@@ -186,10 +186,10 @@ class Checks:
         needed, settings = VARIANTS[name]
         if needed > self.gpus:
             raise Skipped(f"it needs {needed} GPU{'s' * (needed > 1)}")
-        kind = "moe" if name == "experts" else "tiny"
-        model = self.work / kind
+        sizes = EXPERTS if name == "experts" else BLOCKS
+        model = self.work / ("moe" if name == "experts" else "tiny")
         if not model.exists():
-            make_model(model, kind)
+            make_model(model, large=False, sizes=sizes)
         word, ranks = name.replace(" ", "_"), 1 if name == "nccl" else max(1, needed)
         # CUDA graphs would take half of a short run.
         eager = [ENGINE + "enforce_eager=true"] if self.engine == "vllm" else []
@@ -321,7 +321,7 @@ class Checks:
         if self.given is not None:
             return self.given
         directory = self.work / "model"
-        make_model(directory, "large" if self.gpus else "small")
+        make_model(directory, large=self.gpus > 0)
         return directory
 
     @property
@@ -498,22 +498,24 @@ def _has(module: str) -> bool:
     return find_spec(module) is not None
 
 
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "large": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20},
-    "small": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32},
-    # Widths that are whole blocks of weights in 8 bits.
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
-    "moe": {
-        **{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
-        **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-        "norm_topk_prob": True,
-    },
+LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20}
+SMALL_MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+"""Widths that are whole blocks of weights in 8 bits."""
+EXPERTS = BLOCKS | {
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    "norm_topk_prob": True,
 }
 
 
-def make_model(directory: Path, size: str) -> None:
-    """Write a random model of one of ``SIZES`` (``large`` has 0.9 billion parameters), and a byte
-    tokenizer."""
+def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None = None) -> None:
+    """Write a byte tokenizer and a random model: small, ``large`` (0.9 billion parameters), or of
+    the ``sizes`` of a config.json."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -534,13 +536,13 @@ def make_model(directory: Path, size: str) -> None:
         pad_token="<|im_end|>",
         chat_template=template,
     )
-    given = {"head_dim": 64, **SIZES[size]}
+    given: dict[str, Any] = {"head_dim": 64, **(sizes or (LARGE if large else SMALL_MODEL))}
     heads = given["hidden_size"] // given["head_dim"]
-    kind = "Qwen3Moe" if size == "moe" else "Llama"
+    kind = "Qwen3Moe" if "num_experts" in given else "Llama"
     config = getattr(transformers, f"{kind}Config")(
         **given,
         num_attention_heads=heads,
-        num_key_value_heads=8 if size == "large" else 2,
+        num_key_value_heads=8 if large else 2,
         vocab_size=len(fast),
         max_position_embeddings=8192,
         tie_word_embeddings=False,
@@ -551,7 +553,7 @@ def make_model(directory: Path, size: str) -> None:
     torch.manual_seed(1)
     model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     torch.nn.init.normal_(model.lm_head.weight, std=SPREAD / config.hidden_size**0.5)
-    model = model.to(torch.bfloat16 if size == "large" else torch.float32)
+    model = model.to(torch.bfloat16 if large else torch.float32)
     model.save_pretrained(directory)
     fast.save_pretrained(directory)
 

@@ -105,10 +105,10 @@ def test_workers_on_several_hosts_have_their_parts(transport: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("transport", "layout", "workers", "had"),
     [
-        # Three buckets of the worker beside each rank, mapped by the worker and by the other rank.
+        # Three buckets of the worker beside each rank, mapped by it and by the other rank.
         ("cuda_ipc", {"tensor": 2}, 2, (3, 6, 0)),
-        # Three segments, locked in the rank and in the worker's process, which still has the three of
-        # the first policy's smaller buckets.
+        # Three segments, locked in the rank and in the worker's process, which still has the three
+        # of the first policy's smaller buckets.
         ("shards", {}, 1, (0, 0, 9)),
     ],
 )

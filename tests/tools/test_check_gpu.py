@@ -41,7 +41,7 @@ def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path:
 def test_the_model_speaks_every_byte(tmp_path: Path) -> None:
     from ctrl_megatron.data.tokens import TextCodec
 
-    check_gpu.make_model(tmp_path, "small")
+    check_gpu.make_model(tmp_path, large=False)
     codec = TextCodec(tmp_path)
     text = "def f(x):\n\treturn 'ü€'"
     assert codec.decode(codec.tokenizer.encode(text)) == text
@@ -60,6 +60,29 @@ def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
         assert str(max(1, gpus)) in command
         config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
         assert config.reward.reward_funcs == ("tools.check_gpu:checksum",)
+
+
+@pytest.mark.parametrize("name", check_gpu.VARIANTS)
+def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from ctrl_megatron.config import load_config
+
+    needed, _ = check_gpu.VARIANTS[name]
+    if needed:
+        with pytest.raises(Skipped, match=f"it needs {needed} GPU"):
+            checks(tmp_path, gpus=needed - 1).variant(name)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(check_gpu, "make_model", lambda directory, **_: None)
+    monkeypatch.setattr(Checks, "finished", lambda self, command, log: commands.append(command))
+    step = {"actor/grad_norm": 1.0, "rollout/kl": 1e-3, "time/step": 2.0}
+    metrics = {n: step | {"sync/gigabytes_per_second": 1.0} for n in range(3)}
+    monkeypatch.setattr(Checks, "metrics", lambda self, name: metrics)
+    made = checks(tmp_path, gpus=max(1, needed))
+    assert "KL per token by step 0.001, 0.001, 0.001" in made.variant(name)
+    ((*_, ranks, _, file), overrides) = commands[0][:7], commands[0][7:]
+    load_config(file, overrides, "rl")
+    assert int(ranks) == (1 if name == "nccl" else max(1, needed))
 
 
 class FirstWeights:
