@@ -46,11 +46,7 @@ _SHORTEST_SECRET = 4
 
 
 class UserError(ValueError):
-    """An input of the user that cannot be used; the message has one line per problem.
-
-    ``key`` is the configuration key or argument of the input, ``row`` counts from 1 in ``file``,
-    ``remedy`` says what to do. ``problem`` may also be a whole sentence that contains all of this.
-    """
+    """An input of the user that cannot be used. Only its message is kept: one line per problem."""
 
     def __init__(
         self,
@@ -61,6 +57,9 @@ class UserError(ValueError):
         row: int | None = None,
         remedy: str = "",
     ) -> None:
+        """The message is built from these. ``key``: configuration key or argument of the input;
+        ``row``: from 1, in ``file``; ``remedy``: what to do. ``problem`` may also be a whole
+        sentence with all of it."""
         place = f"{os.fspath(file)}: row {row}" if row is not None else os.fspath(file)
         text = ": ".join(part for part in (key, place, problem) if part)
         super().__init__(concealed(f"{text}; {remedy}" if remedy else text))

@@ -22,7 +22,7 @@ from ctrl_megatron.data.rows import row_of, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.preparation.task_rows import solving_rows
+from ctrl_megatron.preparation.task_rows import make_solving_rows
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 from ctrl_megatron.types import Attempt
 
@@ -46,7 +46,7 @@ def write_problems(problems: Path, out: Path) -> None:
             remedy="give another file with --problems",
         )
     attempts = (Attempt(id=problem.id, problem=problem, solution="") for problem in functions)
-    write_rows(out, solving_rows(map(row_of, attempts)))
+    write_rows(out, make_solving_rows(map(row_of, attempts)))
 
 
 def run_of(seed: int) -> Path:

@@ -17,9 +17,14 @@ sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.data.rows import read_rows, write_rows
-from ctrl_megatron.preparation.task_rows import JUDGING, SOLVING, judging_rows, solving_rows
+from ctrl_megatron.preparation.task_rows import (
+    JUDGING,
+    SOLVING,
+    make_judging_rows,
+    make_solving_rows,
+)
 
-_MAKERS = {SOLVING: solving_rows, JUDGING: judging_rows}
+_MAKERS = {SOLVING: make_solving_rows, JUDGING: make_judging_rows}
 
 
 @command("make_task_rows")

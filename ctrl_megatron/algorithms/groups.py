@@ -14,7 +14,8 @@ GroupIndex = Iterable[Hashable] | torch.Tensor
 
 
 class GroupedScores:
-    """One score per row of (B, R) token rewards, and statistics of the row's group: (B,) float64.
+    """One score per row of (B, R) token rewards, and statistics of the row's group. Every method
+    returns (B,) float64: for each row the statistic of its group, equal for all rows of the group.
 
     A score is the sum of the row's token rewards under the mask. In float64, so that equal rewards
     have a spread of 0 and not of a rounding blown up by a division. A row without tokens has no
@@ -35,19 +36,22 @@ class GroupedScores:
         """Counted rows of the group."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of ``values`` (B,) over the counted rows of each row's group."""
+        """(B,): for every row the sum of ``values`` (B,) over the counted rows of its group."""
         own = torch.where(self.counted, values, 0.0)
         return torch.zeros_like(values).index_add_(0, self._groups, own)[self._groups]
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Maximum of ``values`` (B,) over the counted rows of each row's group, or -inf."""
+        """(B,): for every row the maximum of ``values`` (B,) over the counted rows of its group;
+        -inf where the group has none."""
         return _group_max(torch.where(self.counted, values, -torch.inf), self._groups)
 
     def mean(self) -> torch.Tensor:
+        """(B,): for every row the mean score of its group."""
         return self.sum(self.scores) / self.count
 
     def std(self) -> torch.Tensor:
-        """Unbiased standard deviation of the group's scores; NaN in a group of one."""
+        """(B,): for every row the unbiased standard deviation of its group's scores; NaN in a group
+        of one."""
         # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
         return (self.sum((self.scores - self.mean()).square()) / (self.count - 1)).sqrt()
 

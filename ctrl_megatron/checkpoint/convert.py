@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from ctrl_megatron.checkpoint.files import new_directory, require_own, require_space
 from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
 from ctrl_megatron.checkpoint.peft import (
-    SavedAdapters,
+    AdapterDescription,
     base_of,
     read_adapters,
     require_base,
@@ -182,7 +182,7 @@ class _SavedModel:
     folder: Path
     shape: AnyShape
     dtype: str
-    adapters: SavedAdapters | None
+    adapters: AdapterDescription | None
 
 
 def _source(checkpoint: Path, model: str) -> _SavedModel:

@@ -32,17 +32,19 @@ _PATH = "actor_rollout_ref.model.path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedAdapters:
-    """The content of ``ADAPTERS_FILE``."""
+class AdapterDescription:
+    """The content of ``ADAPTERS_FILE``: the options of the adapters and the weights that they were
+    trained beside, no tensor."""
 
     lora: Lora
     base: Base
 
     def write(self, folder: Path) -> None:
+        """Write ``ADAPTERS_FILE`` in ``folder``."""
         (folder / ADAPTERS_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_adapters(folder: Path) -> SavedAdapters | None:
+def read_adapters(folder: Path) -> AdapterDescription | None:
     """The description of a model's adapters in its folder; None for a model without. DamagedFiles
     if the file cannot be read."""
     file = folder / ADAPTERS_FILE
@@ -50,7 +52,7 @@ def read_adapters(folder: Path) -> SavedAdapters | None:
         return None
     found = read_saved_json(file)
     try:
-        return SavedAdapters(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
+        return AdapterDescription(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 

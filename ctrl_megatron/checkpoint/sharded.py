@@ -44,7 +44,7 @@ from ctrl_megatron.checkpoint.manifest import (
     read_saved_json,
     size_of,
 )
-from ctrl_megatron.checkpoint.peft import SavedAdapters, require_same
+from ctrl_megatron.checkpoint.peft import AdapterDescription, require_same
 from ctrl_megatron.checkpoint.tensor_metadata import TableReader, read_metadata
 from ctrl_megatron.errors import UserError, naming, user_fault
 from ctrl_megatron.models.optimizer import OwnedRange
@@ -105,7 +105,7 @@ class Snapshot:
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
     """``Optimization.steps``; None for a model without an optimizer."""
-    adapters: SavedAdapters | None = None
+    adapters: AdapterDescription | None = None
     """None if the tensors are the whole model."""
 
     @property
@@ -131,7 +131,7 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     adapters = None
     if model.shape.lora is not None:
         assert model.base is not None
-        adapters = SavedAdapters(lora=model.shape.lora, base=model.base)
+        adapters = AdapterDescription(lora=model.shape.lora, base=model.base)
     return Snapshot(tensors=tensors, steps=steps, adapters=adapters)
 
 

@@ -115,7 +115,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
         "limits": limits,
         "processors": processors,
         "sandbox": lambda: sandbox(config),
-        "ranks": lambda: meeting(launch),
+        "ranks": lambda: check_meeting_and_clocks(launch),
     }
     if launch.local_rank > 0:  # the first rank of the machine checks the rest
         checks = {"ranks": checks["ranks"]}
@@ -362,8 +362,9 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
     yield Finding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 
 
-def meeting(launch: Launch) -> Iterator[Finding]:
-    """Whether the ranks connect to each other, and how far their clocks differ. Collective."""
+def check_meeting_and_clocks(launch: Launch) -> Iterator[Finding]:
+    """A finding whether the ranks connect to each other, and one for how far their clocks differ.
+    Collective."""
     if launch.launcher == "single":
         yield Finding("skip", "ranks meet", "not under srun or torchrun")
         return

@@ -26,7 +26,7 @@ from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
-from ctrl_megatron.config.secrets import hide_text
+from ctrl_megatron.config.secrets import hide_credentials
 from ctrl_megatron.errors import STOPPED, UserError, all_of
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
         else:
             problems.append(
                 UserError(
-                    f"{hide_text(where)!r} is no directory",
+                    f"{hide_credentials(where)!r} is no directory",
                     key=f"--proxy {name}",
                     remedy="name a model's directory, MODEL@URL of a server, or shared",
                 )

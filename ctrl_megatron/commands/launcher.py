@@ -50,11 +50,12 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The end of all ranks of a start."""
+class LaunchEnd:
+    """How one start of all ranks ended: an exit code, and the rank that it is of."""
 
     code: int = 0
-    """Exit code of the rank that ended first; negative: the signal that killed it."""
+    """Exit code of the rank that ended first in error, 0 if none did; negative: the signal that
+    killed it."""
     rank: int = 0
     ran: str = ""
     """The user's code that the rank was in (``users_code_of``)."""
@@ -111,7 +112,7 @@ def start_ranks(
 
 def end_code(
     name: str,
-    once: Callable[[], End],
+    once: Callable[[], LaunchEnd],
     restarts: Restarts | None = None,
     expected: Collection[int] = (),
 ) -> int:
@@ -119,7 +120,7 @@ def end_code(
     ``start_ranks``; with ``restarts`` it is called again after a failure.
     """
 
-    def start() -> End:
+    def start() -> LaunchEnd:
         return once() if restarts is None else _start_again(name, once, restarts)
 
     return _exit_code(name, start, expected)
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _exit_code("launcher", lambda: _torchrun(words))
 
 
-def _exit_code(name: str, start: Callable[[], End], expected: Collection[int] = ()) -> int:
+def _exit_code(name: str, start: Callable[[], LaunchEnd], expected: Collection[int] = ()) -> int:
     """The exit code of the ranks that ``start`` starts; reported as in ``start_ranks``."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -149,7 +150,7 @@ def _exit_code(name: str, start: Callable[[], End], expected: Collection[int] = 
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
+def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: Restarts) -> LaunchEnd:
     """Start the ranks by ``once`` until they end in a way that no restart changes, or until there
     have been too many restarts in a row.
     """
@@ -181,7 +182,7 @@ def _start_again(name: str, once: Callable[[], End], restarts: Restarts) -> End:
     return end
 
 
-def _start_once(ranks: int, arguments: Sequence[str]) -> End:
+def _start_once(ranks: int, arguments: Sequence[str]) -> LaunchEnd:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
     flags = ["--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
@@ -196,7 +197,7 @@ def program() -> list[str]:
     return [sys.argv[0]] if spec is None else ["-m", spec.name]
 
 
-def _torchrun(words: Sequence[str]) -> End:
+def _torchrun(words: Sequence[str]) -> LaunchEnd:
     """Run torch's launcher with these arguments in this process. Raises torch's SignalException
     after a signal.
     """
@@ -218,8 +219,8 @@ def _torchrun(words: Sequence[str]) -> End:
             run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return End(failure.exitcode, rank, users_code_of(failure.pid))
-    return End()
+        return LaunchEnd(failure.exitcode, rank, users_code_of(failure.pid))
+    return LaunchEnd()
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.fit import misfit
     from ctrl_megatron.memory.proposal import placed
     from ctrl_megatron.memory.shapes import model_shapes
-    from ctrl_megatron.memory.table import table
+    from ctrl_megatron.memory.table import memory_table
     from ctrl_megatron.models.shape import ModelShape
 
     shapes = model_shapes(
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.placement.auto:
         config, _ = placed(config, shapes, gpu_memory=memory)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
-    print(table(config, budget, unknown=shapes.proxy_is_unknown))
+    print(memory_table(config, budget, proxy_is_unknown=shapes.proxy_is_unknown))
     if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose):
         raise UserError(wrong)
     return 0

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.commands.launcher import SHUTDOWN_SECONDS, End, Restarts, end_code, program
+from ctrl_megatron.commands.launcher import SHUTDOWN_SECONDS, LaunchEnd, Restarts, end_code, program
 from ctrl_megatron.config.environment import (
     machine_environment,
     make_run_key,
@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.1
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of linux/prctl.h."""
 _LIBC = ctypes.CDLL(None)
-Said = str | End
+Said = str | LaunchEnd
 """A line that a rank has printed, or how the ranks of a machine have ended."""
 
 
@@ -71,14 +71,15 @@ class RankGroup:
         return f"ranks {self.first} to {self.first + self.count - 1}"
 
 
-class RankHost:
-    """The actor of a machine."""
+class MachineActor:
+    """The Ray actor of one machine: starts the ranks of that machine and reports what they print
+    and how they end."""
 
     def __init__(self) -> None:
         self._ranks: list[subprocess.Popen[str]] = []
 
-    def meeting(self) -> tuple[str, int]:
-        """The machine's address in the cluster, and a free port there."""
+    def meeting_place(self) -> tuple[str, int]:
+        """The machine's address in the cluster, and a free port there for the ranks to meet."""
         address = _ray().util.get_node_ip_address()
         with socket.create_server((address, 0)) as server:
             return address, server.getsockname()[1]
@@ -107,7 +108,7 @@ class RankHost:
             self._ranks.append(process)
             readers.append(threading.Thread(target=_read, args=(process, lines), daemon=True))
             readers[-1].start()
-        end, open_ranks = End(rank=group.first), list(range(group.count))
+        end, open_ranks = LaunchEnd(rank=group.first), list(range(group.count))
         deadline = float("inf")
         while open_ranks:
             yield from _waiting(lines)
@@ -116,7 +117,10 @@ class RankHost:
                 process = self._ranks[local_rank]
                 if process.returncode and not end.code:
                     rank, ran = group.first + local_rank, users_code_of(process.pid)
-                    end, deadline = End(process.returncode, rank, ran), time.monotonic() + 30.0
+                    end, deadline = (
+                        LaunchEnd(process.returncode, rank, ran),
+                        time.monotonic() + 30.0,
+                    )
                     self.stop(signal.SIGTERM)
             if time.monotonic() > deadline:
                 self.stop(signal.SIGKILL)
@@ -169,7 +173,7 @@ def start_on_ray(
     """
     with _cluster():
 
-        def start() -> End:
+        def start() -> LaunchEnd:
             return _start_once(name, hosts, ranks, gpus, arguments)
 
         return end_code(name, start, restarts)
@@ -200,11 +204,13 @@ def _cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def _start_once(name: str, hosts: int, ranks: int, gpus: int, arguments: Sequence[str]) -> End:
+def _start_once(
+    name: str, hosts: int, ranks: int, gpus: int, arguments: Sequence[str]
+) -> LaunchEnd:
     actors, group = _actors(hosts, gpus)
     ray = _ray()
     try:
-        places = ray.get([actor.meeting.remote() for actor in actors])
+        places = ray.get([actor.meeting_place.remote() for actor in actors])
         address, port = places[0]
         words = [sys.executable, *program(), *arguments]
         environ = sent_environment()
@@ -249,7 +255,7 @@ def _actors(hosts: int, gpus: int) -> tuple[list[Any], Any]:
             remedy="wait for other jobs, add machines, or lower trainer.nnodes",
         ) from error
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    remote = ray.remote(RankHost)
+    remote = ray.remote(MachineActor)
     actors = []
     for bundle in range(hosts):
         placed = strategy(placement_group=group, placement_group_bundle_index=bundle)
@@ -274,15 +280,15 @@ def _listen(
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[0]
         said.put((host, f"{name}: {where} has died: {reason}\n"))
-        said.put((host, End(FAILED, group.first)))
+        said.put((host, LaunchEnd(FAILED, group.first)))
 
 
-def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> End:
+def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> LaunchEnd:
     """Print what the ranks print, until all have ended; the end of those that failed first.
 
     A Ctrl-C, SIGTERM or SIGHUP of the command becomes a SIGTERM of the ranks, which save.
     """
-    left, first, stopped, deadline = set(range(len(actors))), End(), False, float("inf")
+    left, first, stopped, deadline = set(range(len(actors))), LaunchEnd(), False, float("inf")
 
     def stop() -> None:
         for one in left:
@@ -306,7 +312,7 @@ def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> 
             if what.code not in (FAILED, -signal.SIGKILL):
                 # After a lost rank the others end by themselves, and say why.
                 stop()
-    return End(STOPPED) if stopped and not first.code else first
+    return LaunchEnd(STOPPED) if stopped and not first.code else first
 
 
 def _ray() -> Any:

@@ -85,7 +85,7 @@ def _replay(
     config: Config, directory: Path, weights: Path | None, judges: bool, tolerance: float
 ) -> int:
     from ctrl_megatron.record.dump import read_dump
-    from ctrl_megatron.run.checks.models import check_models
+    from ctrl_megatron.run.checks.models import check_model_files
     from ctrl_megatron.run.checks.rl import check_names, pipeline_of
     from ctrl_megatron.run.replay import find_start, replay_judging, replay_update, sample_names
 
@@ -95,7 +95,7 @@ def _replay(
         comparison = replay_judging(config, graph, dump)
         print(f"step {dump.step}: {len(dump.batch)} samples judged anew")
     else:
-        check_models(config, "rl")
+        check_model_files(config, "rl")
         start = find_start(dump, config, weights)
         if read_launch().rank == 0:
             recorded = " x ".join(f"{name} {size}" for name, size in dump.layout.items())

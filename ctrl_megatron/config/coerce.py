@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 from ctrl_megatron.config.foreign import foreign_key, unknown_key
-from ctrl_megatron.config.keys import declared, field_types
+from ctrl_megatron.config.keys import field_types, keys_of_class
 from ctrl_megatron.errors import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, Place]) ->
     Raises ValueError with one line per unknown key or wrong value, all of them at once.
     """
     problems: list[tuple[str, str]] = []
-    result = _group(cls, tree, "", tuple(key.name for key in declared(cls)), problems)
+    result = _group(cls, tree, "", tuple(key.name for key in keys_of_class(cls)), problems)
     lines = []
     for name, text in problems:
         inside = (place for key, place in places.items() if key.startswith(f"{name}."))

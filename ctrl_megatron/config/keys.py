@@ -81,8 +81,8 @@ Read = Condition | tuple[Condition, ...]
 
 
 def when(switch: str, *values: Any, known: tuple[Any, ...] | None = None) -> Condition:
-    """The condition that ``switch`` has one of ``values``. With ``known``, a value outside it is a
-    name that the user registers; its function may read any key, so it meets the condition too.
+    """The condition that ``switch`` has one of ``values``. With ``known``, the built-in values, any
+    other value also meets the condition: it names a function of the user, which may read any key.
     """
     *others, last = (v if isinstance(v, str) else json.dumps(v) for v in values)
     words = f"{', '.join(others)} or {last}" if others else last
@@ -136,10 +136,12 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def declared(
+def keys_of_class(
     cls: type, prefix: str = "", above: tuple[Condition, ...] = (), stage: Stage = "rl"
 ) -> Iterator[Key]:
-    """The keys below ``cls`` in the order of the schema, each with the conditions ``above`` it."""
+    """All keys of the config class ``cls``, depth first in the order of its fields, with names
+    below ``prefix``. ``above`` are the conditions of the groups around ``cls``, which every key
+    also has."""
     hints, defaults = field_types(cls), cls()
     for field in dataclasses.fields(cls):
         name = f"{prefix}.{field.name}" if prefix else field.name
@@ -149,7 +151,7 @@ def declared(
         read = (*above, *(condition.below(prefix) for condition in own))
         of_stage: Stage = facts.get("stage") or stage
         if dataclasses.is_dataclass(hint):
-            yield from declared(hint, name, read, of_stage)  # type: ignore[arg-type]
+            yield from keys_of_class(hint, name, read, of_stage)  # type: ignore[arg-type]
             continue
         yield Key(
             name=name,

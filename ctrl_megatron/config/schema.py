@@ -35,9 +35,9 @@ from ctrl_megatron.config.keys import (
     Condition,
     Key,
     Range,
-    declared,
     group,
     key,
+    keys_of_class,
     when,
 )
 from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelKeys
@@ -354,7 +354,7 @@ class Config:
 
     @property
     def needs_reward_model(self) -> bool:
-        """True if a model rewards texts."""
+        """True if ``reward_model.enable``: a frozen reward model scores texts."""
         return REWARD_MODEL.is_met(self)
 
     @property
@@ -366,8 +366,9 @@ class Config:
 
     @property
     def scored_tokens(self) -> int:
-        """Longest row of a training pass: a whole sequence, or its three masked versions
-        (``models.masked_versions``), whose responses are filled up to the longest."""
+        """Tokens of the longest row of a training pass: of a sequence, or under
+        ``coupled_grpo_pipeline`` of its three masked versions one after the other
+        (``models.masked_versions``), which is three times as many."""
         coupled = self.dag.custom_pipeline_fn == COUPLED_GRPO_PIPELINE
         return self.sequence_tokens * (3 if coupled else 1)
 
@@ -395,7 +396,7 @@ class Config:
         return self.data.train_batch_size if own is None else own
 
 
-KEYS: dict[str, Key] = {k.name: k for k in declared(Config)}
+KEYS: dict[str, Key] = {k.name: k for k in keys_of_class(Config)}
 """Dotted name -> declaration of every key, in the order of the schema."""
 ALIASES: dict[str, str] = {
     name.replace(".compute.", ".megatron."): name for name in KEYS if ".actor.compute." in name

@@ -98,14 +98,15 @@ def hide_tree(tree: Any) -> Any:
     return below("", tree)
 
 
-def hide_text(text: str) -> str:
-    """A text without names, passwords and queries of the addresses in it."""
+def hide_credentials(text: str) -> str:
+    """A text without the names, passwords and queries of its addresses, and without the values
+    behind ``Bearer`` and ``--token``-like arguments. A secret elsewhere in the text stays."""
     return _hide_addresses(text, lambda part: None)
 
 
 def hide_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a command, by name, without passwords of addresses."""
-    return {name: hide_text(v) if isinstance(v, str) else v for name, v in values.items()}
+    return {name: hide_credentials(v) if isinstance(v, str) else v for name, v in values.items()}
 
 
 def instead_of(key: Key) -> str:

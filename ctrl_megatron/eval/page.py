@@ -23,7 +23,7 @@ from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.document import (
     Drawing,
     Example,
-    Part,
+    PagePart,
     Table,
     changes,
     outcome_class,
@@ -169,7 +169,7 @@ def _example(kind: str, turn: Turn) -> Example:
     assert turn.before is not None and turn.after is not None
     judgment = {True: "correct", False: "incorrect", None: "nothing"}[turn.judgment]
     before, after = (format_number(p.pass_rate, percent=True) for p in (turn.before, turn.after))
-    parts: list[Part] = [
+    parts: list[PagePart] = [
         ("first solution", _cut(turn.solution)),
         ("critique", _cut(turn.critique or "")),
         # The comparison shows the programs only, not the texts around them.

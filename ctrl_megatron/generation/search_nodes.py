@@ -118,10 +118,10 @@ def leaves_of(nodes: Sequence[SearchNode]) -> list[SearchNode]:
 
 
 def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for every layer from the first solutions on: ``nodes``, ``stopped``, ``errors``,
-    ``judged_correct`` (share of the judgments), ``solved`` and ``pass_rate`` (means over problems
-    of their chains; a chain that has ended keeps its values), tokens. Unknown values are None.
-    """
+    """A row for every layer of the tree from the first solutions on: ``nodes``, ``stopped``,
+    ``errors``, ``judged_correct`` (share of the judgments), ``solved`` and ``pass_rate`` (means
+    over problems of their chains; a chain that has ended keeps its values), tokens. Unknown values
+    are None. ``widths`` as in ``TreeOptions``: children of each node, not nodes of a layer."""
     tasks = {node.task_id for node in nodes}
     table, ended = [], list[SearchNode]()
     for depth in range(1, len(widths)):

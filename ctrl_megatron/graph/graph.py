@@ -84,9 +84,9 @@ class TaskGraph(GraphNeighbours[Node]):
 
     @property
     def required_rewards(self) -> tuple[str, ...] | None:
-        """Reward functions that run even if ``reward.reward_funcs`` does not name them. None if no
-        node uses rewards: then the run has no reward function and starts no sandbox.
-        """
+        """The reward functions that run even if ``reward.reward_funcs`` does not name them, as
+        ``plan_rewards`` takes them; () if rewards are used and none is compulsory. None if no node
+        uses rewards: the run has no reward function and starts no sandbox."""
         return self.report.rewards if "rewards" in self.uses else None
 
     def add_node(self, node: Node) -> None:

@@ -94,7 +94,8 @@ class WorldLink(Protocol):
         ...
 
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
-        """Send the error ``why`` in place of the messages of the rest of a step."""
+        """A step has failed here: send ``why`` for every message that ``rest`` would still send, so
+        that no other world waits for it, and receive and drop those for this world."""
         ...
 
     def finish(self, report: WorldReport) -> list[WorldReport]:

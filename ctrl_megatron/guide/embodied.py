@@ -21,7 +21,7 @@ from ctrl_megatron.graph.declarations import node, node_function
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
-from ctrl_megatron.steps.batch import batch_rows
+from ctrl_megatron.steps.batch import data_rows_of
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
 from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported
 from ctrl_megatron.steps.sampling import balance
@@ -152,4 +152,4 @@ class ProgressReward:
 
     @staticmethod
     def _tasks(worker: DAGWorker, batch: TensorDict) -> list[str]:
-        return [row.problem_id for row in batch_rows(worker.train, batch)]
+        return [row.problem_id for row in data_rows_of(worker.train, batch)]

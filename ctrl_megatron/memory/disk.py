@@ -45,10 +45,9 @@ class DiskUse:
 
 
 def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> DiskUse:
-    """The disk use of a run that trains models of ``shapes``. A checkpoint has what is trained, its
-    moments in float32 and, unless that is its type, the same in float32, and the reference where it
-    follows the actor, which is the first of ``shapes``; an export has the weights.
-    """
+    """The disk use of a run that trains models of ``shapes``. A checkpoint holds trained weights,
+    Adam's moments, a float32 copy of the weights unless they are float32, and the reference if it
+    follows the actor (``shapes[0]``); an export holds the weights."""
     trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
     elements = sum(_elements(shape, trained_names(shape)) for shape in shapes)
     exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in shapes)

@@ -68,7 +68,8 @@ def bucket_memory(config: Config, shape: AnyShape, rank: int) -> int:
 
 def received_memory(config: Config, shape: AnyShape) -> int:
     """Bytes of the buckets in which a worker on a GPU of its own receives weights, which it keeps
-    from the first push on; 0 with media that bring them to the memory of others."""
+    from the first push on. 0 unless ``rollout.weight_transport`` is ``nccl``: other transports put
+    the weights into the host's or the ranks' memory."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.weight_transport != "nccl":
         return 0

@@ -9,10 +9,9 @@ from ctrl_megatron.memory.engine import GIB, EngineUse
 _ITEMS = 5
 
 
-def table(config: Config, budget: MemoryBudget, *, unknown: str = "") -> str:
-    """A line per phase with its fullest GPU, then lines for the engines and the host; ``unknown``
-    is the reason why the proxy's own engines have no plan.
-    """
+def memory_table(config: Config, budget: MemoryBudget, *, proxy_is_unknown: str = "") -> str:
+    """A line per phase with its fullest GPU, then lines for the engines and the host;
+    ``proxy_is_unknown`` is the reason why the proxy's own engines have no plan."""
     trainer = config.trainer
     ranks = trainer.nnodes * trainer.n_gpus_per_node
     own = config.engine_gpus_per_node * trainer.nnodes if budget.engine is not None else 0
@@ -43,7 +42,7 @@ def table(config: Config, budget: MemoryBudget, *, unknown: str = "") -> str:
         if (proxy := budget.proxy) is not None:
             lines.append(f"{where}, {gib(proxy.awake)} of each; {_cache(proxy)}")
         else:
-            lines.append(f"{where}, whose memory is not planned: {unknown}")
+            lines.append(f"{where}, whose memory is not planned: {proxy_is_unknown}")
     host = ", ".join(f"{item} {gib(size)}" for item, size in budget.host.items())
     lines.append(f"host {budget.host_number}: {gib(sum(budget.host.values()))} ({host})")
     lines.append(f"checkpoint: at most {gib(budget.checkpoint_per_rank)} written by one rank")

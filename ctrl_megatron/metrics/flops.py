@@ -62,7 +62,9 @@ def measure_peak_flops(dtype: str = "float32", *, size: int = 1024, seconds: flo
 
 
 def device_peak(device_name: str, *, configured_tflops: float | None, dtype: str) -> float:
-    """Peak flop/s of one device: the configured value, a measurement for ``cpu``, or the table."""
+    """Peak flop/s of one device: the configured value; on ``cpu`` a measurement in ``dtype``; else
+    the table's dense bf16 peak, whatever ``dtype`` is. UserError for a device that is not in the
+    table."""
     if configured_tflops is not None:
         return configured_tflops * 1e12
     return measure_peak_flops(dtype) if device_name == "cpu" else peak_flops(device_name)

@@ -110,7 +110,8 @@ def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of the intervals, as disjoint intervals in order, without empty ones."""
+    """The union of the intervals, as disjoint intervals in order, without empty ones. ValueError
+    for an interval that ends before it starts."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end < start:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import divides, in_pairs, need
+from ctrl_megatron.models.hf_keys import divides, need, require_even_rotary_width
 from ctrl_megatron.models.hf_keys import positive_int as whole
 from ctrl_megatron.models.rope import Yarn
 from ctrl_megatron.models.shape import (
@@ -79,7 +79,7 @@ def _grouped_query(
         width = hidden // heads
     else:
         width = whole(config, "head_dim", where)
-    in_pairs(width, where)
+    require_even_rotary_width(width, where)
     return GroupedQueryAttention(
         heads=heads, groups=groups, head_dim=width, qkv_bias=qkv_bias, qk_norm=qk_norm
     )
@@ -148,7 +148,7 @@ def _latent(config: HfConfig, where: str) -> MultiLatentAttention:
     if "q_lora_rank" not in config:
         raise UserError(f"{where}: the key 'q_lora_rank' is missing; it may be null")
     rank = None if config["q_lora_rank"] is None else whole(config, "q_lora_rank", where)
-    in_pairs(whole(config, "qk_rope_head_dim", where), where)
+    require_even_rotary_width(whole(config, "qk_rope_head_dim", where), where)
     return MultiLatentAttention(
         heads=heads,
         q_lora_rank=rank,

@@ -177,8 +177,9 @@ class FsdpStrategy:
     def weights(self) -> Iterator[torch.Tensor]:
         yield from self._shards.values()
 
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """As in ``Strategy``: they belong to the parameters and are freed after every step."""
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """Empty: FSDP's gradients are freed after every step, so no buffer of them lives as long as
+        the model."""
         return iter(())
 
     def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
@@ -200,8 +201,9 @@ class FsdpStrategy:
         ]
         return ShardedAdam(pairs, self._options.optimizer, self._groups)
 
-    def micro_batches_together(self, own: int) -> int:
-        """As in ``Strategy``: every pass gathers the layers from all ranks."""
+    def padded_micro_batches(self, own: int) -> int:
+        """As in ``Strategy``: the most of any rank, because every pass gathers the layers from all
+        ranks."""
         return self._groups.most_over_data(own)
 
     def begin_step(self) -> None:

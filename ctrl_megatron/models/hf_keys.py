@@ -33,7 +33,8 @@ def divides(whole: int, name: str, part: int, part_name: str, where: str) -> Non
         raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")
 
 
-def in_pairs(width: int, where: str) -> None:
-    """UserError unless a rotary embedding can rotate ``width`` numbers of a head."""
+def require_even_rotary_width(width: int, where: str) -> None:
+    """UserError unless ``width``, the rotated numbers of a head, is even; ``where`` begins the
+    message."""
     if width % 2:
         raise UserError(f"{where}: heads of {width} numbers cannot be rotated in pairs")

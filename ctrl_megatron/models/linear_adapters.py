@@ -29,7 +29,8 @@ class LinearAdapter(torch.nn.Module):
         self.scale, self.on = lora.scale, True
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out). ``down`` is float32, whatever the model computes in."""
+        """What is added to the linear layer's output: (..., in) -> (..., out), without that output.
+        ``down`` is stored in float32 and cast to the dtype of ``hidden``."""
         return F.linear(F.linear(hidden, self.down.to(hidden.dtype)) * self.scale, self.up)
 
 

@@ -58,7 +58,7 @@ class MegatronStrategy:
         for model in self.models:
             yield from model.parameters()
 
-    def gradients(self) -> Iterator[torch.Tensor]:
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self.chunks if self._options.optimizer else ():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
@@ -114,10 +114,10 @@ class MegatronStrategy:
         assert options.optimizer is not None
         return Optimization(self.chunks, options.optimizer, options.build, self._groups)
 
-    def micro_batches_together(self, own: int) -> int:
-        """As in ``Strategy``. Ranks that compute a layer's experts together take part in each
-        other's micro-batches, and the interleaved schedule needs a multiple of the stages.
-        """
+    def padded_micro_batches(self, own: int) -> int:
+        """As in ``Strategy``. Data ranks that compute a layer's experts together take part in each
+        other's micro-batches, so that all of them take the most of any; other ranks take ``own``.
+        The interleaved schedule needs a multiple of the stages."""
         layout = self._groups.layout
         most = self._groups.most_over_data(own) if layout.experts_join_data_ranks else own
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1

@@ -39,7 +39,7 @@ from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
 
-Part = Literal["weights", "gradients", "optimizer"]
+OffloadPart = Literal["weights", "gradients", "optimizer"]
 """A part of a model that can leave the device: parameters; gradient buffers, which come back as
 zeros; master weights and moments."""
 
@@ -85,9 +85,9 @@ class ParallelModel:
         self.optimization: Optimizer | None = None
         self._flops = (0, 0)
         self._skipped: list[SkippedUpdate] = []
-        self._parts: dict[Part, OffloadedTensors] = {
+        self._parts: dict[OffloadPart, OffloadedTensors] = {
             "weights": OffloadedTensors(self.strategy.weights, keep=True),
-            "gradients": OffloadedTensors(self.strategy.gradients, keep=False),
+            "gradients": OffloadedTensors(self.strategy.gradient_buffers, keep=False),
             "optimizer": OffloadedTensors(self._optimizer_state, keep=True),
         }
 
@@ -107,11 +107,11 @@ class ParallelModel:
         return 0 if self.optimization is None else self.optimization.updates
 
     @property
-    def away(self) -> frozenset[Part]:
+    def away(self) -> frozenset[OffloadPart]:
         """The parts that are not on the device."""
         return frozenset(part for part, tensors in self._parts.items() if tensors.away)
 
-    def offload(self, *parts: Part) -> None:
+    def offload(self, *parts: OffloadPart) -> None:
         """Take the memory of ``parts`` off the device: passes, steps and checkpoints bring back
         what they need. Gradients are forgotten."""
         if self.optimization is not None and "gradients" in parts:
@@ -119,7 +119,7 @@ class ParallelModel:
         for part in parts:
             self._parts[part].leave()
 
-    def onload(self, *parts: Part) -> None:
+    def onload(self, *parts: OffloadPart) -> None:
         """Take the device and bring ``parts`` back to it, those that are away."""
         self._take_device()
         for part in parts:
@@ -344,7 +344,7 @@ class ParallelModel:
             token_budget=token_budget,
             multiple=layout.token_multiple,
             # Ranks without rows take part in the sums over ranks with a micro-batch without rows.
-            count=lambda own: self.strategy.micro_batches_together(max(own, 1)),
+            count=lambda own: self.strategy.padded_micro_batches(max(own, 1)),
             device=self.groups.device,
             context=self.groups.context,
         )

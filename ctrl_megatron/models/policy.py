@@ -10,7 +10,7 @@ import torch
 
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
-from ctrl_megatron.models.parallel_model import ParallelModel, Part
+from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
 
 
 class LossFn(Protocol):
@@ -43,7 +43,7 @@ class BasePolicy:
         with self.policy.without_adapters():
             return self.policy.log_probs(rows, temperature, token_budget=token_budget)
 
-    def offload(self, *parts: Part) -> None:
+    def offload(self, *parts: OffloadPart) -> None:
         """Nothing: ``policy`` leaves the device by itself."""
 
     def take_flops(self) -> tuple[int, int]:

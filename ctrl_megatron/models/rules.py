@@ -135,12 +135,14 @@ def _in_files(
 
 
 def file_name(name: str, names: Iterable[tuple[str, str]]) -> str:
-    """The name in a family's files of a tensor that is called ``name`` in Llama's."""
+    """The family's name of the tensor that Llama's files call ``name``. ``names`` are pairs
+    (Llama's prefix, family's prefix); the first that fits counts."""
     return next((b + name.removeprefix(a) for a, b in names if name.startswith(a)), name)
 
 
 def usual_name(name: str, names: Iterable[tuple[str, str]]) -> str:
-    """The name in Llama's files of a tensor that is called ``name`` in a family's."""
+    """The name in Llama's files of the tensor that the family's files call ``name``. ``names`` as
+    for ``file_name``."""
     layer = re.search(r"\.(\d+)\.", name)
     general = name if layer is None else name.replace(layer[0], ".{i}.", 1)
     return file_name(general, [(b, a) for a, b in names]).format(i=layer and layer[1])

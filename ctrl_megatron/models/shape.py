@@ -241,7 +241,7 @@ class ModelShape:
 
     @property
     def widest(self) -> int:
-        """Numbers between the two products of the widest feed-forward layer, for one token."""
+        """Numbers of one token between the two products of the widest feed-forward layer."""
         return max(kind.width for kind in self.feed_forward)
 
     @property
@@ -261,8 +261,8 @@ class ModelShape:
 class TransformersShape:
     """A language model of any family, as transformers builds it (``models.transformers_model``).
 
-    What its layers compute is not known here; the constants at the end say so to those who read
-    shapes of both kinds.
+    What its layers compute is not known here. The class constants (``strategy``, ``diffusion``,
+    ...) have the values that code for both kinds of shape expects of it.
     """
 
     family: str
@@ -295,7 +295,7 @@ class TransformersShape:
 
     @property
     def widest(self) -> int:
-        """Most rows of a layer's matrix."""
+        """Largest first dimension of a layer's parameters."""
         return max(t.shape[0] for layer, t in self.tensors if layer is not None)
 
     @property

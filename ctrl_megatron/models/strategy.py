@@ -121,8 +121,9 @@ class Strategy(Protocol):
         """The memory of all parameters."""
         ...
 
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """The buffers of gradients that live as long as the model."""
+    def gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """The buffers of gradients that live as long as the model; empty where gradients are freed
+        after every step."""
         ...
 
     def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
@@ -134,9 +135,9 @@ class Strategy(Protocol):
         """The optimizer of the weights as they are now (it copies them in float32)."""
         ...
 
-    def micro_batches_together(self, own: int) -> int:
-        """The number of micro-batches of a pass in which ``own`` have rows of this rank.
-        Collective."""
+    def padded_micro_batches(self, own: int) -> int:
+        """The number of micro-batches of a pass, of which ``own`` have rows of this rank and the
+        others are empty. Collective."""
         ...
 
     def begin_step(self) -> None:

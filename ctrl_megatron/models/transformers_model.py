@@ -15,7 +15,7 @@ import transformers
 
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES
-from ctrl_megatron.models.hf_keys import divides, in_pairs
+from ctrl_megatron.models.hf_keys import divides, require_even_rotary_width
 from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
@@ -113,7 +113,7 @@ def _shape(text: str, where: str) -> TransformersShape:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     angles = [len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")]
     if width + 1 in (2 * count for count in angles):
-        in_pairs(width, where)
+        require_even_rotary_width(width, where)
     shape = TransformersShape(
         family=family,
         config=text,

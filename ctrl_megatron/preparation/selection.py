@@ -16,7 +16,7 @@ from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.types import Attempt, Verdict
 
-Part = Literal["sft", "rl", "val"]
+DataPart = Literal["sft", "rl", "val"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Shares:
     val: float = 0.2
     sft: float = 0.5
 
-    def part_of(self, problem_id: str) -> Part:
+    def part_of(self, problem_id: str) -> DataPart:
         """The part of a problem. It depends only on the id, so a problem never changes its part."""
         place = crc32(problem_id.encode()) % 1000 / 1000
         if place < self.val:

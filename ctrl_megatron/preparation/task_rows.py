@@ -15,10 +15,9 @@ from ctrl_megatron.prompts import generation_messages, judging_messages
 SOLVING, JUDGING = "solving", "judging"
 
 
-def solving_rows(rows: Iterable[Row]) -> list[Row]:
-    """A row per problem whose prompt asks for a program: ``code`` rewards it. UserError for a row
-    without a problem.
-    """
+def make_solving_rows(rows: Iterable[Row]) -> list[Row]:
+    """New rows, one per problem of ``rows``, whose prompt asks for a program: ``code`` rewards it.
+    They have no solution and no pass rate. UserError for a row without a problem."""
     problems = {row.problem_id: row for row in reversed(list(rows))}
     return [
         replace(
@@ -34,10 +33,9 @@ def solving_rows(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def judging_rows(rows: Iterable[Row]) -> list[Row]:
-    """A row per program whose prompt asks whether it is correct: ``judgment`` rewards the answer.
-    UserError for a row without the share of tests that its program passes.
-    """
+def make_judging_rows(rows: Iterable[Row]) -> list[Row]:
+    """New rows, one per program of ``rows``, whose prompt asks whether it is correct: ``judgment``
+    rewards the answer. UserError for a row without the share of tests that its program passes."""
     made = []
     for row in rows:
         require_columns([row], ("pass_rate",), "a row of judging")

@@ -16,7 +16,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
-    Part,
+    DataPart,
     Shares,
     choose_examples,
     distinct_attempts,
@@ -125,7 +125,7 @@ async def make_training_files(
     names = {attempt.id for attempt in attempts}
     of = {
         part: [(a, v) for a, v in judged if recipe.shares.part_of(a.problem.id) == part]
-        for part in get_args(Part)
+        for part in get_args(DataPart)
     }
     # Held-out attempts are cut to the sizes of the files: every problem once before any twice.
     of["val"] = problems_in_turn(of["val"], recipe.seed)

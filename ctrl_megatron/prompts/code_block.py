@@ -29,7 +29,7 @@ _FENCES = re.compile(r"`{3,}")
 
 
 def sanitize(text: str) -> str:
-    """The first fenced block of ``text`` in canonical form.
+    """The first fenced block of ``text`` in canonical form. The name is CTRL's.
 
     The ``python`` tag is optional and matches in any case; the end of the text closes an open
     block. Without a block, or where the first block is blank, ``text`` is returned.
@@ -39,7 +39,8 @@ def sanitize(text: str) -> str:
 
 
 def desanitize(text: str) -> str:
-    """The stripped content of the first *closed* fenced block; ``text`` where there is none."""
+    """The stripped content of the first *closed* fenced block; ``text`` itself where there is none.
+    The name is CTRL's: it does not undo ``sanitize``, which also takes an open block."""
     code = _first_block(text, must_close=True)
     return text if code is None else code
 

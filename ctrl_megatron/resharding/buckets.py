@@ -22,7 +22,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
     WHOLE,
     EngineCut,
-    Part,
+    PushPart,
     PushPlan,
     TensorPlace,
     Transfer,
@@ -78,7 +78,7 @@ class Buckets:
         )
         self.places: list[list[TensorPlace]] = []
         """The tensors of every bucket; their offsets are those of whole tensors."""
-        self._number_of: dict[Part, int] = {}
+        self._number_of: dict[PushPart, int] = {}
         if host_memory:
             placed = place_in_buckets(source.specs, layout.bucket_bytes)
             self.places = [list(own) for _, own in groupby(placed, lambda place: place.bucket)]
@@ -90,7 +90,7 @@ class Buckets:
                 self._number_of |= dict.fromkeys(parts, number)
                 names = dict.fromkeys(r.piece.hf for p in parts for _, r in plan.rectangles(p))
                 self.places.append(list(place_in_buckets((specs[n] for n in names), sys.maxsize)))
-        self.parts: list[list[Part]] = [[] for _ in self.places]
+        self.parts: list[list[PushPart]] = [[] for _ in self.places]
         """The parameters, or single tensors, of every bucket."""
         for part, number in self._number_of.items():
             self.parts[number].append(part)

@@ -6,12 +6,13 @@ Where both use the same devices there are two states and one way in each directi
                                          engine's weights wake; the push, where other weights are
                                          needed; the trainer's weights leave; caches are emptied;
                                          the engine's key-value cache wakes
-    engine ── to_trainer ──► trainer     the engine sleeps as a whole; what the trainer needs comes
+    engine ── free_for_trainer ──► trainer
+                                         the engine sleeps as a whole; what the trainer needs comes
                                          back when it is needed
 
 A run begins with the engine alone. It sleeps before the first model is built. Every pass, step,
-export and load of a model calls ``to_trainer``. A save needs no device: it reads what is away from
-host memory.
+export and load of a model calls ``free_for_trainer``. A save needs no device: it reads what is away
+from host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
-from ctrl_megatron.models.parallel_model import ParallelModel, Part
+from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.waiting import Waiting
 from ctrl_megatron.resharding.plan import EngineLayout
@@ -115,7 +116,7 @@ class DeviceOwner:
         directories: Mapping[Role, str | Path],
         strategy: StrategyName = "megatron",
         shared: bool = False,
-        offloaded_parts: Sequence[Part] = (),
+        offloaded_parts: Sequence[OffloadPart] = (),
         critic_warmup: int = 0,
         adapter_shape: AnyShape | None = None,
         keep_proxy: bool = False,
@@ -161,17 +162,17 @@ class DeviceOwner:
         self._reports: list[PushReport] = []
         self.pushed: dict[Role, int] = {}
         """N of the weights of each policy that were pushed last."""
-        self.to_trainer()
+        self.free_for_trainer()
 
     def register_model(self, model: ParallelModel, role: Role | None = None) -> None:
-        """Share the device with ``model``, which has just been built and calls ``to_trainer``
+        """Share the device with ``model``, which has just been built and calls ``free_for_trainer``
         before it is used; push its weights for ``role``.
 
         RuntimeError if the engine was awake meanwhile.
         """
         if self._shared and self._asleep != set(ENGINE_MEMORY):
             raise RuntimeError(
-                "a model was built while the engine has the device; call to_trainer() before"
+                "a model was built while the engine has the device; call free_for_trainer() before"
             )
         self._models.append(model)
         if role is not None:
@@ -192,8 +193,9 @@ class DeviceOwner:
         )
         self._loaded = None
 
-    def to_trainer(self) -> None:
-        """Let the engine sleep, if it is awake and shares the device. Collective.
+    def free_for_trainer(self) -> None:
+        """Let the engine sleep, if it is awake and shares the device. Collective. Loads no model
+        back: each is loaded when it is used.
 
         Its weights are copied to host memory only if the next completion needs the same ones; else
         they are dropped, since a push comes before the next completion. Engines with adapters keep
@@ -269,7 +271,7 @@ class DeviceOwner:
             if self._asleep != set(ENGINE_MEMORY):
                 # A push was lost after its weights had left.
                 self._wake_all()
-            self.to_trainer()
+            self.free_for_trainer()
             sent.onload("weights")
         self._handing_over = True
         self._offload_models(but=sent)

@@ -113,7 +113,7 @@ def hf_specs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
-    """The place of a whole tensor in the buckets."""
+    """The bucket of a whole tensor and its offset there, in bytes."""
 
     spec: TensorSpec
     bucket: int
@@ -121,7 +121,7 @@ class TensorPlace:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset in its bucket of the first byte after the tensor."""
         return self.offset + spec_bytes(self.spec)
 
 
@@ -178,14 +178,14 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One parameter of a pipeline stage, or one HF tensor of it: all shards of it go to the engines
-    together."""
+class PushPart:
+    """What a push sends at once: one parameter of a pipeline stage, or one of its HF tensors, with
+    all shards."""
 
     pattern: int
     """The number of the layer's kind; -1 for the embedding, -2 for final norm and output."""
     number: int
-    """Its number among those of the pattern."""
+    """The parameter's or tensor's number among those of the pattern."""
     pp: int
     chunk: int
     local: int = 0
@@ -196,9 +196,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Rectangles that one rank sends for the workers of one number."""
+    """What rank ``giver`` sends of a part to the workers with index ``worker``, one per engine."""
 
-    part: Part
+    part: PushPart
     giver: int
     takers: tuple[int, ...]
     """The ranks that receive for the workers, each from the one before; the first may be the
@@ -289,7 +289,7 @@ class PushPlan:
         """Whether a worker gets all of the flow from one rank, since it is small."""
         return flow.num_bytes < self._sent_whole
 
-    def shares(self, part: Part, flow: Flow, rank: int | None = None) -> tuple[Share, ...]:
+    def shares(self, part: PushPart, flow: Flow, rank: int | None = None) -> tuple[Share, ...]:
         """Who sends a flow of ``part`` to which engine, as far as ``rank`` sends or takes it."""
         holders, whole = self._holders(flow.mesh, flow.at, part.pp), self.sends_whole(flow)
         turn = part.layer % len(holders) if whole else 0
@@ -301,24 +301,24 @@ class PushPlan:
         """Bytes that one engine computes with, over all its workers, without padding."""
         return sum(flow.num_bytes for part in self.parts for flow in self.flows(part))
 
-    def flows(self, part: Part) -> tuple[Flow, ...]:
+    def flows(self, part: PushPart) -> tuple[Flow, ...]:
         """The flows of a part to the workers, in the names of its pattern."""
         return self.patterns[part.pattern][part.number]
 
-    def tensor(self, part: Part) -> str:
+    def tensor(self, part: PushPart) -> str:
         """The first HF tensor of a part."""
         return _in_place(self.flows(part)[0].rectangles[0], part).piece.hf
 
-    def rectangles(self, part: Part) -> Iterator[tuple[int, Rectangle]]:
+    def rectangles(self, part: PushPart) -> Iterator[tuple[int, Rectangle]]:
         """(worker, rectangle) of everything that the workers need of a part."""
         for flow in self.flows(part):
             for rectangle in flow.rectangles:
                 yield flow.worker, _in_place(rectangle, part)
 
-    def buckets(self, bucket_bytes: int) -> list[tuple[Part, ...]]:
+    def buckets(self, bucket_bytes: int) -> list[tuple[PushPart, ...]]:
         """The parts in the order of the push; no worker gets more than ``bucket_bytes`` of a
         bucket, unless it is a single part."""
-        buckets: list[list[Part]] = []
+        buckets: list[list[PushPart]] = []
         used: list[int] = []
         for part in self.parts:
             own = self._of_workers(part.pattern, part.number)
@@ -329,7 +329,7 @@ class PushPlan:
             buckets[-1].append(part)
         return [tuple(bucket) for bucket in buckets]
 
-    def most_of_a_worker(self, bucket: Sequence[Part]) -> int:
+    def most_of_a_worker(self, bucket: Sequence[PushPart]) -> int:
         """The bytes of the bucket for the worker that gets most of it."""
         parts = (self._of_workers(part.pattern, part.number) for part in bucket)
         return max(map(sum, zip(*parts, strict=True)))
@@ -392,14 +392,14 @@ def one_engine_of_each_host(placement: Placement) -> Placement:
 
 def _parts(
     shape: AnyShape, train: Layout, patterns: Mapping[int, Sequence[object]]
-) -> tuple[Part, ...]:
+) -> tuple[PushPart, ...]:
     """Every part of the model; the stages take turns, so that all of them send at once."""
-    queues: list[list[list[Part]]] = [[] for _ in range(train.pipeline)]
+    queues: list[list[list[PushPart]]] = [[] for _ in range(train.pipeline)]
 
     def put(pattern: int, pp: int, chunk: int, local: int = 0, layer: int = 0) -> None:
         queues[pp].append(
             [
-                Part(pattern=pattern, number=n, pp=pp, chunk=chunk, local=local, layer=layer)
+                PushPart(pattern=pattern, number=n, pp=pp, chunk=chunk, local=local, layer=layer)
                 for n in range(len(patterns.get(pattern, ())))
             ]
         )
@@ -466,7 +466,7 @@ def _pattern_of(param: str) -> int:
     return int(rest[1]) if module == "decoder" and rest[0] == "layers" else -2
 
 
-def _in_place(rectangle: Rectangle, part: Part) -> Rectangle:
+def _in_place(rectangle: Rectangle, part: PushPart) -> Rectangle:
     """The same rectangle of the part's own layer."""
     if part.pattern < 0:
         return rectangle

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal
 
-from ctrl_megatron.resharding.plan import Part, PushPlan
+from ctrl_megatron.resharding.plan import PushPart, PushPlan
 
 Phase = Literal["fill", "exchange", "load"]
 Way = Literal["rank", "host", "network"]
@@ -67,7 +67,7 @@ class Speeds:
 
 @dataclass(slots=True)
 class Load:
-    """Bytes that every rank sends and gets, by way."""
+    """The bytes that every rank sends and gets in a push, by the way that they take."""
 
     sent: dict[tuple[Way, int], float] = field(default_factory=dict)
     got: dict[tuple[Way, int], float] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class Load:
         )
         return sum(got), max(sent, default=0), max(got, default=0)
 
-    def copying(self, side: Side, rank: int, speeds: Speeds) -> float:
-        """Seconds in which a rank copies what it sends or gets."""
+    def copy_seconds(self, side: Side, rank: int, speeds: Speeds) -> float:
+        """Seconds in which a rank copies in its memory what it sends or gets."""
         own = self.sent if side == "sent" else self.got
         return sum(own.get((way, rank), 0) for way in WAYS) / speeds.copy
 
-    def moving(self, side: Side, rank: int, speeds: Speeds) -> float:
+    def link_seconds(self, side: Side, rank: int, speeds: Speeds) -> float:
         """Seconds in which a rank's links carry what it sends or gets."""
         own = self.sent if side == "sent" else self.got
         host, network = (own.get((way, rank), 0) for way in WAYS[1:])
@@ -163,7 +163,7 @@ def simulate(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
             now = [max(pair) for pair in zip(now, ends[phase][number], strict=True)]
         elif phase == "exchange":
             out, into = (
-                [loads[number].moving(side, rank, speeds) for rank in ranks] for side in SIDES
+                [loads[number].link_seconds(side, rank, speeds) for rank in ranks] for side in SIDES
             )
             sending = [
                 max(sent, began) + size if size else sent
@@ -184,10 +184,10 @@ def simulate(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
             side: Side = "sent" if phase == "fill" else "got"
             last = ends[phase][-1] if number else now
             ends[phase].append(
-                [max(now[r], last[r]) + loads[number].copying(side, r, speeds) for r in ranks]
+                [max(now[r], last[r]) + loads[number].copy_seconds(side, r, speeds) for r in ranks]
             )
-    links = [max(total.moving(side, r, speeds) for side in SIDES) for r in ranks]
-    fills, reads = (max(total.copying(side, rank, speeds) for rank in ranks) for side in SIDES)
+    links = [max(total.link_seconds(side, r, speeds) for side in SIDES) for r in ranks]
+    fills, reads = (max(total.copy_seconds(side, rank, speeds) for rank in ranks) for side in SIDES)
     return PushTime(
         seconds=max(ends["load"][-1]),
         busy={"fill": fills, "exchange": max(links), "load": reads},
@@ -205,7 +205,7 @@ class _Loads:
         self._alike = cache(self._sizes)
         self._found: dict[object, Load] = {}
 
-    def __call__(self, part: Part) -> Load:
+    def __call__(self, part: PushPart) -> Load:
         sizes, turns = self._alike(part.pattern, part.number)
         key = sizes, part.pp, part.layer if turns else None
         if key not in self._found:
@@ -217,7 +217,7 @@ class _Loads:
         sizes = tuple((flow.mesh, flow.at, flow.worker, flow.num_bytes) for flow in flows)
         return sizes, any(self._plan.sends_whole(flow) for flow in flows)
 
-    def _load(self, part: Part) -> Load:
+    def _load(self, part: PushPart) -> Load:
         plan, load = self._plan, Load()
         for flow in plan.flows(part):
             size, takers = flow.num_bytes, plan.takers_of[flow.worker]

@@ -434,8 +434,8 @@ class CachedJudge:
         """The answer for every job, in order; None where there is no job. A failure of the judge is
         an answer without a verdict.
 
-        At most ``max_requests`` requests run at the same time. ``judged`` is called after the first
-        attempt of every job.
+        At most ``max_requests`` requests run at the same time. ``judged`` is called once per entry
+        of ``jobs``: after the first attempt of a job, and for a None.
         """
         semaphore = asyncio.Semaphore(max_requests)
         failures: list[SandboxError | RequestRefused] = []

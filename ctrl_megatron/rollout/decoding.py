@@ -165,7 +165,7 @@ class PauseControl:
             return CancelToken(self._epoch)
 
     def cancel(self, token: CancelToken) -> None:
-        """End the work of one token."""
+        """Cancel the ``generate`` call that ``token`` belongs to."""
         with self._changed:
             # Earlier than every epoch, so that no abort is needed to end it.
             token.epoch = -1

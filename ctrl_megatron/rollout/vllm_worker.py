@@ -153,7 +153,10 @@ class SeededSampler(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B,) tokens and (B, V) fp32 log-probs."""
+        """(B,) int64 tokens and (B, V) float32 log-probs before top-k and top-p, of ``logits`` (B,
+        V). ``generators`` are those of the rows that have a seed, ``k`` and ``p`` (B,) or None for
+        all tokens. Without seeds and bounds the inner sampler decides whether it returns log-probs
+        or None."""
         if generators:
             return self.draw_together(logits, generators, k, p)
         if k is None and p is None:
@@ -169,7 +172,8 @@ class SeededSampler(torch.nn.Module):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with one random number per row, from the row's generator if it has one."""
+        """(B,) int64 tokens and (B, V) float32 log-probs before top-k and top-p, of ``logits`` (B,
+        V); one random number per row, from the row's generator if it has one."""
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
         if k is None and p is None:
             kept, weights = log_probs, torch.exp

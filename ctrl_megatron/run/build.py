@@ -20,7 +20,7 @@ from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapted, configured
 from ctrl_megatron.models.optimizer import OptimizerOptions
-from ctrl_megatron.models.parallel_model import Part
+from ctrl_megatron.models.parallel_model import OffloadPart
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shape import value_shape
@@ -75,12 +75,12 @@ def build_worker(
     )
     value = None
     if run.is_here("critic"):
-        value = build_value_model(config, groups, steps, device.to_trainer)
+        value = build_value_model(config, groups, steps, device.free_for_trainer)
         if value is not None:
             device.register_model(value)
     reward_model = None
     if run.is_here("reward_model"):
-        reward_model = build_reward_model(config, groups, inputs, device.to_trainer)
+        reward_model = build_reward_model(config, groups, inputs, device.free_for_trainer)
         if reward_model is not None:
             device.register_model(reward_model.model)
             if config.actor_rollout_ref.actor.compute.param_offload:
@@ -326,7 +326,7 @@ def build_policies(
     ``device`` is None where no engines share it.
     """
     family = config.actor_rollout_ref
-    take_device = _nothing if device is None else device.to_trainer
+    take_device = _nothing if device is None else device.free_for_trainer
     policy = build_policy(
         config,
         groups,
@@ -439,10 +439,10 @@ def build_reward_model(
     )
 
 
-def leaving_parts(config: Config) -> tuple[Part, ...]:
+def leaving_parts(config: Config) -> tuple[OffloadPart, ...]:
     """Parts of the models that go to host memory while the engine generates."""
     compute = config.actor_rollout_ref.actor.compute
-    flags: dict[Part, bool] = {
+    flags: dict[OffloadPart, bool] = {
         "weights": compute.param_offload,
         "gradients": compute.grad_offload,
         "optimizer": compute.optimizer_offload,
@@ -518,7 +518,7 @@ def device_owner(
     directories: Mapping[Role, str],
     *,
     shared: bool = False,
-    offloaded_parts: Sequence[Part] = (),
+    offloaded_parts: Sequence[OffloadPart] = (),
     critic_warmup: int = 0,
 ) -> DeviceOwner:
     """The owner of the devices, which pushes to the configured engines. Collective."""

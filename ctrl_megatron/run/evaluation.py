@@ -12,7 +12,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.secrets import hide_text
+from ctrl_megatron.config.secrets import hide_credentials
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, check_together, users_input
 from ctrl_megatron.eval.pairwise import ResponsePair, read_response_pairs
@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.run.build import rollout_worker
 from ctrl_megatron.run.checked_rows import checked_inputs
-from ctrl_megatron.run.checks.models import check_models, check_proxy, check_tokenizers
+from ctrl_megatron.run.checks.models import check_model_files, check_proxy, check_tokenizers
 from ctrl_megatron.run.checks.rewards import check_rewards
 from ctrl_megatron.run.inputs import RunInputs, read_inputs
 from ctrl_megatron.run.session import session
@@ -151,7 +151,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     rollout = config.actor_rollout_ref.rollout
     check_together(
-        lambda: check_models(config, "rl", others),
+        lambda: check_model_files(config, "rl", others),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl", others),
@@ -214,7 +214,7 @@ def _proxy(config: Config) -> dict[str, str]:
     if keys.kind == "api":
         return {
             "model": keys.api.model,
-            "path": f"{keys.api.model} on {', '.join(map(hide_text, keys.api.base_url))}",
+            "path": f"{keys.api.model} on {', '.join(map(hide_credentials, keys.api.base_url))}",
         }
     return _weights(proxy_path(config))
 

@@ -47,9 +47,8 @@ def counted_epochs(config: Config) -> int | None:
 
 
 def planned_steps(config: Config, train: PromptTable) -> int:
-    """Training steps of the run. If epochs are counted, this is the largest number, or the number
-    of the checkpoint's steps if that has drawn all rows.
-    """
+    """Training steps of the run. Where epochs set the length it is an upper bound; a checkpoint
+    that has drawn all rows ends the run at its own step."""
     steps, epochs = total_steps(config, len(train.rows)), counted_epochs(config)
     trainer = config.trainer
     store = CheckpointStore(

@@ -38,7 +38,7 @@ from ctrl_megatron.run.build import build_kl_controller, build_policies, build_v
 from ctrl_megatron.run.replay_comparison import Comparison, FieldGap, largest_gaps, metric_pairs
 from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
-from ctrl_megatron.steps.batch import batch_rows, sample_sizes, tensor_fields
+from ctrl_megatron.steps.batch import data_rows_of, sample_sizes, tensor_fields
 from ctrl_megatron.steps.ctrl import judge_revisions
 from ctrl_megatron.steps.grpo import reward_completions
 from ctrl_megatron.steps.sample import REVISION_COLUMNS, Revision, Sample
@@ -310,7 +310,7 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
     names = (texts_in, "valid", "judged_correct", *REVISION_COLUMNS)
     columns = {n: batch[f"{prefix}{n}"].tolist() for n in names if f"{prefix}{n}" in batch}
     samples = []
-    for i, row in enumerate(batch_rows(train, batch)):
+    for i, row in enumerate(data_rows_of(train, batch)):
         one, revision = {name: values[i] for name, values in columns.items()}, None
         if "revision" in one:
             revision = Revision(

@@ -58,10 +58,9 @@ class Session:
         """Whether this rank's world has the model of a role."""
         return world_with(self.worlds, role) is self.joined.world
 
-    def check_stop(self) -> None:
+    def raise_if_any_rank_stops(self) -> None:
         """Raise StopRequested on all ranks of this world if a stop was requested on any.
-        Collective.
-        """
+        Collective: every rank of the world calls it."""
         if self.stop.agreed(self.groups):
             raise StopRequested
 
@@ -85,7 +84,7 @@ class Session:
 
         If one of them dies, that is this rank's failure. Collective.
         """
-        self.check_stop()
+        self.raise_if_any_rank_stops()
         services = Services(
             self.config,
             self.groups,

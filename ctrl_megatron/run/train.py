@@ -69,7 +69,7 @@ def train(config: Config) -> bool:
                     judges=rewards.runs_programs,
                 )
                 worker, sampler, steps = build_worker(run, services, inputs)
-                run.check_stop()
+                run.raise_if_any_rank_stops()
                 isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
                 proxy = worker.proxy
                 described = engines_and_sandbox(config, services, isolation)

@@ -87,10 +87,10 @@ def require_isolation(language: Language, tier: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExtractedProgram:
-    """The program and how it was found; an empty program if none was."""
+    """A program of an answer, and how it was found in it: ``code`` is empty if none was found."""
 
     code: str
-    kind: ExtractionKind
+    found_by: ExtractionKind
 
 
 def extract_program(completion: str, language: Language) -> ExtractedProgram:

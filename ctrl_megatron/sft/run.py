@@ -26,7 +26,7 @@ from ctrl_megatron.run.checks.machine import (
     check_place,
     check_profile,
 )
-from ctrl_megatron.run.checks.models import check_models, check_tokenizer, check_tokenizers
+from ctrl_megatron.run.checks.models import check_model_files, check_tokenizer, check_tokenizers
 from ctrl_megatron.run.inputs import is_finished
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.run.session import session
@@ -66,7 +66,7 @@ def train_sft(config: Config) -> bool:
             ),
             budget=config.actor_rollout_ref.update_token_budget,
         )
-        run.check_stop()
+        run.raise_if_any_rank_stops()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps, served=run.served)
         memory = device_memory(groups)
         worker = SftWorker(
@@ -127,7 +127,7 @@ def train_sft(config: Config) -> bool:
 def check_sft(config: Config) -> None:
     """Raise UserError, one line per problem, for wrong input of a run other than its rows."""
     check_together(
-        lambda: check_models(config, "sft"),
+        lambda: check_model_files(config, "sft"),
         lambda: _check_canvas(config),
         lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),

@@ -181,8 +181,9 @@ def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def batch_rows(table: PromptTable, batch: TensorDict) -> list[Row]:
-    """The row of the data for each row of the batch (B)."""
+def data_rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
+    """The data row of every row of the batch (B), found by the column ``problem_id``, which holds
+    the row's id (``Row.id``)."""
     return [table.row(row_id) for row_id in texts(batch["problem_id"])]
 
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.steps.batch import batch_rows, known, samples_of
+from ctrl_megatron.steps.batch import data_rows_of, known, samples_of
 from ctrl_megatron.steps.model_reward import total_rewards
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Revision, Sample
@@ -46,7 +46,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """Speed, pass rates of first solutions and of revisions, how verdicts came about, whether there
     was anything to learn, and the rewards of each task where there are several. Collective.
     """
-    every = list(zip(samples_of(batch), batch_rows(worker.train, batch), strict=True))
+    every = list(zip(samples_of(batch), data_rows_of(worker.train, batch), strict=True))
     critiques = [(sample, row) for sample, row in every if sample.task == CRITIQUE]
     before = [row.pass_rate for _, row in critiques]
     rates = worker.means(
@@ -82,7 +82,7 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first critique of each group with what came of it, those with a revision first."""
-    samples, rows = samples_of(batch), batch_rows(worker.train, batch)
+    samples, rows = samples_of(batch), data_rows_of(worker.train, batch)
     uids, versions = texts(batch["uid"]), texts(batch["version"])
     examples: dict[str, dict[str, Any]] = {}
     for i in sorted(range(len(uids)), key=lambda i: samples[i].judgment is None):

@@ -55,7 +55,7 @@ from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import batch_rows, filled_in, samples_of, tensor_fields
+from ctrl_megatron.steps.batch import data_rows_of, filled_in, samples_of, tensor_fields
 from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_text
 from ctrl_megatron.steps.conversation import validate
 from ctrl_megatron.steps.critique_report import (
@@ -86,7 +86,13 @@ from ctrl_megatron.steps.sample import (
     reward_columns,
     verdict_columns,
 )
-from ctrl_megatron.steps.sampling import balance, draw_samples, requested, sampled, sync_weights
+from ctrl_megatron.steps.sampling import (
+    balance,
+    draw_samples,
+    node_output_of_samples,
+    requested,
+    sync_weights,
+)
 from ctrl_megatron.steps.worker import DAGWorker
 
 DRAWS: dict[str, Any] = {
@@ -321,7 +327,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     drawn = draw_samples(worker, **requested(worker, batch), on_completion=TRAINED.listener(worker))
     samples = [with_text(worker, sample) for sample in drawn]
-    return sampled(worker, samples, measure_critiques, critique_columns)
+    return node_output_of_samples(worker, samples, measure_critiques, critique_columns)
 
 
 def begin_next_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -336,7 +342,7 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     none for critiques without a judgment.
     """
     samples = samples_of(batch)
-    revised = revise(worker, samples, batch_rows(worker.train, batch))
+    revised = revise(worker, samples, data_rows_of(worker.train, batch))
     metrics = worker.means(revision_metrics(revised))
     return NodeOutput(fields=filled_in(revised, revision_columns), metrics=metrics)
 
@@ -347,7 +353,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     beside the log-probs.
     """
     samples = samples_of(batch)
-    judged = await judge(worker, samples, batch_rows(worker.train, batch))
+    judged = await judge(worker, samples, data_rows_of(worker.train, batch))
     return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
 
 

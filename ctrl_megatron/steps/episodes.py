@@ -29,7 +29,7 @@ from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, node, node_fun
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.rollout.engine import Engine
-from ctrl_megatron.steps.batch import batch_rows, known
+from ctrl_megatron.steps.batch import data_rows_of, known
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Fields, Sample
@@ -41,9 +41,9 @@ from ctrl_megatron.steps.sampling import (
     greedy_params,
     group_uid,
     length_metrics,
+    node_output_of_samples,
     rates_by_set,
     require_version,
-    sampled,
     sampling_params,
     share_prompts,
     validation_batches,
@@ -316,7 +316,7 @@ class Episodes:
             """
             size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
             samples = self.draw(worker, batch["row"].tolist(), mini_batch_size=size)
-            return sampled(worker, samples, measure_episodes)
+            return node_output_of_samples(worker, samples, measure_episodes)
 
         return generate_episodes
 
@@ -388,7 +388,7 @@ def measure_episodes(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def episode_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first episode of each group with its score."""
     examples = dict[str, dict[str, Any]]()
-    rows, said = batch_rows(worker.train, batch), texts(batch["episode"])
+    rows, said = data_rows_of(worker.train, batch), texts(batch["episode"])
     for i, uid in enumerate(texts(batch["uid"])):
         record = {
             "id": rows[i].id,

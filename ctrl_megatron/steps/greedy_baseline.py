@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.steps.batch import batch_rows, columns, filled_in
+from ctrl_megatron.steps.batch import columns, data_rows_of, filled_in
 from ctrl_megatron.steps.chain import TRAINED, criticise, judge, revise
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
@@ -41,7 +41,7 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``greedy_sample``, the actor's likeliest critique for each row's prompt, and its
     ``critique_columns``.
     """
-    rows = _of_groups(batch, batch_rows(worker.train, batch))
+    rows = _of_groups(batch, data_rows_of(worker.train, batch))
     prompts = [worker.train.prompts[worker.train.number_of[row.id]] for row in rows]
     params = greedy_params(worker.codec, worker.config.data.max_response_length)
     drawn = criticise(worker, rows, prompts, params, TRAINED)
@@ -56,7 +56,7 @@ def revise_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``revision_columns``.
     """
     samples = _of_groups(batch, batch[f"{_PREFIX}sample"].tolist())
-    rows = _of_groups(batch, batch_rows(worker.train, batch))
+    rows = _of_groups(batch, data_rows_of(worker.train, batch))
     return _over_rows(batch, revise(worker, samples, rows), revision_columns)
 
 
@@ -66,7 +66,7 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
     could not be judged. Runs beside the log-probs.
     """
     samples = _of_groups(batch, batch[f"{_PREFIX}sample"].tolist())
-    rows = _of_groups(batch, batch_rows(worker.train, batch))
+    rows = _of_groups(batch, data_rows_of(worker.train, batch))
     weight, earned = worker.reward_weights["critic"], list[float | None]()
     for sample in await judge(worker, samples, rows):
         reward = sample.outcome.rewards["critic"] if sample.outcome else None

@@ -26,7 +26,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeType
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import batch_rows, filled_in, known, samples_of
+from ctrl_megatron.steps.batch import data_rows_of, filled_in, known, samples_of
 from ctrl_megatron.steps.chain import with_text
 from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
@@ -42,9 +42,9 @@ from ctrl_megatron.steps.sampling import (
     generate,
     greedy_params,
     length_metrics,
+    node_output_of_samples,
     rates_by_set,
     requested,
-    sampled,
     validation_batches,
 )
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
@@ -139,13 +139,12 @@ def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[st
 
 @node(writes=(*DRAWN, "sample", "completion", "problem_id"))
 def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """From ``row`` (positions of the global batch) to the batch of this data rank with the column
-    ``completion`` (B,) text.
-    """
+    """Draw ``rollout.n`` completions for the rows at positions ``row`` of the training data;
+    returns this data rank's samples, with the column ``completion`` (texts). Collective."""
     on_completion = partial(_begin_reward, worker)
     drawn = draw_samples(worker, **requested(worker, batch), on_completion=on_completion)
     samples = [with_text(worker, sample) for sample in drawn]
-    return sampled(worker, samples, measure_completions, completion_columns)
+    return node_output_of_samples(worker, samples, measure_completions, completion_columns)
 
 
 def begin_next_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -159,7 +158,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
     """From ``sample`` to the judged samples, ``score`` and every function's ``reward/NAME``, (B,)
     float32 each. Runs beside the log-probs.
     """
-    samples, rows = samples_of(batch), batch_rows(worker.train, batch)
+    samples, rows = samples_of(batch), data_rows_of(worker.train, batch)
     items = [completion_item(s.text, row, s.length) for s, row in zip(samples, rows, strict=True)]
     outcomes = outcomes_of(await worker.score(items))
     judged = [replace(s, outcome=outcome) for s, outcome in zip(samples, outcomes, strict=True)]
@@ -199,7 +198,7 @@ def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
     """The first completion of each group with its rewards."""
     samples, versions = samples_of(batch), texts(batch["version"])
-    rows, examples = batch_rows(worker.train, batch), dict[str, dict[str, Any]]()
+    rows, examples = data_rows_of(worker.train, batch), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
         rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
         examples.setdefault(

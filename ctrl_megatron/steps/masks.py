@@ -35,9 +35,9 @@ def mask_rule(config: Config) -> MaskRule:
     writes=(MASK_SEED,),
 )
 def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``mask_seed`` for every pass of the update, from the run's seed, the step, the row and its
-    sample's number in the group: neither ranks nor the order of rows change the masks.
-    """
+    """Columns ``mask_seed``, ``mask_seed@1``, ...: one (B,) int64 per PPO epoch, a function of the
+    run's seed, the step, the row and the sample's number in its group, so that neither ranks nor
+    the order of rows change the masks."""
     config, rule = worker.config, mask_rule(worker.config)
     names = row_names(texts(batch["uid"]), texts(batch["problem_id"]))
     fields = {}

@@ -21,7 +21,7 @@ from ctrl_megatron.models.micro_batch import attended_tokens
 from ctrl_megatron.rewards import RewardItem, weighted_sum
 from ctrl_megatron.rewards.items import Rewards
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.batch import batch_rows, known
+from ctrl_megatron.steps.batch import data_rows_of, known
 from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
@@ -44,7 +44,7 @@ def model_reward(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     start = batch["prompts"].shape[1]
     tokens = attended_tokens(batch["input_ids"], batch["attention_mask"].bool(), start)[1]
     answers = [worker.codec.decode(answer.tolist()) for answer in tokens]
-    found, lengths = rewards_of(worker, batch_rows(worker.train, batch), answers)
+    found, lengths = rewards_of(worker, data_rows_of(worker.train, batch), answers)
     measured = {"reward_model/length": torch.tensor(lengths, dtype=torch.float32)}
     return NodeOutput(fields={OF_REWARD_MODEL: found}, metrics=worker.means(measured))
 
@@ -113,7 +113,7 @@ def total_rewards(worker: DAGWorker, batch: TensorDict) -> torch.Tensor:
     if MODEL_REWARD not in worker.reward_weights:
         return score
     # To the sum of a row of another task it adds nothing.
-    mine = _is_rewarded(worker, batch_rows(worker.train, batch))
+    mine = _is_rewarded(worker, data_rows_of(worker.train, batch))
     parts = {
         "score": [known(one) for one in score],
         MODEL_REWARD: [known(one) for one in torch.where(mine, batch[OF_REWARD_MODEL], 0.0)],

@@ -183,7 +183,8 @@ def reward_columns(sample: Sample) -> Fields:
 
 
 def verdict_columns(sample: Sample) -> Fields:
-    """``pass_rate``, ``copied``, ``cached`` and ``detail`` of the critic's verdict."""
+    """What the sandbox found for the revision: ``pass_rate``, ``copied``, ``cached`` and
+    ``detail``."""
     outcome = sample.outcome
     assert outcome is not None
     return {name: getattr(outcome, name) for name in ("pass_rate", "copied", "cached", "detail")}

@@ -307,14 +307,14 @@ def requested(worker: DAGWorker, batch: TensorDict) -> dict[str, Any]:
     return {"rows": rows, "mini_batch_size": size}
 
 
-def sampled(
+def node_output_of_samples(
     worker: DAGWorker,
     samples: list[Sample],
     measure: Callable[[Sequence[Sample]], dict[str, torch.Tensor]],
     *makers: ColumnMaker,
 ) -> NodeOutput:
-    """The samples as this rank's batch with the columns of ``makers``, and the means of ``measure``
-    as metrics. Collective."""
+    """The output of a node that drew ``samples``, this rank's: their batch with the columns of
+    ``makers``, and as metrics the means of ``measure`` over all ranks. Collective."""
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
     for name, column in filled_in(samples, *makers).items():
         batch[name] = column

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.checkpoint.manifest import DamagedFiles
-from ctrl_megatron.checkpoint.peft import ADAPTERS_FILE, SavedAdapters, read_adapters, require_same
+from ctrl_megatron.checkpoint.peft import (
+    ADAPTERS_FILE,
+    AdapterDescription,
+    read_adapters,
+    require_same,
+)
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rope import Rope
@@ -32,7 +37,7 @@ PLAIN = ModelShape(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    SavedAdapters(lora=LORA, base=BASE).write(tmp_path)
+    AdapterDescription(lora=LORA, base=BASE).write(tmp_path)
     return tmp_path
 
 

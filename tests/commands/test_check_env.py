@@ -219,13 +219,13 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "rendezvous", lambda *args: {})
     monkeypatch.setattr(dist, "all_gather_object", two_clocks)
     launch = check_env.Launch("torchrun", 0, 2, 0, 1, "gpu01", 20000)
-    clocks = by_item(check_env.meeting(launch))["clocks"]
+    clocks = by_item(check_env.check_meeting_and_clocks(launch))["clocks"]
     assert clocks.status == "FAIL" and "42.000 s apart, gpu02 is ahead of gpu01" in str(clocks)
 
 
 def test_machines_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_env, "_MEETING_SECONDS", 1.0)
     launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # a port without a listener
-    (finding,) = check_env.meeting(launch)
+    (finding,) = check_env.check_meeting_and_clocks(launch)
     assert finding.status == "FAIL" and "not at 127.0.0.1:1" in str(finding)
     assert "GLOO_SOCKET_IFNAME" in str(finding)

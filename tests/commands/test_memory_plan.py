@@ -120,7 +120,7 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
     started = []
     for starts, checks in ((run, rl), (sft_run, sft_run)):
         monkeypatch.setattr(starts, "session", lambda *_: started.append(1))
-        monkeypatch.setattr(checks, "check_models", lambda *_: None)  # there are no weights
+        monkeypatch.setattr(checks, "check_model_files", lambda *_: None)  # there are no weights
     train = run.train if purpose == "rl" else sft_run.train_sft
     monkeypatch.setattr(machine, "this_gpu", lambda: ("NVIDIA Z100 next", 80 * 2**30))
     with pytest.raises(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ctrl_megatron.commands import start
-from ctrl_megatron.commands.launcher import End
+from ctrl_megatron.commands.launcher import LaunchEnd
 from ctrl_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -269,19 +269,21 @@ def test_a_signal_ends_the_pause_before_a_restart(program: list[str]) -> None:
 @pytest.mark.parametrize(
     ("end", "restarts"),
     [
-        (End(0), False),
-        (End(2), False),
-        (End(130), False),
-        (End(7, 1, ", while this ran: mine"), False),
-        (End(-9, 1, ", while this ran: mine"), True),
-        (End(-11), True),
-        (End(1), True),
-        (End(13), True),
-        (End(14), True),
+        (LaunchEnd(0), False),
+        (LaunchEnd(2), False),
+        (LaunchEnd(130), False),
+        (LaunchEnd(7, 1, ", while this ran: mine"), False),
+        (LaunchEnd(-9, 1, ", while this ran: mine"), True),
+        (LaunchEnd(-11), True),
+        (LaunchEnd(1), True),
+        (LaunchEnd(13), True),
+        (LaunchEnd(14), True),
     ],
     ids=str,
 )
-def test_a_restart_repairs_no_wrong_input_and_follows_no_stop(end: End, restarts: bool) -> None:
+def test_a_restart_repairs_no_wrong_input_and_follows_no_stop(
+    end: LaunchEnd, restarts: bool
+) -> None:
     assert end.restarts == restarts
 
 

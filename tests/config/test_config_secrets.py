@@ -10,7 +10,7 @@ from refusals import PATHS
 
 from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
-from ctrl_megatron.config.secrets import hidden_in, hide, hide_text, instead_of
+from ctrl_megatron.config.secrets import hidden_in, hide, hide_credentials, instead_of
 from ctrl_megatron.errors import concealed
 from ctrl_megatron.record.recorder import config_changes, keep_config
 
@@ -165,7 +165,7 @@ def test_what_says_secret_and_what_does_not() -> None:
         *("Bearer ***", "run --hf-token *** -x", "--api-key=***", "a Bearer bond"),
     ]
     assert [*hidden_in(key, hide(key, {"a": written[:1]}))] == ["dag.options.a"]
-    assert hide_text("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
+    assert hide_credentials("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
         "http://***@h,http://***@i/x?***#z ftp://***@j no@mail"
     )
     assert instead_of(KEYS[f"{P}base_url"]).startswith("set OPENAI_API_KEY")

@@ -30,7 +30,7 @@ from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
 from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
 from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.preparation.task_rows import solving_rows
+from ctrl_megatron.preparation.task_rows import make_solving_rows
 from ctrl_megatron.record.dump import FOLDER as DUMPS
 from ctrl_megatron.record.dump import read_dump
 
@@ -146,7 +146,7 @@ def make_job(folder: Path) -> Job:
 
 def _solver(job: Job, folder: Path) -> Job:
     """The actor writes a right and a wrong program about as often."""
-    rows = solving_rows(read_rows(job.data))
+    rows = make_solving_rows(read_rows(job.data))
     write_rows(folder / "solving.parquet", rows)
     actor = chain_model(folder / "solver", job.actor, [PROGRAM, "print(8)"], 0.8)
     return replace(job, actor=actor, proxy=actor, data=folder / "solving.parquet")

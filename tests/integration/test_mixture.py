@@ -11,7 +11,7 @@ from launched_run import Job
 from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
 
 from ctrl_megatron.data.rows import read_rows, write_rows
-from ctrl_megatron.preparation.task_rows import judging_rows, solving_rows
+from ctrl_megatron.preparation.task_rows import make_judging_rows, make_solving_rows
 
 MIXED = (
     "data.train_batch_size=6",
@@ -29,8 +29,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("mixture")
     source = smollm2(folder)
     rows = read_rows(write_problems(folder / "train.parquet"))
-    write_rows(folder / "judging.parquet", judging_rows(rows))
-    write_rows(folder / "solving.parquet", solving_rows(rows))
+    write_rows(folder / "judging.parquet", make_judging_rows(rows))
+    write_rows(folder / "solving.parquet", make_solving_rows(rows))
     return Job(
         actor=chain_model(folder / "actor", source, [*JUDGMENTS, PROGRAM], 0.8),
         proxy=chain_model(folder / "proxy", source, [PROGRAM], 0.9),

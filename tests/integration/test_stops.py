@@ -32,7 +32,7 @@ PLACES = {
     "the end of a push": "ctrl_megatron.resharding.push:ChunkQueue.finish 4",
     "inside a later push": "ctrl_megatron.resharding.push:ChunkQueue.put 20",
     "engines wake": "ctrl_megatron.resharding.device:DeviceOwner._wake 5",
-    "engines go to sleep": "ctrl_megatron.resharding.device:DeviceOwner.to_trainer 9",
+    "engines go to sleep": "ctrl_megatron.resharding.device:DeviceOwner.free_for_trainer 9",
     "critiques are drawn": FIRST + "ctrl:generate_critiques 2",
     "an engine generates": "ctrl_megatron.rollout.client:RemoteEngine.generate 4",
     "programs are judged": "ctrl_megatron.rewards.reward_sum:RewardSum.score 2",

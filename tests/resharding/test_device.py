@@ -151,7 +151,7 @@ class Bench:
         self.owner.register_model(self.reference)
 
     def model(self, name: str) -> Any:
-        return NotedModel(name, self.events, self.owner.to_trainer)
+        return NotedModel(name, self.events, self.owner.free_for_trainer)
 
     def use(self, role: Any, step: int = 0) -> str:
         return self.owner.to_engine(role, step)
@@ -218,16 +218,16 @@ def test_weights_are_kept_in_sleep_only_if_they_are_needed_next(loop: Background
     bench = Bench(loop, critic_warmup=2)
     bench.use("actor", 0)
     bench.taken()
-    bench.owner.to_trainer()
-    bench.owner.to_trainer()
+    bench.owner.free_for_trainer()
+    bench.owner.free_for_trainer()
     bench.use("actor", 1)
     assert bench.taken() == ["sleep 1", "wake weights", "wake kv_cache"]
     bench.use("proxy", 1)
-    bench.owner.to_trainer()
+    bench.owner.free_for_trainer()
     assert bench.taken() == ["push proxy", "sleep 2"]
     # From the second step on the actor learns.
     assert bench.use("actor", 2) == "actor@0"
-    bench.owner.to_trainer()
+    bench.owner.free_for_trainer()
     assert bench.use("actor", 2) == "actor@0"
     assert bench.taken() == [
         *("wake weights", "push actor@0", "wake kv_cache", "sleep 2"),
@@ -256,7 +256,7 @@ def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) 
     second = bench.model("second")
     bench.owner.register_model(second, "agent1")
     assert bench.use("agent1", 2) == "agent1@2" and bench.use("actor", 2) == "actor@2"
-    bench.owner.to_trainer()
+    bench.owner.free_for_trainer()
     # Only the second one's weights change, so only it gets another name.
     second.updates = 1
     assert bench.use("actor", 3) == "actor@2" and bench.use("agent1", 3) == "agent1@3"
@@ -291,7 +291,7 @@ def test_what_would_collide_is_refused(loop: BackgroundLoop) -> None:
     bench.use("proxy")
     with pytest.raises(RuntimeError, match="built while the engine has the device"):
         bench.owner.register_model(bench.model("late"))
-    bench.owner.to_trainer()
+    bench.owner.free_for_trainer()
     bench.owner.register_model(bench.model("in time"))
 
     def use_in_a_push(chunk: int, rectangle: Rectangle) -> torch.Tensor:
@@ -313,7 +313,7 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
         bench = Bench(loop, offloaded_parts=ALL, linked=linked)
         for role in ("actor", "proxy", "actor"):
             bench.use(role)
-        bench.owner.to_trainer()
+        bench.owner.free_for_trainer()
         bench.use("actor")
         counts.append(bench.groups.meetings)
     assert counts[0] == counts[1] > 0

@@ -38,13 +38,13 @@ from ctrl_megatron.sandbox.languages import PYTHON, extract_program
 )
 def test_extraction(text: str, code: str, kind: str) -> None:
     found = extract_program(text, PYTHON)
-    assert (found.code, found.kind) == (code, kind)
+    assert (found.code, found.found_by) == (code, kind)
 
 
 @given(st.text(st.sampled_from("`\npython xdef():= 1\x00\r\t"), max_size=60))
 def test_any_text_gives_an_answer(text: str) -> None:
     found = extract_program(text, PYTHON)
-    assert (found.kind == "none") <= (found.code == "")
+    assert (found.found_by == "none") <= (found.code == "")
 
 
 @given(
@@ -78,7 +78,7 @@ def test_a_fenced_program_comes_back_exactly(code: str) -> None:
 )
 def test_the_trainer_finds_the_same_program(text: str) -> None:
     found = extract_program(text, PYTHON)
-    if found.kind == "fenced":
+    if found.found_by == "fenced":
         assert prompts.extract_code(text) == found.code.strip()
         judged = extract_program(prompts.fenced(prompts.extract_code(text)), PYTHON)
-        assert (judged.code.strip(), judged.kind) == (found.code.strip(), "fenced")
+        assert (judged.code.strip(), judged.found_by) == (found.code.strip(), "fenced")

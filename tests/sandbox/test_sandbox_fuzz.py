@@ -234,7 +234,7 @@ def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
 @given(st.text(st.sampled_from("`\n+#!cpbashython{}=: "), max_size=60), st.sampled_from(LANGUAGES))
 def test_any_completion_is_searched(text: str, language: Any) -> None:
     found = extract_program(text, language)
-    assert (found.kind == "none") <= (found.code == "")
+    assert (found.found_by == "none") <= (found.code == "")
 
 
 def packed(raw: bytes) -> str:

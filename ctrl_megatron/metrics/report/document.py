@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 _TEMPLATES = Path(__file__).parent / "templates"
 _LINE_KINDS = {"+": "added", "-": "removed", "@": "place"}
 
-Part = tuple[str, str | list[tuple[str, str]]]
+PagePart = tuple[str, str | list[tuple[str, str]]]
 """A labelled part of an example: (label, text), or (label, [(style class, line), ...])."""
 
 
@@ -43,7 +43,7 @@ class Example:
     """Style class of ``outcome``."""
     chips: list[tuple[str, str]]
     """(short text, style class) in the order of display."""
-    parts: list[Part]
+    parts: list[PagePart]
 
 
 class Table(NamedTuple):
@@ -85,7 +85,7 @@ def outcome_class(value: object) -> str:
     return "pass" if value >= 1 else "fail" if value <= 0 else "part-pass"
 
 
-def changes(before: str, after: str) -> Part:
+def changes(before: str, after: str) -> PagePart:
     """The lines that a revision adds and removes, as a part of an example."""
     lines = list(unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))[2:]
     return "changes", [(_LINE_KINDS.get(line[:1], ""), line) for line in lines] or "none"

@@ -176,25 +176,24 @@ def _legend(axes: Any, count: int, rows: int) -> None:
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, ncols=columns, **place)
 
 
-def stack_svg(parts: Mapping[str, Points]) -> str:
-    """A plot of shares of a whole by label, on top of each other. Each has a point in every
-    step.
-    """
-    rows = _legend_rows(list(parts))
+def shares_svg(shares: Mapping[str, Points]) -> str:
+    """A plot of shares of a whole by label, stacked: the axis goes from 0 to 100 percent. Each
+    label has a point in every step."""
+    rows = _legend_rows(list(shares))
     figure, axes = _plot_below(rows)
-    steps = [step for step, _ in next(iter(parts.values()))]
-    heights = [[value for _, value in points] for points in parts.values()]
+    steps = [step for step, _ in next(iter(shares.values()))]
+    heights = [[value for _, value in points] for points in shares.values()]
     if len(steps) == 1:  # an area needs a width
         steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [values * 2 for values in heights]
-    colours = [STACK_COLOURS.get(label, GREEN) for label in parts]
-    labels = [label.replace("_", " ") for label in parts]
+    colours = [STACK_COLOURS.get(label, GREEN) for label in shares]
+    labels = [label.replace("_", " ") for label in shares]
     axes.stackplot(steps, heights, labels=labels, colors=colours, lw=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("step", color=MUTED, fontsize=9)
     axes.yaxis.set_major_formatter(FuncFormatter(partial(_percent, small=False)))
     axes.set_ylim(0, 1)
     axes.margins(x=0)
-    _legend(axes, len(parts), rows)
+    _legend(axes, len(shares), rows)
     _margins(figure, axes, legend_rows=rows)
     return _svg(figure)
 

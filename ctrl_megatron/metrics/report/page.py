@@ -11,7 +11,7 @@ from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_o
 from ctrl_megatron.metrics.report.document import (
     Drawing,
     Example,
-    Part,
+    PagePart,
     Table,
     changes,
     date_of,
@@ -27,7 +27,7 @@ from ctrl_megatron.metrics.report.figures import (
     curve_svg,
     gantt_svg,
     graph_svg,
-    stack_svg,
+    shares_svg,
 )
 from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
 from ctrl_megatron.metrics.timeline import hidden_seconds
@@ -188,7 +188,7 @@ def _drawings(series: Series) -> list[Drawing]:
     drawings = []
     for chart in charts(series):
         curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
-        svg = stack_svg(curves) if chart.stacked else curve_svg(curves, percent=chart.percent)
+        svg = shares_svg(curves) if chart.stacked else curve_svg(curves, percent=chart.percent)
         drawings.append(
             Drawing(title=chart.title, note=chart.note, svg=svg, alt=f"{chart.title} by step")
         )
@@ -243,7 +243,7 @@ def _examples(examples: list[dict[str, Any]]) -> list[Example]:
 def _example(example: dict[str, Any], texts: set[str]) -> Example:
     """Short fields as chips and long ones as parts, both in the order of the record."""
     chips: list[tuple[str, str]] = []
-    parts: list[Part] = []
+    parts: list[PagePart] = []
     before, after = example.get("solution"), example.get("revision")
     for name, value in example.items():
         label, text = _words(name), _value_text(value)

@@ -43,14 +43,17 @@ _ROLES = {"actor_rollout_ref.ref.model.path": "reference", "critic.model.path": 
 """The key of a model that generates no text, and its role."""
 
 
-def check_models(config: Config, purpose: Purpose, others: Mapping[str, str] | None = None) -> None:
-    """UserError for a model whose files do not fit each other, the layout or the other models.
+def check_model_files(
+    config: Config, purpose: Purpose, further_critics: Mapping[str, str] | None = None
+) -> None:
+    """UserError for a model whose files do not fit each other, the layout or the other models;
+    tokenizers are left to ``check_tokenizers``.
 
-    Only headers are read, and a tied head that is also stored. ``others`` maps arguments to the
-    directories of further critics.
+    Only headers are read, and a tied head that is also stored. ``further_critics`` maps arguments
+    to the directories of further critics.
     """
     actor = config.actor_rollout_ref.model.path
-    wanted = [(_MODEL, actor), *(others or {}).items()]
+    wanted = [(_MODEL, actor), *(further_critics or {}).items()]
     if purpose == "rl":
         wanted += list(_roles(config, actor))
     first_of: dict[str, str] = {}
@@ -195,7 +198,7 @@ def check_tokenizers(
     for all models.
 
     Models that write text must have both in common; for models that only read, equal token ids are
-    enough. A directory without a tokenizer is not checked. ``others`` as in ``check_models``.
+    enough. A directory without a tokenizer is not checked. ``others`` as in ``check_model_files``.
     """
     family, own = config.actor_rollout_ref, "actor_rollout_ref.model.tokenizer_path"
     ours = family.model.tokenizer
@@ -296,7 +299,7 @@ def check_tokenizer(config: Config) -> TextCodec:
             family = config.actor_rollout_ref
             rows = read_shape(family.model.path, family.actor.strategy).vocab_size
         except UserError:
-            return codec  # check_models reports it
+            return codec  # check_model_files reports it
         if largest >= rows:
             raise UserError(
                 f"{codec.path} has token number {largest}, but the model of "

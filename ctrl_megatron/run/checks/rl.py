@@ -34,7 +34,7 @@ from ctrl_megatron.run.checks.machine import (
     check_temporary_directory,
 )
 from ctrl_megatron.run.checks.models import (
-    check_models,
+    check_model_files,
     check_proxy,
     check_reward_model,
     check_tokenizers,
@@ -67,7 +67,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_sampling(config, plan.weights) for plan in plans],
-        lambda: check_models(config, "rl"),
+        lambda: check_model_files(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
         lambda: check_tokenizers(config, "rl"),

@@ -198,8 +198,8 @@ class Connection:
         """End a ``with`` block of a manager of the other side."""
         return self.ask("op", name, (manager, error))
 
-    def used_as_class(self, _kind: Any) -> None:
-        """A class of the other side was used as only a class can be."""
+    def note_class_use(self, _kind: Any) -> None:
+        """Hook: a class of the other side was subclassed or used in isinstance; nothing here."""
 
     def refuse(self, reason: str) -> NoReturn:
         """A value cannot cross."""
@@ -430,9 +430,9 @@ class Connection:
             raise PeerError("a class without a number")
         type.__setattr__(made, "_ctrl_number", number)
         type.__setattr__(made, "_ctrl_derived", True)
-        handles.note_truth(made, parts)
+        handles.record_if_has_truth_value(made, parts)
         self._classes[number] = made
-        self.used_as_class(made)
+        self.note_class_use(made)
 
     def set_of_class(self, kind: Any, name: str, value: Any) -> None:
         """Set an attribute of a class of the other side."""
@@ -824,7 +824,7 @@ class Connection:
         name = str(described["name"])
         mutable = data.KINDS.get(str(described.get("mutable"))) or _mutable_base(bases)
         made = handles.make_class(self, number, name, bases, mutable, **named)
-        handles.note_truth(made, named["special"])
+        handles.record_if_has_truth_value(made, named["special"])
         type.__setattr__(made, "_ctrl_abstract", described.get("abstract") is True)
         self._classes[number] = made
         return made

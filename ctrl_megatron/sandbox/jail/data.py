@@ -131,7 +131,8 @@ def container_state(container: Any) -> Any:
 
 
 def is_changed(container: Any, before: Any) -> bool:
-    """Whether a container differs from its ``container_state``; parts are compared by identity."""
+    """Whether a container differs from its ``container_state``. The parts of lists, dicts, tuples
+    and namespaces are compared by identity, sets, bytearrays and arrays by equality."""
     kind = type(container)
     if issubclass(kind, dict):
         keys, values = before

@@ -134,7 +134,7 @@ class RemoteClass(type):
         link_of(cls).ask("del", cls, name)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        link_of(cls).used_as_class(cls)
+        link_of(cls).note_class_use(cls)
         if vars(cls).get("_ctrl_abstract"):
             return link_of(cls).is_instance(instance, cls)
         return super().__instancecheck__(instance)
@@ -161,11 +161,11 @@ class RemoteClass(type):
         return link_of(cls).operate("contains", cls, item)
 
 
-def note_truth(kind: Any, names: Collection[str]) -> None:
-    """Note whether objects of a class of handles with these special methods, or those of its bases,
-    have a truth of their own.
-    """
-    own = "__bool__" in names or "__len__" in names
+def record_if_has_truth_value(kind: Any, special_methods: Collection[str]) -> None:
+    """Store on a class of handles whether its objects define ``__bool__`` or ``__len__``,
+    themselves (among ``special_methods``) or by a base, so that their truth is asked of the other
+    side."""
+    own = "__bool__" in special_methods or "__len__" in special_methods
     above = any(vars(base).get("_ctrl_has_truth") for base in kind.__mro__[1:])
     type.__setattr__(kind, "_ctrl_has_truth", own or above)
 

@@ -349,8 +349,8 @@ class ProgramConnection(Connection):
             for one in _entries(handle):
                 self._asked.setdefault(one, set()).add(name)
 
-    def used_as_class(self, kind: Any) -> None:
-        """The test used a class of the program as no function or data is used."""
+    def note_class_use(self, kind: Any) -> None:
+        """Remember that the test used a class of the program as only a class can be used."""
         self._used.update(_entries(kind))
 
     def leave(self, name: str, manager: Any, error: Any) -> Any:

@@ -78,7 +78,7 @@ class Submission:
             full_code=code + problem.adapter if functions else code,
             test_code="\n".join(problem.tests) if functions else None,
             tests=list(verdicts),
-            extracted_type=self.extracted.kind,
+            extracted_type=self.extracted.found_by,
             extra=extra,
         )
 
