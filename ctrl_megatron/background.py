@@ -133,7 +133,7 @@ class AbandonableCall(Generic[T]):
         return _place(self._thread)
 
 
-async def gathered(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+async def gather_results(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run all calls together and return their results in order; the first exception cancels the
     other calls and is raised.
     """

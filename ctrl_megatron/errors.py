@@ -62,7 +62,7 @@ class UserError(ValueError):
         sentence with all of it."""
         place = f"{os.fspath(file)}: row {row}" if row is not None else os.fspath(file)
         text = ": ".join(part for part in (key, place, problem) if part)
-        super().__init__(concealed(f"{text}; {remedy}" if remedy else text))
+        super().__init__(without_concealed(f"{text}; {remedy}" if remedy else text))
 
 
 def conceal(secrets: Iterable[str]) -> None:
@@ -71,7 +71,7 @@ def conceal(secrets: Iterable[str]) -> None:
     _secrets[:] = sorted(known, key=len, reverse=True)
 
 
-def concealed(text: str) -> str:
+def without_concealed(text: str) -> str:
     """``text`` without the texts that ``conceal`` was given."""
     for secret in _secrets:
         text = text.replace(secret, "***")
@@ -145,7 +145,7 @@ def users_input(key: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def naming(file: str | os.PathLike[str]) -> Iterator[None]:
+def name_file_in_errors(file: str | os.PathLike[str]) -> Iterator[None]:
     """Let an OSError of a block that writes to ``file`` name it, which ``os.write`` does not do."""
     try:
         yield

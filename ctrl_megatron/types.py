@@ -90,7 +90,7 @@ class SamplingParams:
     def names(self, prompts: int) -> tuple[str | int, ...]:
         return self.rows or tuple(range(prompts))
 
-    def grouped(self, completions: Sequence[Completion]) -> list[list[Completion]]:
+    def group_by_prompt(self, completions: Sequence[Completion]) -> list[list[Completion]]:
         """The completions of all prompts, in order, as ``n`` for each prompt."""
         return [list(completions[i : i + self.n]) for i in range(0, len(completions), self.n)]
 

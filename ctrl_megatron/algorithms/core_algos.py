@@ -26,7 +26,7 @@ from ctrl_megatron.algorithms.registry import (
     key_of,
 )
 from ctrl_megatron.algorithms.value_loss import value_loss_terms
-from ctrl_megatron.config.options import accepted
+from ctrl_megatron.config.options import accepted_options
 
 Data = TypeVar("Data", bound=Any)
 """A mapping or TensorDict."""
@@ -81,7 +81,7 @@ def _whole_batch(name: str, loss: PolicyLoss) -> Callable[..., LossScalars]:
             picked = selection.choose(covariances, config, lots.to(covariances.device))
             tensors["selected"] = covariance.over_tokens(picked, response_mask)
         offered = {**tensors, "config": config, "loss_agg_mode": loss_agg_mode, **options}
-        terms = loss.function(**accepted(loss.function, offered))
+        terms = loss.function(**accepted_options(loss.function, offered))
         if not isinstance(terms, PolicyLossTerms):
             return terms
         return (

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
-from ctrl_megatron.algorithms.policy_losses import bounded_exp, clip_range, terms_of, weighted
+from ctrl_megatron.algorithms.policy_losses import (
+    apply_is_weights,
+    bounded_exp,
+    clip_range,
+    terms_of,
+)
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, TokenSelection, register_policy_loss
 
 
@@ -143,7 +148,7 @@ def clip_cov_terms(
     gains = masked(advantages, response_mask)
     ratio = bounded_exp(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
-    loss = weighted(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
+    loss = apply_is_weights(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
     return terms_of(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
 
 
@@ -186,4 +191,4 @@ def kl_cov_terms(
     gains = masked(advantages, response_mask)
     penalty = config.ppo_kl_coef * masked(log_ratio.abs(), selected)
     loss = -gains * bounded_exp(log_ratio) + penalty
-    return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio)
+    return terms_of(apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio)

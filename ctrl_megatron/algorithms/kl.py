@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bounded, check_shapes, masked
+from ctrl_megatron.algorithms.masked import bound_log_ratio, check_shapes, masked
 
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
@@ -19,7 +19,7 @@ def _k2(gap: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(gap: torch.Tensor) -> torch.Tensor:
-    back = bounded(-gap)
+    back = bound_log_ratio(-gap)
     return (back.exp() - back - 1).clamp(max=_K3_BOUND)
 
 

@@ -22,7 +22,7 @@ def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+def bound_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """``log_ratio`` clamped to +-20. Larger ratios carry no further information; their products
     would overflow, and a backward pass would compute inf * 0.
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bounded, masked
+from ctrl_megatron.algorithms.masked import bound_log_ratio, masked
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss
 
 _LARGEST_GSPO_EXPONENT = 10.0
@@ -33,7 +33,7 @@ def clip_range(config: Any) -> tuple[float, float]:
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """exp of the bounded log-ratio."""
-    return bounded(log_ratio).exp()
+    return bound_log_ratio(log_ratio).exp()
 
 
 def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor
     return values.sum(dim=-1, keepdim=True) / tokens
 
 
-def weighted(
+def apply_is_weights(
     loss: torch.Tensor, rollout_is_weights: torch.Tensor | None, response_mask: torch.Tensor
 ) -> torch.Tensor:
     """``loss`` times the weights under the mask; ``loss`` itself without weights."""
@@ -95,7 +95,7 @@ def vanilla_terms(
     bound = -gains * c
     loss = torch.where(gains < 0, torch.minimum(surrogate, bound), surrogate)
     return terms_of(
-        weighted(loss, rollout_is_weights, response_mask),
+        apply_is_weights(loss, rollout_is_weights, response_mask),
         log_ratio,
         clipped > plain,
         (surrogate > bound) & (gains < 0),
@@ -127,7 +127,9 @@ def gspo_terms(
     ratio = exponent.clamp(max=_LARGEST_GSPO_EXPONENT).exp()
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(plain, clipped)
-    return terms_of(weighted(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain)
+    return terms_of(
+        apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain
+    )
 
 
 @register_policy_loss("cispo")
@@ -150,7 +152,7 @@ def cispo_terms(
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
     ratio = bounded_exp(log_ratio).detach()
     held = ratio.clamp(1 - low, 1 + high)
-    loss = weighted(-held * gains * own, rollout_is_weights, response_mask)
+    loss = apply_is_weights(-held * gains * own, rollout_is_weights, response_mask)
     return terms_of(loss, log_ratio, held != ratio)
 
 
@@ -178,7 +180,7 @@ def cpgd_terms(
         gains > 0, log_ratio.clamp(max=math.log(1 + high)), log_ratio.clamp(min=floor)
     )
     clipped = (bounded != log_ratio) & (gains != 0)
-    loss = weighted(-gains * bounded, rollout_is_weights, response_mask)
+    loss = apply_is_weights(-gains * bounded, rollout_is_weights, response_mask)
     return terms_of(loss, log_ratio, clipped)
 
 
@@ -208,7 +210,7 @@ def geo_mean_terms(
         torch.where(gains < 0, log_ratio.clamp(min=-low), log_ratio),
     )
     # One token that the other side leaves open must not overflow the mean of its row.
-    exponent = row_means(bounded(held), response_mask)
+    exponent = row_means(bound_log_ratio(held), response_mask)
     rows = -row_means(gains, response_mask) * exponent.exp()
     if rollout_is_weights is not None:
         log_weights = masked(rollout_is_weights.log(), response_mask)
@@ -231,4 +233,4 @@ def gpg_terms(
     """
     log_ratio = masked(log_prob - old_log_prob, response_mask).detach()
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
-    return terms_of(weighted(-gains * own, rollout_is_weights, response_mask), log_ratio)
+    return terms_of(apply_is_weights(-gains * own, rollout_is_weights, response_mask), log_ratio)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ctrl_megatron.algorithms.masked import Reduce, nothing_to_add
-from ctrl_megatron.config.options import accepted, named_parameters
+from ctrl_megatron.config.options import accepted_options, named_parameters
 from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
 
 E = TypeVar("E")
@@ -93,7 +93,7 @@ def estimate_advantages(
             f"advantage estimator {key_of(name)!r} needs {', '.join(sorted(missing))}, which this "
             "pipeline does not provide"
         )
-    given = accepted(estimator, offered)
+    given = accepted_options(estimator, offered)
     if "reduce" in named_parameters(estimator):
         given["reduce"] = reduce
     if not is_users(estimator):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bounded, check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.masked import bound_log_ratio, check_shapes, masked, row_sums
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
@@ -149,7 +149,7 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
-    return bounded(masked(old - rollout, mask))
+    return bound_log_ratio(masked(old - rollout, mask))
 
 
 def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
@@ -159,4 +159,4 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tens
     rows = log_ratio.sum(dim=-1, keepdim=True)
     if kind == "geometric":
         rows = rows / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
-    return bounded(rows).exp()
+    return bound_log_ratio(rows).exp()

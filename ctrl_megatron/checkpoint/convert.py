@@ -38,7 +38,7 @@ from ctrl_megatron.checkpoint.store import (
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_shape
-from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, value_shape
@@ -198,7 +198,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
         shape = value_shape(shape)
     verify_alone(checkpoint)
     adapters = read_adapters(folder)
-    shape = adapted(shape, adapters and adapters.lora)
+    shape = shape_with_adapters(shape, adapters and adapters.lora)
     held, first = saved_tensors(folder), hf_specs(shape, "float32", "trained")[0].name
     if first not in held:
         raise UserError(f"{folder} does not fit {side}/config.json: no {first}")

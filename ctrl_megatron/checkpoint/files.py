@@ -18,7 +18,7 @@ from ctrl_megatron.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from ctrl_megatron.errors import UserError, naming
+from ctrl_megatron.errors import UserError, name_file_in_errors
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def write_whole(path: str | Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        with naming(path):
+        with name_file_in_errors(path):
             work.write_text(text, encoding="utf-8")
             os.replace(work, path)
     finally:

@@ -85,7 +85,7 @@ def write_manifest(
     (directory / MARKER).write_text(json.dumps(text, indent=1) + "\n")
 
 
-def unseen(file: Path, error: OSError) -> UserError:
+def unreadable_error(file: Path, error: OSError) -> UserError:
     """The error of a file that the system does not read: DamagedFiles where there is none, else one
     that says nothing about the file.
     """
@@ -103,7 +103,7 @@ def size_of(file: Path) -> int | None:
     try:
         found = file.stat()
     except OSError as error:
-        fault = unseen(file, error)
+        fault = unreadable_error(file, error)
         if isinstance(fault, DamagedFiles):
             return None
         raise fault from error
@@ -121,7 +121,7 @@ def read_saved(file: Path) -> bytes:
                 raise DamagedFiles("is no ordinary file", file=file, remedy=ANOTHER)
             return opened.read()
     except OSError as error:
-        raise unseen(file, error) from error
+        raise unreadable_error(file, error) from error
 
 
 def read_saved_json(file: Path) -> Any:
@@ -178,7 +178,7 @@ def file_sizes(directory: Path) -> dict[str, int]:
     return sizes
 
 
-def resized(directory: Path, manifest: Manifest) -> dict[str, str]:
+def find_resized(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> reason of every file of the manifest that is missing or has another size. UserError
     if that cannot be seen now.
     """
@@ -195,7 +195,7 @@ def resized(directory: Path, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict[str, str]:
+def find_changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict[str, str]:
     """Name -> reason of those of ``names`` whose content is not what was written. Reads them;
     UserError for one that cannot be read now.
     """
@@ -203,7 +203,7 @@ def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict
     found = {}
     for name, one in zip(names, hashes, strict=True):
         if isinstance(one, OSError):
-            fault = unseen(directory / name, one)
+            fault = unreadable_error(directory / name, one)
             if not isinstance(fault, DamagedFiles):
                 raise fault from one
             found[name] = "is missing"
@@ -213,7 +213,7 @@ def changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict
     return found
 
 
-def added(directory: Path, manifest: Manifest) -> list[str]:
+def find_added(directory: Path, manifest: Manifest) -> list[str]:
     return [name for name in file_sizes(directory) if name not in manifest.sizes]
 
 
@@ -232,8 +232,8 @@ def verify(directory: Path, *, remedy: str) -> Manifest | None:
     manifest = read_manifest(directory)
     if manifest is None or not manifest.hashes:
         return None
-    wrong = resized(directory, manifest)
-    wrong |= changed(directory, manifest, [n for n in manifest.hashes if n not in wrong])
+    wrong = find_resized(directory, manifest)
+    wrong |= find_changed(directory, manifest, [n for n in manifest.hashes if n not in wrong])
     require_undamaged(directory, wrong, remedy)
     return manifest
 

@@ -110,7 +110,7 @@ class RunLock:
                 if _holder(self._path) == self.holder:
                     self._write(beat)
                 elif not self._ended.is_set():
-                    self._lost = removed(self._path.parent)
+                    self._lost = removed_directory_error(self._path.parent)
 
 
 def run_identity(run_dir: Path) -> str:
@@ -124,7 +124,7 @@ def run_identity(run_dir: Path) -> str:
     return identity
 
 
-def removed(run_dir: Path) -> UserError:
+def removed_directory_error(run_dir: Path) -> UserError:
     """The error of a run that does not own its directory any more."""
     return UserError(
         f"the directory {run_dir}, or {LOCK_FILE} in it, was removed or replaced while the run "

@@ -46,7 +46,7 @@ from ctrl_megatron.checkpoint.manifest import (
 )
 from ctrl_megatron.checkpoint.peft import AdapterDescription, require_same
 from ctrl_megatron.checkpoint.tensor_metadata import TableReader, read_metadata
-from ctrl_megatron.errors import UserError, naming, user_fault
+from ctrl_megatron.errors import UserError, name_file_in_errors, user_fault
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
@@ -278,7 +278,7 @@ class _HashedFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         # torch's error for a failed write does not mention the disk.
         with (
-            naming(path),
+            name_file_in_errors(path),
             closing(HashedFile(Path(path), self._aside)) as stream,
             stream.own_faults(),
         ):

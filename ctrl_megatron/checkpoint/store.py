@@ -26,15 +26,15 @@ from ctrl_megatron.checkpoint.manifest import (
     DamagedFiles,
     Manifest,
     Origin,
-    added,
-    changed,
+    find_added,
+    find_changed,
+    find_resized,
     in_shares,
     read_manifest,
     read_saved_json,
     require_undamaged,
-    resized,
     size_of,
-    unseen,
+    unreadable_error,
     verify,
     write_manifest,
 )
@@ -120,7 +120,7 @@ def checkpoints_in(directory: Path) -> list[Checkpoint]:
     try:
         names = os.listdir(directory)
     except OSError as error:
-        fault = unseen(directory, error)
+        fault = unreadable_error(directory, error)
         if isinstance(fault, DamagedFiles):
             return []
         raise fault from error
@@ -385,9 +385,9 @@ def look_at(path: Path) -> Manifest | None:
     named = path.name.startswith(_PREFIX)
     if named and origin is not None and path.name != f"{_PREFIX}{origin.step}":
         raise DamagedFiles(f"{path} is the checkpoint of step {origin.step}", remedy=ANOTHER)
-    wrong = resized(path, manifest)
+    wrong = find_resized(path, manifest)
     small = [name for name in manifest.hashes if name not in wrong and not _is_large(name)]
-    require_undamaged(path, wrong | changed(path, manifest, small), ANOTHER)
+    require_undamaged(path, wrong | find_changed(path, manifest, small), ANOTHER)
     _names_run(path / STATE_FILE)
     _require_tables(path)
     return manifest
@@ -451,7 +451,7 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
     large = {name: manifest.sizes[name] for name in manifest.hashes if _is_large(name)}
     mine = in_shares(large, groups.size)[groups.rank]
     try:
-        seen = changed(path, manifest, mine)
+        seen = find_changed(path, manifest, mine)
     except UserError as error:
         seen = error
     wrong = {}
@@ -460,7 +460,7 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
             raise part
         wrong |= part
     require_undamaged(path, wrong, ANOTHER)
-    others = added(path, manifest) if groups.is_first else []
+    others = find_added(path, manifest) if groups.is_first else []
     return (f"{path} also holds {', '.join(others)}, which is not used",) if others else ()
 
 

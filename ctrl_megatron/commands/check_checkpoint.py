@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.checkpoint.manifest import MARKER, DamagedFiles, Manifest, added, verify
+from ctrl_megatron.checkpoint.manifest import MARKER, DamagedFiles, Manifest, find_added, verify
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import given_path
 from ctrl_megatron.errors import UserError
@@ -83,7 +83,7 @@ def _facts(directory: Path, manifest: Manifest, start: float) -> str:
     origin, size = manifest.origin, sum(manifest.sizes.values())
     seconds = time.monotonic() - start
     who = f"step {origin.step} of run {origin.run}" if origin else f"by {manifest.tool}"
-    others = added(directory, manifest)
+    others = find_added(directory, manifest)
     beside = f"; it also holds {', '.join(others)}" if others else ""
     return f"{who}, {len(manifest.hashes)} files, {size / 2**20:.1f} MiB in {seconds:.1f} s{beside}"
 

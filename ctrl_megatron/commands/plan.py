@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB
     from ctrl_megatron.memory.fit import misfit
-    from ctrl_megatron.memory.proposal import placed
+    from ctrl_megatron.memory.proposal import with_auto_placement
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import memory_table
     from ctrl_megatron.models.shape import ModelShape
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_placement(config, shapes, memory, options.generation))
         return 0
     if config.placement.auto:
-        config, _ = placed(config, shapes, gpu_memory=memory)
+        config, _ = with_auto_placement(config, shapes, gpu_memory=memory)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(memory_table(config, budget, proxy_is_unknown=shapes.proxy_is_unknown))
     if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose):

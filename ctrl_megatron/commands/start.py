@@ -319,7 +319,7 @@ def training_config(
 def _placed(config: Config) -> tuple[Config, str]:
     """The configuration with the ranks that ``placement.auto`` stands for here, and the table of
     what was considered."""
-    from ctrl_megatron.memory.proposal import placed
+    from ctrl_megatron.memory.proposal import with_auto_placement
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.models.layer_spec import has_transformer_engine
     from ctrl_megatron.run.checks.machine import this_gpu
@@ -331,7 +331,9 @@ def _placed(config: Config) -> tuple[Config, str]:
         # Devices of one kind differ by less than what is cut off here.
         memory = _UNLIMITED if gpu is None else gpu[1] >> 30 << 30
     kernels = "te" if has_transformer_engine() else "torch"
-    return placed(config, model_shapes(config, "rl"), gpu_memory=memory, kernels=kernels)
+    return with_auto_placement(
+        config, model_shapes(config, "rl"), gpu_memory=memory, kernels=kernels
+    )
 
 
 def _restarts(config: Config, most: int) -> Restarts:

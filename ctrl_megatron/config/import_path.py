@@ -24,7 +24,7 @@ class UnresolvedReference(UserError, ImportError):
     """An import path that leads to no function: an ImportError caused by what the user wrote."""
 
 
-def imported(path: str, what: str) -> Callable[..., Any]:
+def import_callable(path: str, what: str) -> Callable[..., Any]:
     """The callable at ``module:name``, ``module.name`` or ``FILE.py:name``; a name may be dotted.
 
     ``what`` begins every message, for example ``node 'reward'``. Raises UnresolvedReference for a

@@ -25,7 +25,7 @@ def takes_any_name(function: Callable[..., Any]) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_options(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of ``offered`` for which ``function`` has a parameter; all if it has ``**``."""
     if takes_any_name(function):
         return dict(offered)

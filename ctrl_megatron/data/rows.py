@@ -21,7 +21,7 @@ from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.tests import (
     DEFAULT_TIME_LIMIT,
-    abbreviated,
+    abbreviate,
     comparison_complaint,
     decode_tests,
 )
@@ -373,7 +373,7 @@ class Cells:
         if value is None and default is not None:
             return default
         if not isinstance(value, str):
-            raise self.error(column, f"must be text, is {abbreviated(value)}")
+            raise self.error(column, f"must be text, is {abbreviate(value)}")
         if not may_be_empty and not value.strip():
             raise self.error(column, "is empty")
         return value
@@ -385,7 +385,7 @@ class Cells:
             return ({"role": "user", "content": value},)
         if not isinstance(value, (list, tuple)) or not value:
             raise self.error(
-                column, f"must be a non-empty list of messages, is {abbreviated(value)}"
+                column, f"must be a non-empty list of messages, is {abbreviate(value)}"
             )
         for message in value:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
@@ -406,7 +406,7 @@ class Cells:
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(column, f"must be a number, is {abbreviated(value)}")
+            raise self.error(column, f"must be a number, is {abbreviate(value)}")
         if not least <= value <= most or (open_ends and value in (least, most)):
             raise self.error(column, f"must be {range_}, is {value}")
         return float(value)

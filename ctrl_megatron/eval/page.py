@@ -27,7 +27,7 @@ from ctrl_megatron.metrics.report.document import (
     Table,
     changes,
     outcome_class,
-    rendered,
+    render_template,
 )
 from ctrl_megatron.metrics.report.figures import curve_svg, interval_svg
 from ctrl_megatron.prompts import extract_code
@@ -50,7 +50,7 @@ def render_evaluations(
     settings: Mapping[str, Any],
 ) -> str:
     """The page. ``facts`` are those of each evaluation; the drawings follow the first table."""
-    return rendered(
+    return render_template(
         "evaluation.html.jinja",
         _TEMPLATES,
         title=title,

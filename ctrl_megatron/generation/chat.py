@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.rollout.engine import StreamingEngine
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
@@ -82,7 +82,7 @@ class DealtChat:
             partial(self._ask, messages, replace(params, rows=(name,)), place, listener)
             for place, (name, messages) in enumerate(zip(names, conversations, strict=True))
         ]
-        return await gathered(calls)
+        return await gather_results(calls)
 
     async def close(self) -> None:
         for server in self._servers:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctrl_megatron.background import awaited, gathered, one_done
+from ctrl_megatron.background import awaited, gather_results, one_done
 from ctrl_megatron.checkpoint.files import write_whole
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
@@ -55,7 +55,7 @@ class CheckedTests:
     fault: str = ""
     """Why no program can be judged on the row; empty where it can."""
 
-    def applied(self, row: Row, *, aloud: bool = True) -> Row:
+    def apply_to(self, row: Row, *, aloud: bool = True) -> Row:
         """``row`` without the tests that do not count, which are logged unless it is not ``aloud``.
         UserError where the row has a fault.
         """
@@ -152,7 +152,7 @@ class TestChecks:
 
         try:
             with awaited("the check of tests and references", len(self.missing), "problems"):
-                await gathered([partial(one, check) for check in self.missing])
+                await gather_results([partial(one, check) for check in self.missing])
         finally:
             self._save(folders)
 

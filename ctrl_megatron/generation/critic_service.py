@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import row_of
 from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_page import show_page
@@ -174,7 +174,7 @@ class CriticService:
                 tell({"tests": await self._tested(problem, asked.solution)})
             return []
 
-        drawn = await gathered([partial(self._critique, asked, problem, tell), test])
+        drawn = await gather_results([partial(self._critique, asked, problem, tell), test])
         tell({"usage": _usage([answer for answers in drawn for answer in answers])})
 
     async def _critique(

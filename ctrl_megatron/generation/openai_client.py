@@ -15,16 +15,16 @@ from typing import Any
 
 import aiohttp
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
     Silence,
-    described,
+    describe_failure,
     is_temporary,
-    retried,
+    retry,
     retry_after,
 )
 from ctrl_megatron.types import FinishReason, Message, SamplingParams
@@ -172,7 +172,7 @@ class OpenAIChat:
                 zip(params.names(len(conversations)), conversations, strict=True)
             )
         ]
-        return await gathered(calls)
+        return await gather_results(calls)
 
     async def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -197,7 +197,7 @@ class OpenAIChat:
             for sample in range(params.n)
         ]
         try:
-            return await gathered(calls)
+            return await gather_results(calls)
         except _DoesNotFit:
             return []
 
@@ -254,7 +254,7 @@ class OpenAIChat:
 
         attempt = partial(self._attempt, body, hear, time_left)
         try:
-            return await retried(attempt, again, attempts=self._attempts, backoff=self._backoff)
+            return await retry(attempt, again, attempts=self._attempts, backoff=self._backoff)
         except _ServerFault as fault:
             if heard:
                 end = "in the middle of it"
@@ -296,7 +296,7 @@ class OpenAIChat:
                         return read_answer(await _joined_chunks(reply.content, hear))
                     text = await reply.text()
             except (*CONNECTION_FAILURES, UnicodeDecodeError) as error:
-                raise _ServerFault(f"{self._url} failed: {described(error)}") from error
+                raise _ServerFault(f"{self._url} failed: {describe_failure(error)}") from error
             except ValueError as error:
                 raise self._malformed(error) from error
         if status != 200:

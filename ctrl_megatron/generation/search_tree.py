@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import Chat, ChatAnswer
 from ctrl_megatron.generation.search_nodes import (
@@ -218,7 +218,7 @@ class SearchTree:
 
         size = self._options.part_size
         parts = enumerate(places[i : i + size] for i in range(0, len(places), size))
-        done = await gathered([partial(part, number, inside) for number, inside in parts])
+        done = await gather_results([partial(part, number, inside) for number, inside in parts])
         return [made for part_ in done for made in part_]
 
     async def _generations(
@@ -337,7 +337,7 @@ class SearchTree:
             verdict, _ = await cached.grade(attempt_job(attempt), all_at_once)
             return replace(node, success=verdict.accepted, pass_rate=verdict.pass_rate)
 
-        return await gathered([partial(one, node) for node in nodes])
+        return await gather_results([partial(one, node) for node in nodes])
 
 
 def _with_solution(node: SearchNode, answer: ChatAnswer) -> SearchNode:

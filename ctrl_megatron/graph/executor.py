@@ -147,7 +147,7 @@ class Executor:
             self._collect(needed, metrics)
         # The world that deals the rows decides it for the others.
         may_stop = self._link.is_home and not self.weights_changed
-        if may_stop and self._worker.stop.agreed(self._worker.groups):
+        if may_stop and self._worker.stop.requested_on_any_rank(self._worker.groups):
             raise StopRequested
         if node.changes_weights and policy not in self._updating:
             self._updating.add(policy)

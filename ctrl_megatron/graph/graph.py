@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.options import named_parameters
 from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.graph.declarations import Service, node_function
@@ -258,5 +258,5 @@ def _described(described: Mapping[str, Any], number: int, graph_id: str) -> Node
         elif name in fields:
             fields[name] = kind[text]
     if isinstance(plugin := fields.get("filter_plugin"), str):
-        fields["filter_plugin"] = imported(plugin, f"{where}: filter_plugin")
+        fields["filter_plugin"] = import_callable(plugin, f"{where}: filter_plugin")
     return Node(**fields)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ctrl_megatron.config.import_path import imported
-from ctrl_megatron.config.options import accepted, named_parameters
+from ctrl_megatron.config.import_path import import_callable
+from ctrl_megatron.config.options import accepted_options, named_parameters
 from ctrl_megatron.errors import UserError, place_of
 from ctrl_megatron.graph.declarations import OF_MODELS, Service, node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
@@ -92,7 +92,9 @@ class Node(NodeLife):
         self.dependencies = _ids(dependencies, node_id)
         self.config = dict(config or {})
         self.filter_plugin, self.retry_limit = filter_plugin, retry_limit
-        given = func if executable_ref is None else imported(executable_ref, f"node {node_id!r}")
+        given = (
+            func if executable_ref is None else import_callable(executable_ref, f"node {node_id!r}")
+        )
         self.declared = None if given is None else node_function(given)
         self.agent_group, self.agent_options = agent_group, agent_options
         _check_executable(self)
@@ -201,12 +203,12 @@ class Node(NodeLife):
         if "batches" in names:
             offered["batches"] = batches
         instance = worker if next(iter(names), None) == "self" else None
-        return instance, accepted(self.executable, offered)
+        return instance, accepted_options(self.executable, offered)
 
     def _own_options(self) -> dict[str, Any]:
         if self.executable is None or not self.config:
             return {}
-        return accepted(self.executable, self.config)
+        return accepted_options(self.executable, self.config)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

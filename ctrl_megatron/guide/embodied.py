@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.algorithms.progress import progress_rewards
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.errors import UserError, place_of, users_code
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import node, node_function
@@ -23,7 +23,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.steps.batch import data_rows_of
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
-from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported
+from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported_setting
 from ctrl_megatron.steps.sampling import balance
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -57,21 +57,21 @@ def embodied_srpo_pipeline(
             key="dag.options.lower and dag.options.upper",
             remedy="give shares of successes from 0 to 1, the smaller one first",
         )
-    make = imported(environment, "dag.options.environment")
+    make = import_callable(environment, "dag.options.environment")
     episodes = Episodes(
         make=node_function(make),
         turns=turns,
         turn_tokens=turn_tokens,
         fields=(SUCCESS, TRAJECTORY),
     )
-    if error := unsupported(config, episodes):
+    if error := unsupported_setting(config, episodes):
         raise error
     pipeline = Pipeline(
         "embodied_grpo_training_pipeline",
         "act in a world, filter, reward progress, update",
         report=episodes_report(config, episodes),
     )
-    add, embed = pipeline.add_node, imported(embedding, "dag.options.embedding")
+    add, embed = pipeline.add_node, import_callable(embedding, "dag.options.embedding")
     reward = node(writes=("score",))(ProgressReward(embed))
     add("rollout_actor", episodes.node(), **DRAWS)
     add("embodied_sampling", success_rate, ["rollout_actor"], filter_plugin=within(lower, upper))

@@ -177,7 +177,7 @@ def propose(found: list[Candidate]) -> Candidate:
     return min(fitting, key=lambda one: (one.step, len(one.worlds)))
 
 
-def placed(
+def with_auto_placement(
     config: Config, shapes: ModelShapes, *, gpu_memory: int, kernels: Kernels = "te"
 ) -> tuple[Config, str]:
     """The configuration with the placement that ``placement.auto`` stands for, written out, and the

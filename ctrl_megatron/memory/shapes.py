@@ -8,7 +8,7 @@ from pathlib import Path
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.hf_config import parse_model_shape, parse_shape
-from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
 from ctrl_megatron.models.shape import AnyShape, ModelShape, value_shape
 
 
@@ -59,11 +59,11 @@ def model_shapes(
         reference = shape_of(family.ref.model.path)
     if purpose == "rl" and config.needs_values:
         value = value_shape(shape_of(config.critic.model.path))
-        value = adapted(value, configured(config, value=True))
+        value = shape_with_adapters(value, lora_of_config(config, value=True))
     rewarding = None
     if purpose == "rl" and config.needs_reward_model:
         rewarding = value_shape(shape_of(config.reward_model.model.path), head_bias=False)
-    actor = adapted(shape_of(own), configured(config))
+    actor = shape_with_adapters(shape_of(own), lora_of_config(config))
     second = config.agent1.model.path if purpose == "rl" else None
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError, naming, read_text
+from ctrl_megatron.errors import UserError, name_file_in_errors, read_text
 
 
 class JsonlWriter:
@@ -31,7 +31,7 @@ class JsonlWriter:
         line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         data = line.encode("utf-8", errors="backslashreplace")
         size = os.fstat(self._file).st_size
-        with naming(self._path):
+        with name_file_in_errors(self._path):
             if os.write(self._file, data) != len(data):
                 os.ftruncate(self._file, size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

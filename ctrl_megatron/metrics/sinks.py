@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ctrl_megatron.errors import UserError, naming
+from ctrl_megatron.errors import UserError, name_file_in_errors
 from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
@@ -168,12 +168,12 @@ class TensorboardSink:
         self._add(step, summary=self._summaries.Summary(value=values))
 
     def close(self) -> None:
-        with naming(self._path):
+        with name_file_in_errors(self._path):
             self._writer.close()
 
     def _add(self, step: int, **content: object) -> None:
         event = self._events.Event(wall_time=time.time(), step=step, **content)
-        with naming(self._path):
+        with name_file_in_errors(self._path):
             self._writer.write(event.SerializeToString())
             self._writer.flush()
 

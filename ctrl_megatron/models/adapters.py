@@ -157,9 +157,9 @@ def _begin_graph(_: Any, __: Any, embedded: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def merged(model: GPTModel, name: str) -> torch.Tensor:
-    """A parameter or buffer of a model chunk; a linear layer's weight with its adapter, if it has
-    one."""
+def merged_parameter(model: GPTModel, name: str) -> torch.Tensor:
+    """The tensor of a parameter or buffer of a model chunk, in its shape and dtype on this rank; a
+    linear layer's weight with its adapter added, if it has one."""
     module, _, leaf = name.rpartition(".")
     owner: Any = model.get_submodule(module)
     weight: torch.Tensor = getattr(owner, leaf).detach()
@@ -170,13 +170,14 @@ def merged(model: GPTModel, name: str) -> torch.Tensor:
 
 
 def adapters_of(model: torch.nn.Module) -> Iterator[Adapter | LinearAdapter]:
+    """The adapters in a model."""
     kinds = Adapter, LinearAdapter
     return (module for module in model.modules() if isinstance(module, kinds))
 
 
 @contextmanager
 def adapters_off(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """In the block the models compute what their own weights do."""
+    """In the block the models compute without their adapters."""
     adapters = [adapter for model in models for adapter in adapters_of(model)]
     for adapter in adapters:
         adapter.on = False

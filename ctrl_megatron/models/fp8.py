@@ -1,7 +1,7 @@
 """Weights in 8 bits with one scale for each block, as DeepSeek-V3 and others are published.
 
 Beside a weight ``NAME`` in float8_e4m3fn its file has ``NAME_scale_inv``, float32, with one factor
-for each block of rows and columns. ``dequantised`` reads this form, ``quantised`` writes it.
+for each block of rows and columns. ``dequantise`` reads this form, ``quantise`` writes it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def weight_block(config: Mapping[str, Any], where: str) -> Block | None:
     return sizes[0], sizes[1]
 
 
-def dequantised(
+def dequantise(
     weight: torch.Tensor, scales: torch.Tensor, start: tuple[int, int], block: Block
 ) -> torch.Tensor:
-    """The float32 values of a rectangle (rows, columns) of a weight that begins at ``start``;
-    ``scales`` are those of the whole weight."""
+    """The float32 values of a rectangle (rows, columns) of a weight in 8 bits that begins at
+    ``start``; ``scales`` (a number for each block) are those of the whole weight."""
     return weight.float().mul_(_of_elements(scales, start, weight.shape, block))
 
 
@@ -68,7 +68,7 @@ def _of_elements(
 
 
 def written_config() -> dict[str, Any]:
-    """``quantization_config`` of a ``config.json`` beside weights that ``quantised`` has made."""
+    """``quantization_config`` of a ``config.json`` beside weights that ``quantise`` has made."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -123,22 +123,22 @@ def largest_of_blocks(weight: torch.Tensor, start: tuple[int, ...]) -> torch.Ten
     return blocks.amax(dim=(1, 3)).float()
 
 
-def raise_to(largest: torch.Tensor, part: torch.Tensor, start: tuple[int, ...]) -> None:
-    """Combine ``largest_of_blocks`` of a rectangle that begins at ``start`` into ``largest`` of the
-    whole weight."""
+def update_largest(largest: torch.Tensor, part: torch.Tensor, start: tuple[int, ...]) -> None:
+    """Raise ``largest`` of a whole weight, in place, to ``part``, the ``largest_of_blocks`` of its
+    rectangle that begins at ``start``."""
     row, column = (begin // size for begin, size in zip(start, BLOCK, strict=True))
     blocks = largest[row : row + part.shape[0], column : column + part.shape[1]]
     torch.maximum(blocks, part, out=blocks)
 
 
 def scales_of(largest: torch.Tensor) -> torch.Tensor:
-    """The scales of blocks with these largest magnitudes: they become the largest number that 8
-    bits can hold. A block of zeros has scale 1."""
+    """float32 scales of blocks whose largest magnitudes are ``largest``, of the same shape: with
+    them these become the largest number that 8 bits can hold. A block of zeros has scale 1."""
     return torch.where(largest > 0, largest / _LARGEST, 1.0)
 
 
-def quantised(weight: torch.Tensor, scales: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
-    """A rectangle of a weight that begins at ``start``, in 8 bits; ``scales`` are those of all its
-    blocks."""
+def quantise(weight: torch.Tensor, scales: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+    """A rectangle of a weight that begins at ``start``, as float8_e4m3fn of the same shape;
+    ``scales`` (a number for each block) are those of the whole weight."""
     divided = weight.float() / _of_elements(scales, start, weight.shape, BLOCK)
     return divided.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)

@@ -20,7 +20,7 @@ ALL_LINEAR = "all-linear"
 """The target that names every linear layer of a decoder layer."""
 
 
-def configured(config: Config, *, value: bool = False) -> Lora | None:
+def lora_of_config(config: Config, *, value: bool = False) -> Lora | None:
     """The adapters of the actor or of the value model; None if all weights are trained."""
     model, own = config.actor_rollout_ref.model, config.critic.model.lora_rank
     rank = own if value and own is not None else model.lora_rank
@@ -34,7 +34,7 @@ def configured(config: Config, *, value: bool = False) -> Lora | None:
     )
 
 
-def adapted(shape: SomeShape, lora: Lora | None) -> SomeShape:
+def shape_with_adapters(shape: SomeShape, lora: Lora | None) -> SomeShape:
     """``shape`` with adapters, whose targets are the names of linear layers.
 
     UserError for a layer that the model does not have, and for a model of Megatron's with experts

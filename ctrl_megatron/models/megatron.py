@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from ctrl_megatron.models.adapters import merged
+from ctrl_megatron.models.adapters import merged_parameter
 from ctrl_megatron.models.build import build_chunks, output_weight
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients
 from ctrl_megatron.models.micro_batch import MicroBatch
@@ -52,7 +52,7 @@ class MegatronStrategy:
         return named[param.name]
 
     def sent(self, chunk: int, param: str) -> torch.Tensor:
-        return merged(self.models[chunk], param)
+        return merged_parameter(self.models[chunk], param)
 
     def weights(self) -> Iterator[torch.Tensor]:
         for model in self.models:

@@ -49,6 +49,7 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def come_back(self) -> None:
+        """Put the tensors' memory back on the device, with what was copied or with zeros."""
         for storage, size in self._empty:
             storage.resize_(size)
             whole = _bytes_of(storage)
@@ -81,10 +82,10 @@ class OffloadedTensors:
         if not sizes:
             return
         on_gpu = any(storages[identity].device.type == "cuda" for identity in sizes)
-        block, begin = host_block(sum(map(aligned, sizes.values())), page_locked=on_gpu), 0
+        block, begin = host_block(sum(map(aligned_size, sizes.values())), page_locked=on_gpu), 0
         for identity, size in sizes.items():
             self._copies[identity] = block[begin : begin + size]
-            begin += aligned(size)
+            begin += aligned_size(size)
 
 
 def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Tensor:
@@ -109,8 +110,9 @@ def host_block(size: int, *, page_locked: bool, runtime: Any = None) -> torch.Te
     return block
 
 
-def aligned(size: int) -> int:
-    """The bytes that ``size`` bytes take where tensors lie behind each other."""
+def aligned_size(size: int) -> int:
+    """Bytes that a tensor of ``size`` bytes takes in a block of tensors, up to the beginning of the
+    next one."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

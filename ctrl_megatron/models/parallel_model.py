@@ -108,7 +108,7 @@ class ParallelModel:
 
     @property
     def away(self) -> frozenset[OffloadPart]:
-        """The parts that are not on the device."""
+        """The parts whose memory is not on the device."""
         return frozenset(part for part, tensors in self._parts.items() if tensors.away)
 
     def offload(self, *parts: OffloadPart) -> None:
@@ -137,7 +137,7 @@ class ParallelModel:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """In the block the model computes what its directory's weights do."""
+        """In the block the model computes without its adapters, as its directory's weights do."""
         shape, self.shape = self.shape, self.shape.base
         with adapters_off(self.models):
             try:

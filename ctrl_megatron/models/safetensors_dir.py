@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ctrl_megatron.errors import UserError, read_json, users_input
-from ctrl_megatron.models.fp8 import SCALES, dequantised, weight_block
+from ctrl_megatron.models.fp8 import SCALES, dequantise, weight_block
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import AnyShape
 
@@ -185,7 +185,7 @@ class SafetensorsDirectory:
             return found
         begins = [index.start or 0 for index in part] + [0] * (2 - len(part))
         whole = self._handle(scales).get_tensor(scales)
-        return dequantised(found, whole, (begins[0], begins[1]), self.block)
+        return dequantise(found, whole, (begins[0], begins[1]), self.block)
 
 
 @cache

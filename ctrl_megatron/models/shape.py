@@ -332,8 +332,8 @@ CLASSIFIERS = {"ForTokenClassification": True, "ForSequenceClassification": Fals
 
 
 def head_of(config: Mapping[str, Any], where: str) -> bool | None:
-    """Whether the head for numbers that a ``config.json`` describes has a bias; None for a language
-    model. UserError for a head of several numbers."""
+    """Whether the head for numbers that a ``config.json`` describes has a bias; None if it
+    describes a language model, which has no such head. UserError for a head of several numbers."""
     (architecture, *_) = config.get("architectures") or ("",)
     biases = [bias for end, bias in CLASSIFIERS.items() if architecture.endswith(end)]
     if not biases:

@@ -100,7 +100,7 @@ class Strategy(Protocol):
 
     @property
     def packs(self) -> bool:
-        """Whether a micro-batch may have several rows."""
+        """Whether a micro-batch may have several rows; without it each row is passed by itself."""
         ...
 
     def begin(self) -> None:
@@ -109,16 +109,17 @@ class Strategy(Protocol):
         ...
 
     def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
-        """This rank's part of a parameter or buffer of virtual stage ``chunk``; the same object in
-        every call."""
+        """This rank's part of a parameter or buffer of virtual stage ``chunk``, in the shape and
+        dtype that it has on the device; the same tensor object in every call."""
         ...
 
     def sent(self, chunk: int, param: str) -> torch.Tensor:
-        """This rank's part of what engines get for a parameter or buffer, adapters merged."""
+        """This rank's part of what engines get for the parameter or buffer ``param`` of virtual
+        stage ``chunk``, with adapters merged."""
         ...
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The memory of all parameters."""
+        """The tensors whose memory all parameters have."""
         ...
 
     def gradient_buffers(self) -> Iterator[torch.Tensor]:
@@ -154,9 +155,11 @@ class Strategy(Protocol):
     def log_probs(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N,) log-probs of the response tokens and entropies, of the last stage's output."""
+        """(log-probs, entropies) of the micro-batch's N response tokens, both (N,) float32, from
+        ``output`` of the last stage."""
         ...
 
     def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
-        """(N,) values before the response tokens, of the last stage's output."""
+        """(N,) float32 values, each read before a response token, from ``output`` of the last
+        stage."""
         ...

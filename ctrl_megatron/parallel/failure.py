@@ -79,7 +79,7 @@ class FailureWatch:
         """Let this rank's stacks be in ``file`` before a run that hangs is ended, from now on."""
         self._stacks = file
 
-    def quiet(self) -> None:
+    def stop_watching_others(self) -> None:
         """Stop watching services and peers, which end one by one from now on. Collective."""
         self._groups.barrier()
         self.ending = self.ending or "the run has done its work"
@@ -87,9 +87,9 @@ class FailureWatch:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop watching, if ``quiet`` has not done so."""
+        """Stop watching, if ``stop_watching_others`` has not done so."""
         if not self._ended.is_set():
-            self.quiet()
+            self.stop_watching_others()
 
     @staticmethod
     def exit(code: int) -> None:

@@ -29,7 +29,8 @@ _LONGEST_MAIL = timedelta(days=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSet:
-    """Ranks that meet: all of a run, or those of one world, which are numbered from 0 then."""
+    """Ranks that communicate: all of a run, or those of one world, which are numbered from 0 then.
+    Every method that begins with ``from`` or ``on``, and ``barrier``, is collective over them."""
 
     ranks: tuple[int, ...]
     """The run's numbers of the ranks in the set, ascending."""
@@ -61,13 +62,13 @@ class RankSet:
         return self.hosts.of_rank[self.rank]
 
     def from_first(self, value: T | None) -> T:
-        """Rank 0's ``value`` on every rank."""
+        """Rank 0's ``value`` on every rank (pickled, over gloo). Collective."""
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.host)
         return box[0]  # type: ignore[return-value]
 
     def from_all(self, value: T) -> list[T]:
-        """One value per rank, in rank order, on every rank."""
+        """One value per rank, in rank order, on every rank. Collective."""
         return _gather(value, self.size, self.host)
 
     def from_here(self, value: T) -> dict[int, T]:
@@ -86,7 +87,7 @@ class RankSet:
         return tuple(map(bool, raised.tolist()))
 
     def barrier(self) -> None:
-        """Wait for all ranks (host side)."""
+        """Wait for all ranks (host side). Collective."""
         dist.barrier(group=self.host)
 
 
@@ -135,7 +136,8 @@ class ProcessGroups(RankSet):
         return self.place.pp == self.layout.pipeline - 1
 
     def from_leader(self, value: T | None) -> T:
-        """The leader's ``value`` on every rank of this model copy (pickled, over gloo)."""
+        """The leader's ``value`` on every rank of this model copy (pickled, over gloo). Collective
+        over the copy."""
         if self.layout.model_size == 1:
             return value  # type: ignore[return-value]
         box = [value]
@@ -143,23 +145,25 @@ class ProcessGroups(RankSet):
         return box[0]  # type: ignore[return-value]
 
     def from_data_ranks(self, value: T) -> list[T]:
-        """One value per data-parallel rank, in their order, on every rank."""
+        """One value per data-parallel rank, in their order, on every rank. Collective over them."""
         return _gather(value, self.layout.data, self.host_data)
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of ``values`` over the data-parallel ranks (float64 host arithmetic)."""
+        """Sum of ``values`` over the data-parallel ranks, of the same shape, as float64 on the
+        host. Collective over them."""
         total = values.detach().to("cpu", torch.float64)
         dist.all_reduce(total, group=self.host_data)
         return total
 
     def most_over_data(self, count: int) -> int:
-        """The largest ``count`` of the data-parallel ranks."""
+        """The largest ``count`` of the data-parallel ranks. Collective over them."""
         most = torch.tensor(count)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.host_data)
         return int(most)
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape."""
+        """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape and
+        dtype. Collective over them."""
         if self.layout.pipeline > 1:
             dist.broadcast(tensor, group_src=self.layout.pipeline - 1, group=self.pipeline)
         return tensor
@@ -215,7 +219,7 @@ def join_worlds(
         torch.cuda.set_device(device)
     else:
         cpu_platform.install_cpu_platform()
-        host_memory.keep()
+        host_memory.keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     if not dist.is_initialized():
         met = rendezvous(launch, timeout)
@@ -265,7 +269,7 @@ def _collect(
     identities = _gather(host_identity(), len(every), host)
     hosts = number_hosts(identities)
     several = len(hosts.names) > 1
-    hosts = hosts.reached(_gather(way_to(master), len(every), host) if several else [])
+    hosts = hosts.with_addresses(_gather(way_to(master), len(every), host) if several else [])
     groups = ProcessGroups(
         ranks=world.ranks,
         rank=world.ranks.index(me),

@@ -2,9 +2,9 @@
 
 glibc returns every large freed block to the kernel. When a page of the next block is first touched,
 the kernel stops the process, finds a page and clears it. A pass on the CPU allocates thousands of
-such tensors, and a third of its time was spent there. ``keep`` makes glibc keep what is freed
-(``mallopt``, mallopt(3)) and asks the kernel for pages of 2 MiB (``madvise``). ``make_room``
-returns free memory when the machine is short of it.
+such tensors, and a third of its time was spent there. ``keep_freed_memory`` makes glibc keep what
+is freed (``mallopt``, mallopt(3)) and asks the kernel for pages of 2 MiB (``madvise``).
+``make_room`` returns free memory when the machine is short of it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _SCARCE = 0.25
 _kept = False
 
 
-def keep() -> bool:
-    """Keep freed memory from now on; False where the C library is not glibc or refuses."""
+def keep_freed_memory() -> bool:
+    """Let this process keep memory that it frees, from now on; False where the C library is not
+    glibc or refuses."""
     global _kept
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -41,16 +42,16 @@ def keep() -> bool:
 
 
 def make_room() -> None:
-    """Call ``give_back`` if less than a quarter of the machine's memory is available.
+    """Call ``return_freed_memory`` if less than a quarter of the machine's memory is available.
 
     With more available memory, returning it would only slow the next update down by a fifth: the
     rank gets the same pages again, with a page fault for each.
     """
-    if available() < _SCARCE:
-        give_back()
+    if available_share() < _SCARCE:
+        return_freed_memory()
 
 
-def available() -> float:
+def available_share() -> float:
     """The share of memory that is available: of the machine's, or of the limit of a container's
     cgroup (version 2) where that share is smaller."""
     machine = psutil.virtual_memory()
@@ -64,8 +65,8 @@ def available() -> float:
     return min(machine.available / machine.total, 1 - (used - cached) / int(most))
 
 
-def give_back() -> None:
-    """Return all free memory to the kernel; does nothing before ``keep``."""
+def return_freed_memory() -> None:
+    """Return all free memory to the kernel; does nothing before ``keep_freed_memory``."""
     if _kept:
         ctypes.CDLL(None).malloc_trim(0)
         _use_large_pages()

@@ -49,12 +49,10 @@ class Hosts:
             addresses=tuple(self.addresses[host] for host in kept) if self.addresses else (),
         )
 
-    def reached(self, ways: Sequence[Way]) -> Hosts:
-        """The same hosts with ``addresses``, from every rank's way to rank 0's host.
-
-        A machine often resolves its own name to loopback, so the address of rank 0's host is the
-        one that the other hosts use.
-        """
+    def with_addresses(self, ways: Sequence[Way]) -> Hosts:
+        """These hosts with their ``addresses``, which are found from the ``ways`` of every rank to
+        rank 0's host. A machine often resolves its own name to loopback, so the address of rank 0's
+        host is the one that the other hosts use."""
         first = [self.first_rank(host) for host in range(len(self.names))]
         if len(first) == 1:
             return replace(self, addresses=(LOOPBACK,))

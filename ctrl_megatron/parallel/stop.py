@@ -60,8 +60,8 @@ class StopFlag:
         """True once a stop was requested on this rank, but not while it is ``deferred``."""
         return self._first is not None and not self.deferred
 
-    def agreed(self, groups: RankSet) -> bool:
-        """True on all ranks if a stop was requested on any rank. Collective."""
+    def requested_on_any_rank(self, groups: RankSet) -> bool:
+        """True on all ranks of ``groups`` if a stop was requested on any of them. Collective."""
         return groups.on_any(self.is_set)[0]
 
     @contextmanager

@@ -19,7 +19,8 @@ _HAS_AMX = torch.cpu._is_amx_tile_supported()
 def wgrad_gemm_accum_fp32(
     hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """Add grad_output.T @ hidden, of (T, N) and (T, K), to main_grad (N, K) float32."""
+    """Add grad_output.T @ hidden to ``main_grad`` (N, K) float32, in place; ``grad_output`` is (T,
+    N) and ``hidden`` (T, K), both of the compute dtype."""
     if hidden.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), hidden)
         return
@@ -37,7 +38,7 @@ def wgrad_gemm_accum_fp32(
 
 
 def install_weight_gradient() -> None:
-    """Make Megatron's linear layers use this function from now on."""
+    """Make Megatron's linear layers use ``wgrad_gemm_accum_fp32`` from now on."""
     from megatron.core.tensor_parallel import layers
 
     if not hasattr(layers, "_grad_accum_fusion_available"):

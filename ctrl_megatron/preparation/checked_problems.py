@@ -49,7 +49,7 @@ def checked_problems(
     kept, left_out = list[Problem](), list[str]()
     for problem, row in zip(problems, rows, strict=True):
         try:
-            found = checks.of(row).applied(row)
+            found = checks.of(row).apply_to(row)
         except UserError:
             left_out.append(f"{problem.id}: {checks.of(row).fault}")
         else:

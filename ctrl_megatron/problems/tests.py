@@ -69,7 +69,7 @@ def _spelled(case: object, number: int) -> dict[str, Any]:
         if not isinstance(given, Mapping) or not _is_text({**least, **given}.get(stream)):
             raise UserError(
                 f"case {number} must be an object with the texts input.stdin and output.stdout, or "
-                f"with the texts input and output, is {abbreviated(json.dumps(case))}"
+                f"with the texts input and output, is {abbreviate(json.dumps(case))}"
             )
     return record
 
@@ -113,6 +113,6 @@ def comparison_complaint(kind: PrompterType, comparison: str) -> str:
     return ""
 
 
-def abbreviated(value: object) -> str:
+def abbreviate(value: object) -> str:
     """The first 60 characters of a wrong value, for an error message."""
     return "missing or null" if value is None else f"{str(value)[:60]!r}"

@@ -35,7 +35,7 @@ from ctrl_megatron.data.rows import Row, read_rows, write_rows
 from ctrl_megatron.errors import UserError, read_json, users_input
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.steps.batch import joined_samples, joined_tensors, tensor_fields
+from ctrl_megatron.steps.batch import join_samples, join_tensors, tensor_fields
 from ctrl_megatron.steps.worker import DAGWorker
 
 FOLDER = "dumps"
@@ -230,7 +230,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Dump:
     ended, table = path / "metrics.json", path / "rows.parquet"
     after = [_load(path / f"updated_{n:04}.safetensors") for n in parts if ended.is_file()]
     widths = [part["responses"].shape[1] for part in before]
-    batch = joined_samples(before, pad_token_id=facts["pad_token_id"])
+    batch = join_samples(before, pad_token_id=facts["pad_token_id"])
     names = [name for name, value in (lines[0] if lines else {}).items() if isinstance(value, str)]
     for name in names:
         batch[name] = NonTensorStack(*[line[name] for line in lines])
@@ -241,7 +241,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Dump:
         layout=facts["layout"],
         device=facts["device"],
         batch=batch,
-        updated=joined_tensors(after, widths),
+        updated=join_tensors(after, widths),
         metrics=read_json(ended) if ended.is_file() else None,
         rows=tuple(read_rows(table)) if table.is_file() else (),
     )

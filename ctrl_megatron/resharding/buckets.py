@@ -15,8 +15,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.fp8 import FP8, SCALES, largest_of_blocks, quantised, raise_to, scales_of
-from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.fp8 import (
+    FP8,
+    SCALES,
+    largest_of_blocks,
+    quantise,
+    scales_of,
+    update_largest,
+)
+from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.plan import (
@@ -43,7 +50,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class Buckets:
-    """The pieces that one rank sends and receives in every push of a source.
+    """The buckets of the pushes of a source, as one rank sends and receives them.
 
     By default every host with an engine gets whole tensors in its memory. ``cut``, ``takers`` and
     ``host_of_rank`` are otherwise those of ``PushPlan``, and so is ``host_memory``.
@@ -115,18 +122,19 @@ class Buckets:
     def weights(
         self, transfer: Transfer, scales: dict[str, torch.Tensor] | None = None
     ) -> Iterator[torch.Tensor]:
-        """The values of a transfer's rectangles, of which this rank has the shard; ``scales`` are
-        those of the bucket's weights in 8 bits."""
+        """The values of a transfer's rectangles in their order, as ``WeightSource.values`` or in 8
+        bits; this rank has the shard. ``scales`` are those of the bucket's weights in 8 bits
+        (``Buckets.scales``)."""
         for rectangle in transfer.rectangles:
             values, piece = self._source.values(transfer.part.chunk, rectangle), rectangle.piece
             if scales and rectangle.dtype == FP8:
                 own = scales[piece.hf + SCALES].to(values.device)
-                values = quantised(values, own, piece.hf_start)
+                values = quantise(values, own, piece.hf_start)
             yield values
 
     def scales(self, number: int) -> dict[str, torch.Tensor]:
-        """Name -> the scales of a bucket's weights in 8 bits, on the host. Collective over all
-        ranks if there are any: a block may lie in the shards of several."""
+        """Name -> float32 scales of a bucket's weights in 8 bits, on the host; {} if it has none.
+        Collective over all ranks if there are any: a block may lie in the shards of several."""
         specs = [p.spec for p in self.places[number] if p.spec.name.endswith(SCALES)]
         if not specs:
             return {}
@@ -141,7 +149,7 @@ class Buckets:
                 if rectangle.dtype == FP8:
                     start = rectangle.piece.hf_start
                     block = largest_of_blocks(values, start).cpu()
-                    raise_to(of[rectangle.piece.hf + SCALES], block, start)
+                    update_largest(of[rectangle.piece.hf + SCALES], block, start)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.host)
         return {name: scales_of(blocks) for name, blocks in of.items()}
 
@@ -166,11 +174,11 @@ class Phases(Protocol):
     """The phases of a push on one rank, for the number of a bucket."""
 
     def fill(self, number: int) -> None:
-        """Write what this rank sends."""
+        """Write what this rank sends of bucket ``number`` into memory."""
         ...
 
     def exchange(self, number: int) -> None:
-        """Begin to send and to receive."""
+        """Begin to send and to receive bucket ``number``; returns before it has arrived."""
         ...
 
     def settle(self, number: int) -> None:
@@ -233,8 +241,9 @@ class BucketMemory(Protocol):
 
 
 class HostBuckets:
-    """``BucketMemory`` in which a tensor, or a worker's part of it, is where it is in the bucket of
-    whole tensors. All engines of a host read the same memory."""
+    """``BucketMemory`` in which every tensor has room as a whole, at its ``TensorPlace``; in memory
+    of a worker's own only the worker's part of it is written. All engines of a host read the same
+    memory."""
 
     def __init__(
         self,
@@ -355,7 +364,8 @@ class HostExchange:
         self._arriving[number] = [arrival for _, arrival in sorted(arriving, key=lambda a: a[0])]
 
     def settle(self, number: int) -> None:
-        """Pass on and write what arrives, and wait until everything has left."""
+        """Pass on to the next host and write what arrives, and wait until everything that this rank
+        sends has left."""
         leaving = self._leaving.pop(number)
         for arrival in self._arriving.pop(number):
             arrival.work.wait()
@@ -388,7 +398,8 @@ class HostExchange:
 
 
 def message_bytes(transfers: Iterable[Transfer]) -> int:
-    return sum(aligned(r.num_bytes) for transfer in transfers for r in transfer.rectangles)
+    """Bytes of the message with these transfers."""
+    return sum(aligned_size(r.num_bytes) for transfer in transfers for r in transfer.rectangles)
 
 
 def fill_message(
@@ -397,8 +408,8 @@ def fill_message(
     memory: torch.Tensor,
     scales: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the message with these transfers, of which this rank has the shards; ``scales`` as for
-    ``Buckets.weights``."""
+    """Write the message with these transfers, of which this rank has the shards, into ``memory``
+    (uint8); ``scales`` as for ``Buckets.weights``."""
     weights = (weight for transfer in transfers for weight in buckets.weights(transfer, scales))
     for (_, _, part), weight in zip(in_message(transfers, memory), weights, strict=True):
         part.copy_(weight)
@@ -407,14 +418,15 @@ def fill_message(
 def in_message(
     transfers: Iterable[Transfer], memory: torch.Tensor
 ) -> Iterator[tuple[Transfer, Piece, torch.Tensor]]:
-    """(transfer, rectangle, the rectangle's values) of everything in a message."""
+    """(transfer, rectangle, the rectangle's values) of everything in a message, whose bytes are
+    ``memory`` (uint8)."""
     offset = 0
     for transfer in transfers:
         for rectangle in transfer.rectangles:
             piece = rectangle.piece
             spec = TensorSpec(name=piece.hf, dtype=rectangle.dtype, shape=piece.extent)
             yield transfer, piece, tensor_at(memory, spec, offset)
-            offset += aligned(rectangle.num_bytes)
+            offset += aligned_size(rectangle.num_bytes)
 
 
 def push_through_host(

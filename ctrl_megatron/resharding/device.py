@@ -51,7 +51,7 @@ class EngineKeeper(Protocol):
 
     async def restore(self, asleep: Collection[EngineMemory]) -> int:
         """Return when all engines run; the number of those that were started again since the last
-        call. They have no weights, and ``asleep`` is the memory of theirs that sleeps."""
+        call. These have no weights, and of their memory ``asleep`` sleeps."""
         ...
 
 
@@ -79,15 +79,15 @@ class ActorVersions:
         return f"{self._role}@{self._numbers[-1]}"
 
     def behind(self, version: str) -> int:
-        """Names that are newer than ``version``: the updates since. ValueError if it is newer than
-        the last name.
-        """
+        """How many names are newer than ``version``, which is the number of updates since.
+        ValueError if ``version`` is newer than the last name."""
         number = int(version.removeprefix(f"{self._role}@"))
         if not self._numbers or number > self._numbers[-1]:
             raise ValueError(f"no weights were called {version} until now")
         return sum(number < newer for newer in self._numbers)
 
     def last(self, count: int) -> list[int]:
+        """The step numbers N of the last ``count`` names ``actor@N``, ascending."""
         return self._numbers[-count:]
 
     def restore_names(self, numbers: Sequence[int], updates: int) -> None:
@@ -309,6 +309,7 @@ class DeviceOwner:
             self._wake(memory)
 
     def take_reports(self) -> list[PushReport]:
+        """The reports of the pushes since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -323,7 +324,7 @@ class DeviceOwner:
         return role if role == "proxy" else self.versions[role].name(self.updates(role), step)
 
     def updates(self, role: Role) -> int:
-        """Updates of a policy's model in this process."""
+        """How often the role's model was updated in this process; 0 for a role without a model."""
         model = self._sources[role].model
         return 0 if model is None else model.updates
 

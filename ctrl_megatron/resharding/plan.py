@@ -22,7 +22,7 @@ from typing import Literal, assert_never
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
-from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.models.rules import ParamRule, hf_buffers, hf_shapes, rules, trained_names
 from ctrl_megatron.models.shape import AnyShape, GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
@@ -130,7 +130,7 @@ def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Te
     scales share a bucket."""
     places, bucket, used = [], 0, 0
     for spec in specs:
-        size = aligned(spec_bytes(spec))
+        size = aligned_size(spec_bytes(spec))
         if used and used + size > bucket_bytes and not spec.name.endswith(SCALES):
             bucket, used = bucket + 1, 0
         places.append(TensorPlace(spec=spec, bucket=bucket, offset=used))
@@ -140,7 +140,8 @@ def place_in_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Te
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A rectangle of a rank's shard, and its place in a Hugging Face tensor."""
+    """A rectangle of a rank's shard, and its place in a Hugging Face tensor and in a worker's part
+    of it."""
 
     param: str
     piece: Piece
@@ -153,7 +154,8 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The rectangles that the workers of one number need of one shard."""
+    """The rectangles of one shard that the workers with index ``worker`` need, one worker per
+    engine."""
 
     mesh: MeshName
     at: Indices
@@ -167,7 +169,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a flow: from ``begin`` to ``end`` when its bytes are counted as ``of``."""
+    """The bytes of a flow from ``begin`` to ``end``, where the whole flow counts as ``of``."""
 
     giver: int
     engines: tuple[int, ...]
@@ -330,7 +332,7 @@ class PushPlan:
         return [tuple(bucket) for bucket in buckets]
 
     def most_of_a_worker(self, bucket: Sequence[PushPart]) -> int:
-        """The bytes of the bucket for the worker that gets most of it."""
+        """Bytes of the bucket for the worker that gets most of it."""
         parts = (self._of_workers(part.pattern, part.number) for part in bucket)
         return max(map(sum, zip(*parts, strict=True)))
 

@@ -129,6 +129,7 @@ class ChunkQueue:
 
     def put(self, chunk: WeightChunk) -> None:
         # asyncio's queues are for one thread, and buckets are filled in another.
+        """Give the engine the next chunk."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, chunk)
 
     def wait_until_read(self, bucket: int) -> None:

@@ -58,7 +58,8 @@ class WeightSource(Protocol):
         ...
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
-        """A rectangle of this rank's shards, in virtual stage ``chunk``."""
+        """The values of a rectangle of this rank's shards, in virtual stage ``chunk``: a tensor of
+        the shape ``rectangle.piece.extent``."""
         ...
 
 

@@ -46,13 +46,15 @@ def build_reward_sum(
     of_critic |= {"sandbox": judge, "cache": cache}
     of_others = {"provider": judge, "cache": cache}
     functions = {}
-    for name, planned in plan.called.items():
+    for name, planned in plan.called_with_texts.items():
         shared = of_critic if name == "critic" else _accepted(name, of_others)
         functions[name] = made = make_reward(name, **shared, **planned.options)
         if isinstance(made, UsersReward):
             made.seconds = config.reward.function_timeout
-    tasks = {name: planned.tasks for name, planned in plan.called.items() if planned.tasks}
-    weights = {name: planned.weight for name, planned in plan.called.items()}
+    tasks = {
+        name: planned.tasks for name, planned in plan.called_with_texts.items() if planned.tasks
+    }
+    weights = {name: planned.weight for name, planned in plan.called_with_texts.items()}
     return RewardSum(functions, weights, judge=judge, tasks=tasks)
 
 
@@ -66,7 +68,7 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     own = partial(require_judgeable, limits=None if config.sandbox.endpoint else limits)
     request = _once(judge.check if isinstance(judge, ScriptProvider) else own)
     checks: list[tuple[str, PlannedReward, Callable[[Row], object]]] = []
-    for name, planned in plan.called.items():
+    for name, planned in plan.called_with_texts.items():
         check: Callable[[Row], object] = _nothing
         if name == "critic":
             names = ("run_timeout", "shared_process_graders")

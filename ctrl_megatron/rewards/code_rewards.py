@@ -129,7 +129,7 @@ class CodeReward:
             for item, row in zip(items, rows, strict=True)
         ]
         answers = await self._judge.grade_all(jobs, self._max_requests)
-        self._judge.warn(rows, answers)
+        self._judge.warn_of_refused_tests(rows, answers)
         return [
             outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
@@ -155,7 +155,7 @@ class CodeReward:
 
 
 class BinaryCodeReward(CodeReward):
-    """``binary_code``: 1 where ``code`` is above 0.99, 0 where it is not, None where it is None."""
+    """``binary_code``: 1 where the reward ``code`` is above 0.99, else 0; None where it is None."""
 
     name = "binary_code"
 

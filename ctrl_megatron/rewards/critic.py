@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Paths, Row, read_rows, rows_by_id
 from ctrl_megatron.prompts import (
     generation_messages,
@@ -34,9 +34,9 @@ from ctrl_megatron.rewards.grading import (
     RetryPolicy,
     RowTests,
     check_tests,
-    encodable,
     outcome_of,
     program_of,
+    replace_surrogates,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Message, Verdict
@@ -192,7 +192,7 @@ class RewardModelForCritic:
                 advance()
                 return reward
 
-            return await gathered([partial(rewarded, triple) for triple in triples])
+            return await gather_results([partial(rewarded, triple) for triple in triples])
 
     async def judge(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
         """The outcome of every item: the reward that its critique earned by its revision. A failure
@@ -208,7 +208,7 @@ class RewardModelForCritic:
             for item, row, program in zip(items, rows, programs, strict=True)
         ]
         answers = await self._grade_all(jobs)
-        self._required_judge.warn(rows, answers)
+        self._required_judge.warn_of_refused_tests(rows, answers)
         judged = zip(items, programs, answers, strict=True)
         return [self._outcome(item, program, answer) for item, program, answer in judged]
 
@@ -240,7 +240,7 @@ class RewardModelForCritic:
         pairs = zip(texts, rows, strict=True)
         jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
         answers = await self._grade_all(jobs)
-        self._required_judge.warn(rows, answers)
+        self._required_judge.warn_of_refused_tests(rows, answers)
         return [outcome_of(answer, self._score) for answer in answers]
 
     def _outcome(self, item: RewardItem, program: str, answer: Graded | None) -> RewardOutcome:
@@ -249,7 +249,7 @@ class RewardModelForCritic:
         return self._limited(found, item.critique, program) if judged else found
 
     def _limited(self, outcome: RewardOutcome, critique: str, program: str) -> RewardOutcome:
-        copied = copied_rate(encodable(critique), program)
+        copied = copied_rate(replace_surrogates(critique), program)
         if self.copying == "measure" or copied <= self.copying_threshold:
             return replace(outcome, copied=copied)
         reward = 0.0 if self.copying == "penalise" else None

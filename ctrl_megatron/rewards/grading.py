@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
-from ctrl_megatron.background import gathered, one_done
+from ctrl_megatron.background import gather_results, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.fields import json_field, object_field
@@ -177,10 +177,10 @@ class BatchTests:
 
 def program_of(text: str, language: str = "python") -> str:
     """The program in ``text`` as it is sent to a judge."""
-    return extract_code(encodable(text), language.lower())
+    return extract_code(replace_surrogates(text), language.lower())
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """``text`` with "?" for every lone surrogate, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
@@ -378,7 +378,7 @@ class CachedJudge:
         self._begun: dict[str, deque[asyncio.Task[tuple[Verdict, bool]]]] = {}
         """Key of a job -> its runs that ``begin`` started and ``grade`` has not taken yet."""
         self._told = set[str]()
-        """Ids of rows that ``warn`` has named because no program of theirs could be judged."""
+        """Ids of rows that a warning has named because no program of theirs could be judged."""
 
     async def key(self, job: GradingJob) -> str:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
@@ -410,10 +410,9 @@ class CachedJudge:
 
         return await self._cache.get(await self.key(job), run)
 
-    def warn(self, rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
-        """Say which rows have no reward because the judge refuses their tests and, once, of which
-        none of these programs could be judged.
-        """
+    def warn_of_refused_tests(self, rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
+        """Warn which rows have no reward because the judge refuses their tests and, once, of which
+        rows no program could be judged."""
         pairs = [(row, a) for row, a in zip(rows, answers, strict=True) if a is not None]
         for row, why in {row.id: (row, a.error) for row, a in pairs if a.refused}.values():
             _log.warning("%s cannot be judged and has no reward: %s", _named(row), why)
@@ -461,7 +460,7 @@ class CachedJudge:
             one_done()
             return answer
 
-        found = await gathered([partial(first, job) for job in jobs])
+        found = await gather_results([partial(first, job) for job in jobs])
         patience, asked = self._patience, sum(job is not None for job in jobs)
         for retry in range(patience.retries + 1):
             failed = {
@@ -481,7 +480,7 @@ class CachedJudge:
             _log.warning("%s are judged again in %.0f s: %s", count, pause, last.error)
             await asyncio.sleep(pause)
             calls = [partial(attempt, cast(GradingJob, jobs[i])) for i in again]
-            for i, answer in zip(again, await gathered(calls), strict=True):
+            for i, answer in zip(again, await gather_results(calls), strict=True):
                 found[i] = answer
         return found
 

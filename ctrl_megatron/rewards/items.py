@@ -47,7 +47,7 @@ class RewardOutcome:
 
     @property
     def judgable(self) -> bool:
-        """Whether a judge was asked, that is whether there was a program to run."""
+        """Whether a judge was asked about the text, which needs a program in it."""
         return self.verdict is not None or bool(self.error)
 
     @property
@@ -85,7 +85,8 @@ class RewardItem:
 
 
 class RewardFunction(Protocol):
-    """Returns one reward per item, in order; None masks the item out."""
+    """Returns one reward per item, in order; None where the reward is unknown, so that the item
+    counts in no loss and no mean."""
 
     async def __call__(self, items: Sequence[RewardItem], /) -> Rewards: ...
 

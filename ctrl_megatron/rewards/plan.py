@@ -49,9 +49,9 @@ class RewardPlan:
         return {name: function.weight for name, function in self.functions.items()}
 
     @property
-    def called(self) -> dict[str, PlannedReward]:
-        """Name -> function of those that are called with texts: all but the reward of a model,
-        whose passes all ranks make together."""
+    def called_with_texts(self) -> dict[str, PlannedReward]:
+        """Name -> function of the reward functions that are called with texts: all but the reward
+        of a model, whose passes all ranks make together."""
         return {name: f for name, f in self.functions.items() if name != MODEL_REWARD}
 
     @property

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
 from ctrl_megatron.rewards.code_rewards import (
     BinaryCodeReward,
@@ -137,5 +137,5 @@ def _imported(path: str) -> Callable[..., Any]:
     becomes a function of a list of items.
     """
     with users_code(f"cannot import the reward {path!r}"):
-        found = imported(path, "reward")
+        found = import_callable(path, "reward")
     return per_item(path, found) if is_score_function(found) else found

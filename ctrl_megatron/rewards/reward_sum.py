@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from ctrl_megatron.background import awaited, gathered
+from ctrl_megatron.background import awaited, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
@@ -128,7 +128,7 @@ class RewardSum:
                 outcomes[number] = outcome
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
         others = {name: f for name, f in self.functions.items() if name != "critic"}
-        found = await gathered([partial(self._run, name, items) for name in others])
+        found = await gather_results([partial(self._run, name, items) for name in others])
         parts = dict(zip(others, found, strict=True))
         if self.critic is not None:
             earned = [None if outcome is None else outcome.reward for outcome in outcomes]
@@ -227,12 +227,12 @@ class RewardSum:
         }
 
     def take_judging(self) -> Judging:
-        """``judging``, which begins anew."""
+        """The counts since the last call: ``judging``, which begins anew."""
         taken, self.judging = self.judging, Judging()
         return taken
 
-    def counting_apart(self) -> RewardSum:
-        """The same functions, with a ``judging`` of its own."""
+    def with_own_counts(self) -> RewardSum:
+        """A ``RewardSum`` of the same functions and judge, with a ``judging`` of its own."""
         other = copy(self)
         other.judging = Judging()
         return other

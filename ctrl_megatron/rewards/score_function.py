@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.background import gathered, one_done
+from ctrl_megatron.background import gather_results, one_done
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, users_code
 from ctrl_megatron.rewards.items import RewardItem, item_rows
@@ -54,7 +54,7 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return score
 
         calls = zip(items, arguments(items), strict=True)
-        return await gathered([functools.partial(one, *call) for call in calls])
+        return await gather_results([functools.partial(one, *call) for call in calls])
 
     def in_turn(items: Sequence[RewardItem], **options: Any) -> list[Any]:
         scores = []

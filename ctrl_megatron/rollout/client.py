@@ -36,6 +36,8 @@ _LONGEST_LINE = 2**26
 
 
 def log_tail(path: str) -> str:
+    """The end of the log at ``path``, at most 3000 bytes of it; a text that says so if there is
+    none."""
     file = Path(path)
     if not file.is_file():
         return f"(no log at {path})"
@@ -57,8 +59,8 @@ def engine_died(address: EngineAddress, what: str) -> EngineDied:
     )
 
 
-class Launched(Protocol):
-    """The engine's process, in its launcher."""
+class LaunchedEngine(Protocol):
+    """The engine's process, as its launcher has it."""
 
     @property
     def address(self) -> EngineAddress:
@@ -77,7 +79,7 @@ class RemoteEngine:
     ``launched`` is the engine's process where it is known: in its launcher.
     """
 
-    def __init__(self, address: EngineAddress, launched: Launched | None = None) -> None:
+    def __init__(self, address: EngineAddress, launched: LaunchedEngine | None = None) -> None:
         self._address, self._launched = address, launched
         self._session: aiohttp.ClientSession | None = None
 
@@ -110,7 +112,7 @@ class RemoteEngine:
             shows["tokens"] = listener
         await self._stream({**body, "tokens": listener is not None}, shows)
         every = [done[place] for place in range(len(prompts) * params.n)]
-        return params.grouped(every)
+        return params.group_by_prompt(every)
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str

@@ -28,12 +28,12 @@ _LONGEST_WAIT = timedelta(hours=1)
 _POLL_SECONDS = 0.0005
 
 
-class Running(Protocol):
-    """Messages on their way."""
+class PendingMessages(Protocol):
+    """Messages that are being sent or received."""
 
     def ended(self, seconds: float) -> bool:
-        """Wait, for about ``seconds`` at most where the library allows it; whether all messages
-        have gone or come. RuntimeError if a member is gone."""
+        """Wait, for about ``seconds`` at most where the library allows it; returns whether all
+        messages have gone or come. RuntimeError if a member is gone."""
         ...
 
 
@@ -41,11 +41,11 @@ class Communicator(Protocol):
     """A group of processes, numbered from 0. Messages between two members arrive in the order in
     which they were sent."""
 
-    def send(self, messages: Messages) -> Running:
+    def send(self, messages: Messages) -> PendingMessages:
         """Begin to send; the memory must not change before the messages have gone."""
         ...
 
-    def receive(self, messages: Messages) -> Running:
+    def receive(self, messages: Messages) -> PendingMessages:
         """Begin to receive."""
         ...
 
@@ -93,10 +93,10 @@ class GlooCommunicator:
     def __init__(self, store: Any, number: int, size: int) -> None:
         self._group: Any = dist.ProcessGroupGloo(store, number, size, _LONGEST_WAIT)
 
-    def send(self, messages: Messages) -> Running:
+    def send(self, messages: Messages) -> PendingMessages:
         return _OverGloo([self._group.send([memory], peer, 0) for memory, peer in messages])
 
-    def receive(self, messages: Messages) -> Running:
+    def receive(self, messages: Messages) -> PendingMessages:
         return _OverGloo([self._group.recv([memory], peer, 0) for memory, peer in messages])
 
     def close(self) -> None:
@@ -140,13 +140,13 @@ class NcclCommunicator:
         _nccl_call("ncclCommInitRank", ctypes.byref(self._group), size, unique, number)
         self._stream = torch.cuda.Stream()
 
-    def send(self, messages: Messages) -> Running:
+    def send(self, messages: Messages) -> PendingMessages:
         return self._begin("ncclSend", messages)
 
-    def receive(self, messages: Messages) -> Running:
+    def receive(self, messages: Messages) -> PendingMessages:
         return self._begin("ncclRecv", messages)
 
-    def _begin(self, function: str, messages: Messages) -> Running:
+    def _begin(self, function: str, messages: Messages) -> PendingMessages:
         self._stream.wait_stream(torch.cuda.current_stream())
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         _nccl_call("ncclGroupStart")

@@ -60,12 +60,12 @@ class DecodingRow:
             token_ids=tuple(self.tokens),
             log_probs=tuple(self.log_probs),
             finish_reason=self.finish_reason,
-            spans=spans(self.versions),
+            spans=version_spans(self.versions),
             order=tuple(self.order),
         )
 
 
-def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
+def version_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
     """Spans of neighbouring tokens with equal versions, from one version per token."""
     starts = [i for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
     borders = [*starts, len(versions)]
@@ -79,7 +79,8 @@ class StepwiseBatch(Protocol):
     """The unfinished ones."""
 
     def step(self, version: str) -> None:
-        """One pass of the model, whose weights are called ``version``."""
+        """Draw the next tokens of every unfinished row by one pass of the model, whose weights are
+        called ``version``."""
         ...
 
 
@@ -161,6 +162,7 @@ class PauseControl:
         self._epoch = 0
 
     def begin_work(self) -> CancelToken:
+        """A token for a new call of ``generate``, which ``cancel`` takes."""
         with self._changed:
             return CancelToken(self._epoch)
 

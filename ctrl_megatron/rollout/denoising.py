@@ -74,12 +74,12 @@ class DenoisingOptions:
         plan = []
         for block in blocks:
             left = block.stop - block.start
-            for count in committed(left, steps):
+            for count in commits_per_step(left, steps):
                 plan.append((block, count))
         return plan
 
 
-def committed(tokens: int, steps: int) -> list[int]:
+def commits_per_step(tokens: int, steps: int) -> list[int]:
     """How many of ``tokens`` masked tokens each step commits: time falls evenly from 1 to 0.001,
     and a step from t to s commits a share of 1 - s/t of what is left, rounded down."""
     times = torch.linspace(1.0, _LAST, steps + 1, dtype=torch.float64).tolist()
@@ -97,8 +97,8 @@ class KeptPrefix(Protocol):
     def logits(
         self, tokens: torch.Tensor, attended: torch.Tensor, rows: Sequence[int]
     ) -> torch.Tensor:
-        """(B, places, V): as ``Denoiser.logits``, of the rows with these numbers in the pass that
-        made it. Only what follows the prefix is computed."""
+        """(B, places, V) logits as those of ``Denoiser.logits``, for the rows with the numbers
+        ``rows`` in the pass that made this prefix. Only what follows the prefix is computed."""
         ...
 
 

@@ -31,11 +31,11 @@ class MemoryDriver(Protocol):
         ...
 
     def free(self, memory: torch.Tensor) -> None:
-        """Return what ``allocate`` gave; no tensor may use it afterwards."""
+        """Free memory that ``allocate`` returned; no tensor may use it afterwards."""
         ...
 
     def get_handle(self, memory: torch.Tensor) -> bytes:
-        """The handle of what ``allocate`` gave."""
+        """A handle that another process can open, of memory that ``allocate`` returned."""
         ...
 
     def open_handle(self, handle: bytes, size: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class MemoryDriver(Protocol):
         ...
 
     def close(self, memory: torch.Tensor) -> None:
-        """Unmap what ``open_handle`` gave; no tensor may use it afterwards."""
+        """Unmap memory that ``open_handle`` returned; no tensor may use it afterwards."""
         ...
 
     def synchronize(self) -> None:

@@ -12,7 +12,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.models.hf_config import read_shape
-from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import free_ports
@@ -127,7 +127,7 @@ def engine_spec(
         part=part,
         gpu_memory_utilization=keys.gpu_memory_utilization,
         kv_cache_gib=keys.kv_cache_gib,
-        max_num_seqs=sequences(keys, groups.device),
+        max_num_seqs=max_sequences(keys, groups.device),
         enforce_eager=keys.enforce_eager,
         # The proxy's own engines keep the weights of their directory, and so do those that get
         # adapters.
@@ -144,8 +144,8 @@ def engine_spec(
     )
 
 
-def sequences(keys: EngineKeys, device: torch.device) -> int:
-    """Sequences that an engine on such a device decodes concurrently."""
+def max_sequences(keys: EngineKeys, device: torch.device) -> int:
+    """How many sequences an engine on such a device decodes at the same time."""
     if keys.max_num_seqs is not None:
         return keys.max_num_seqs
     on_gpu = device.type == "cuda"
@@ -156,7 +156,9 @@ def sequences(keys: EngineKeys, device: torch.device) -> int:
 def actor_shape(config: Config) -> AnyShape:
     """The actor, with its adapters if it has any."""
     path = config.actor_rollout_ref.model.path
-    return adapted(read_shape(path, config.actor_rollout_ref.actor.strategy), configured(config))
+    return shape_with_adapters(
+        read_shape(path, config.actor_rollout_ref.actor.strategy), lora_of_config(config)
+    )
 
 
 def proxy_path(config: Config) -> str:

@@ -32,9 +32,9 @@ from ctrl_megatron.rollout.engine import (
 from ctrl_megatron.rollout.engine_specs import (
     engine_keys,
     engine_spec,
+    max_sequences,
     meetings_of,
     placement_of,
-    sequences,
 )
 from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
 from ctrl_megatron.rollout.launch import EngineProcess
@@ -250,6 +250,7 @@ class Services:
         return found
 
     def connect(self, role: EngineRole = "rollout") -> CountedEngine:
+        """A client of all engines of the role, of every host."""
         return self._client(self.placement.of(role).engines)
 
     def connect_here(self) -> Engine | None:
@@ -271,7 +272,7 @@ class Services:
         return EnginePool(
             clients,
             # Enough for an engine never to wait for requests, divided between the leaders.
-            at_once=max(1, 2 * sequences(keys, self._groups.device) // layout.data),
+            at_once=max(1, 2 * max_sequences(keys, self._groups.device) // layout.data),
             joins_calls=ENGINES[keys.name].joins_calls,
             first=self._groups.place.dp * len(clients) // layout.data,
         )

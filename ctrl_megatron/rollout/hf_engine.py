@@ -145,7 +145,7 @@ class HfEngine:
             await self._decode(rows, params, token)
         self._state.require_whole()
         done = [row.completion() for row in rows]
-        return params.grouped(done)
+        return params.group_by_prompt(done)
 
     async def _decode(
         self, rows: list[DecodingRow], params: SamplingParams, token: CancelToken

@@ -19,9 +19,9 @@ from transformers.core_model_loading import (
 from ctrl_megatron.models.fp8 import (
     BLOCK,
     SCALES,
-    dequantised,
+    dequantise,
     largest_of_blocks,
-    quantised,
+    quantise,
     scales_of,
 )
 from ctrl_megatron.types import TensorSpec
@@ -95,7 +95,7 @@ class QuantisedWeights:
             if view is None:
                 weight = views[name.removesuffix(SCALES)]
                 scales = scales_of(largest_of_blocks(weight.detach(), (0, 0)))
-                self.held[name.removesuffix(SCALES)] = quantised(weight, scales, (0, 0))
+                self.held[name.removesuffix(SCALES)] = quantise(weight, scales, (0, 0))
                 self.held[name] = scales
             else:
                 self.held[name] = view
@@ -107,5 +107,5 @@ class QuantisedWeights:
         for name in names:
             if name.endswith(SCALES):
                 weight = name.removesuffix(SCALES)
-                own = dequantised(self.held[weight], self.held[name], (0, 0), BLOCK)
+                own = dequantise(self.held[weight], self.held[name], (0, 0), BLOCK)
                 self._views[weight].copy_(own)

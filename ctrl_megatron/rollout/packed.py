@@ -24,7 +24,7 @@ class PackedPart(NamedTuple):
     """Its first byte in the memory."""
 
 
-def unpacked(
+def unpack_tensors(
     specs: Sequence[TensorSpec], parts: Iterable[tuple[torch.Tensor, PackedPart]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor of its whole shape) of all ``specs``, from (memory, part in it).

@@ -38,7 +38,7 @@ from ctrl_megatron.rollout.engine import (
     WorkingPart,
 )
 from ctrl_megatron.rollout.imports import without_collections
-from ctrl_megatron.rollout.parts import end_together
+from ctrl_megatron.rollout.parts import end_with_other_parts
 from ctrl_megatron.torch_features import exact_pinned_memory
 from ctrl_megatron.types import Completion, Lora, SamplingParams
 
@@ -91,13 +91,13 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
         "/health": lambda body: engine.health(),
         "/counters": lambda body: counters(engine, meter),
     }
-    app = answering(calls, token)
+    app = make_application(calls, token)
     app.router.add_post("/stream", partial(stream, engine, meter))
     app.router.add_get("/update", partial(answer_update, engine))
     return app
 
 
-def answering(calls: Calls, token: str) -> web.Application:
+def make_application(calls: Calls, token: str) -> web.Application:
     """An application for ``calls``; every request needs ``Authorization: Bearer TOKEN``."""
     expected = f"Bearer {token}".encode()
 
@@ -253,14 +253,14 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     processes with this one.
     """
     if spec.part is not None:
-        end_together(spec.part, die)
+        end_with_other_parts(spec.part, die)
     try:
         if spec.serves:
             engine = await build_engine(spec)
             app = application(engine, token)
         else:
             engine: WorkingPart = await adapter_of(spec).build_part(spec)
-            app = answering({"/health": lambda body: engine.health()}, token)
+            app = make_application({"/health": lambda body: engine.health()}, token)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()

@@ -288,7 +288,7 @@ class SglangEngine:
                 take(place, answer)
         self._state.require_whole()
         every = [done[place] for place in range(len(asked))]
-        return params.grouped(every)
+        return params.group_by_prompt(every)
 
     async def _fill_cache(self, prompts: list[list[int]]) -> bool:
         """Compute each prompt once, for all its completions: completions that begin together would

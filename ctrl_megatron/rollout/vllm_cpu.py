@@ -18,7 +18,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.outputs import LogprobsTensors
 
 
-def spare(model: torch.nn.Module, sampler: Any) -> None:
+def install_cpu_kernels(model: torch.nn.Module, sampler: Any) -> None:
     """Make ``model`` compute each norm in one kernel and call its attention directly, and keep
     ``sampler`` from ranking tokens."""
     for layer in model.modules():

@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.engine_kinds import BATCHED_TOKENS
 from ctrl_megatron.models.fp8 import written_config
 from ctrl_megatron.parallel import host_memory
@@ -142,7 +142,7 @@ def _engine_config(spec: EngineSpec) -> VllmConfig:
         # Otherwise the sampler compiles small kernels on first use, with a C++ compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         # Weights and activations use large pages that stay with the process.
-        host_memory.keep()
+        host_memory.keep_freed_memory()
     usage, serves = UsageContext.ENGINE_CONTEXT, spec.serves
     config = engine_args(spec).create_engine_config(usage, headless=not serves)
     if current_platform.is_cpu():
@@ -223,13 +223,13 @@ class VllmEngine:
         ]
         try:
             self._running += 1
-            done = await gathered(draws)
+            done = await gather_results(draws)
         except EngineDeadError as error:
             raise _died(error) from error
         finally:
             self._running -= 1
         self._state.require_whole()
-        return params.grouped(done)
+        return params.group_by_prompt(done)
 
     async def _one(
         self,

@@ -246,7 +246,7 @@ class VllmWorkerExtension:
         sampler = self.model_runner.sampler
         sampler.topk_topp_sampler = SeededSampler(sampler.topk_topp_sampler)
         if self.device.type == "cpu":
-            vllm_cpu.spare(self.model_runner.get_model(), sampler)
+            vllm_cpu.install_cpu_kernels(self.model_runner.get_model(), sampler)
 
     def ctrl_adapter_checksums(self: Any) -> dict[str, str]:
         """Checksums, by PEFT's names, of the adapters from which this worker computes; RuntimeError

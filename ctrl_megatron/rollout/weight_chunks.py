@@ -43,6 +43,7 @@ class WeightChunk(TypedDict):
 
 
 def weight_chunk(receiver: str, specs: Iterable[TensorSpec], place: dict[str, Any]) -> WeightChunk:
+    """The chunk of the tensors ``specs``, which the half named ``receiver`` reads at ``place``."""
     tensors: list[ChunkTensor] = [
         {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape} for spec in specs
     ]

@@ -149,8 +149,9 @@ class WeightState:
             raise EngineBroken(self._broken)
 
     def require_held(self) -> None:
-        """EngineBroken; EngineError if the weights sleep; EngineEmpty if they were dropped for a
-        sleep or have not come yet."""
+        """Return if the engine has weights. EngineBroken after an update that failed half-way;
+        EngineError if the weights sleep; EngineEmpty if they were dropped for a sleep or have not
+        come yet."""
         self.require_whole()
         self._require_awake({"weights"})
         if self._missing:

@@ -18,7 +18,7 @@ from ctrl_megatron.errors import users_input
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_shape
-from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
 from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import OffloadPart
 from ctrl_megatron.models.policy import BasePolicy, Policy
@@ -66,7 +66,7 @@ def build_worker(
         services,
         shared_proxy(config),
         shared=family.rollout.engine_sleeps,
-        offloaded_parts=leaving_parts(config),
+        offloaded_parts=parts_to_offload(config),
         critic_warmup=config.trainer.critic_warmup,
     )
     (policy, reference), *others = (
@@ -119,7 +119,7 @@ def build_worker(
             reference=reference,
             value=None,
             # The share of samples that were judged is reported for each policy.
-            rewards=worker.rewards and worker.rewards.counting_apart(),
+            rewards=worker.rewards and worker.rewards.with_own_counts(),
             kl_controller=build_kl_controller(config),
             ahead=DrawsAhead(),
             leftover=LeftoverGroups(),
@@ -295,6 +295,7 @@ def row_sampler(config: Config, train: PromptTable) -> Sampler:
 
 
 def total_steps(config: Config, rows: int) -> int:
+    """Training steps of the run, whose data has so many ``rows``."""
     epochs = config.trainer.total_epochs * (rows // config.data.train_batch_size)
     wanted = config.trainer.total_training_steps
     return epochs if wanted is None else wanted
@@ -382,7 +383,7 @@ def build_policy(
     """
     options = _model_options(config, optimizer=optimizer, budget=budget, canvas=canvas)
     shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
-    shape = adapted(shape, configured(config) if optimizer else None)
+    shape = shape_with_adapters(shape, lora_of_config(config) if optimizer else None)
     policy = Policy(shape, groups, options, take_device)
     load_hf(policy, path)
     if optimizer is not None:
@@ -406,7 +407,7 @@ def build_value_model(
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
     shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
-    shape = adapted(shape, configured(config, value=True))
+    shape = shape_with_adapters(shape, lora_of_config(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
     model.start_optimizer()
@@ -439,8 +440,8 @@ def build_reward_model(
     )
 
 
-def leaving_parts(config: Config) -> tuple[OffloadPart, ...]:
-    """Parts of the models that go to host memory while the engine generates."""
+def parts_to_offload(config: Config) -> tuple[OffloadPart, ...]:
+    """The parts of the models that go to host memory while the engine generates."""
     compute = config.actor_rollout_ref.actor.compute
     flags: dict[OffloadPart, bool] = {
         "weights": compute.param_offload,
@@ -451,6 +452,7 @@ def leaving_parts(config: Config) -> tuple[OffloadPart, ...]:
 
 
 def policy_optimizer(config: Config, steps: int, role: Role = "actor") -> OptimizerOptions:
+    """The optimizer of the ``role``'s policy for ``steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)

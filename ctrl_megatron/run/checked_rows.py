@@ -38,7 +38,7 @@ def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
     """
     config, first = run.config, run.everyone.is_first
     rows = [*inputs.train.rows, *(inputs.validation.rows if inputs.validation else ())]
-    asking = [f for f in inputs.rewards.called.values() if f.runs_programs]
+    asking = [f for f in inputs.rewards.called_with_texts.values() if f.runs_programs]
     rows = list({row.id: row for function in asking for row in function.of(rows)}.values())
     if not rows:
         return inputs
@@ -109,7 +109,7 @@ def _checked(
     rows = list(table.rows)
     for number, row in enumerate(table.rows):
         try:
-            rows[number] = found.get(row.id, CheckedTests()).applied(row, aloud=aloud)
+            rows[number] = found.get(row.id, CheckedTests()).apply_to(row, aloud=aloud)
             kept.append(number)
         except UserError as error:
             if not drop:

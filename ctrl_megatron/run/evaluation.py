@@ -117,7 +117,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         except StopRequested:
             if first:
                 print(f"stopped by a signal; finished transcripts are in {out}", flush=True)
-        run.watch.quiet()
+        run.watch.stop_watching_others()
         worker.close()
     return finished
 

@@ -146,7 +146,7 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
             write_whole(path, json.dumps(comparison.record(), indent=1))
         comparisons.append(comparison)
         worker.close()
-        run.watch.quiet()
+        run.watch.stop_watching_others()
     return comparisons[0] if comparisons else None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.checkpoint.run_directory import RunLock, removed, require_shared
+from ctrl_megatron.checkpoint.run_directory import RunLock, removed_directory_error, require_shared
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restarts
 from ctrl_megatron.errors import FAILED, STOPPED, note_users_code
@@ -61,7 +61,7 @@ class Session:
     def raise_if_any_rank_stops(self) -> None:
         """Raise StopRequested on all ranks of this world if a stop was requested on any.
         Collective: every rank of the world calls it."""
-        if self.stop.agreed(self.groups):
+        if self.stop.requested_on_any_rank(self.groups):
             raise StopRequested
 
     def _beside(self) -> tuple[int, ...]:
@@ -163,14 +163,14 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
                 served=served,
             )
         except StopRequested:
-            watch.quiet()
+            watch.stop_watching_others()
             if everyone.is_first:
                 print("stopped as asked before anything was trained", flush=True)
         watch.close()
         background.close()
     except BaseException as error:
         if locked and not run_dir.is_dir() and isinstance(error, Exception):
-            error = removed(run_dir)
+            error = removed_directory_error(run_dir)
         code = FAILED
         try:
             code = watch.report(error)

@@ -32,7 +32,7 @@ from ctrl_megatron.run.worlds import Worlds
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 from ctrl_megatron.steps.ahead import SavedDraws
-from ctrl_megatron.steps.performance import device_memory, passes, weights_gauges
+from ctrl_megatron.steps.performance import device_memory, pass_flops_and_seconds, weights_gauges
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
 
@@ -57,7 +57,7 @@ def train(config: Config) -> bool:
         inputs = checked_inputs(run, inputs)
         steps, before = planned_steps(config, inputs.train), steps
         if steps < before and is_finished(config, steps, models=saved_folders(config), stage=stage):
-            run.watch.quiet()
+            run.watch.stop_watching_others()
             return True
         link = world_link(run, inputs)
         described, isolation = "", dict[str, float]()
@@ -118,7 +118,7 @@ def train(config: Config) -> bool:
             memory=memory,
             link=link,
             everyone=run.everyone,
-            passes=None if link.is_home else lambda: passes(worker),
+            passes=None if link.is_home else lambda: pass_flops_and_seconds(worker),
             on_world_reports=partial(_keep_flops, worker),
             watchers=(dump, *profiles(config, worker)) if link.is_home else (),
             # A dump holds the batch of one policy.
@@ -154,7 +154,7 @@ def train(config: Config) -> bool:
         report = recorder.close(report=True)
         if report is not None:
             print(f"report: {report}")
-        run.watch.quiet()
+        run.watch.stop_watching_others()
         worker.close()
     return finished
 

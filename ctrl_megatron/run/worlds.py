@@ -33,7 +33,7 @@ from ctrl_megatron.parallel.layout import World, world_with
 from ctrl_megatron.parallel.signed_objects import signed_pickle, verified_unpickle
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import Waiting
-from ctrl_megatron.steps.batch import joined_samples, sample_sizes
+from ctrl_megatron.steps.batch import join_samples, sample_sizes
 from ctrl_megatron.steps.sampling import deal_rows
 
 T = TypeVar("T")
@@ -283,7 +283,7 @@ class Worlds:
         parts = [fields for _, fields in letters]
         taken = [place[row] for row in self._mine]
         if fresh is not None:
-            whole = joined_samples(parts, pad_token_id=self._pad_token_id, rows=taken)
+            whole = join_samples(parts, pad_token_id=self._pad_token_id, rows=taken)
             return NodeOutput(batch=whole)
         width = batch["responses"].shape[1]
         return NodeOutput(fields={name: _joined(parts, name, taken, width) for name in parts[0]})

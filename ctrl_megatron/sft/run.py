@@ -120,7 +120,7 @@ def train_sft(config: Config) -> bool:
         if finished:
             save_hf(policy, Path(config.trainer.run_dir) / "hf", side_files=path)
         recorder.close(report=True)
-        run.watch.quiet()
+        run.watch.stop_watching_others()
     return finished
 
 

@@ -164,7 +164,7 @@ class SavedDraws:
         worker = self._worker
         if not draws:
             return []
-        if not worker.stop.agreed(worker.groups):
+        if not worker.stop.requested_on_any_rank(worker.groups):
             there = []
             for draw in draws:
                 try:

@@ -52,13 +52,13 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
 
 
 def samples_of(batch: TensorDict) -> list[Sample]:
-    """The record of every row of the batch (B)."""
+    """The ``Sample`` of every row of the batch (B), its column ``sample``."""
     return batch["sample"].tolist()
 
 
 def filled_in(samples: Sequence[Sample], *makers: ColumnMaker) -> dict[str, Any]:
-    """The fields of the batch for records that a node has filled in: the records, and the columns
-    that are made of them."""
+    """The fields of the batch for samples that a node has filled in: the column ``sample``, and the
+    columns that ``makers`` make of each."""
     fields: dict[str, Any] = {"sample": NonTensorStack(*samples)}
     for make in makers:
         fields |= columns([make(sample) for sample in samples])
@@ -125,13 +125,13 @@ def pad_rows(
     )
 
 
-def joined_samples(
+def join_samples(
     parts: Sequence[Mapping[str, Any]], *, pad_token_id: int, rows: Sequence[int] | None = None
 ) -> TensorDict:
     """The batches ``parts`` as one, padded to the longest of its samples: all of their rows, or
     those with the numbers ``rows``, in that order.
 
-    Texts are kept, and the tensors of ``joined_tensors``.
+    Texts are kept, and the tensors of ``join_tensors``.
     """
     prompts, responses, widths = [], [], [part["responses"].shape[1] for part in parts]
     for part, width in zip(parts, widths, strict=True):
@@ -147,7 +147,7 @@ def joined_samples(
         pad_token_id=pad_token_id,
     )
     others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
-    for name, value in taken_rows([joined_tensors(others, widths)], taken).items():
+    for name, value in taken_rows([join_tensors(others, widths)], taken).items():
         batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() == 2 else value
     said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
     for name, value in taken_rows(said, taken).items():
@@ -155,7 +155,7 @@ def joined_samples(
     return batch
 
 
-def joined_tensors(
+def join_tensors(
     parts: Sequence[Mapping[str, Any]], widths: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Tensors (B,) and (B, R) of all parts, the latter filled up with zeros; others are left out,
@@ -178,6 +178,7 @@ def joined_tensors(
 
 
 def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """The fields of the batch that are tensors, by name."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
@@ -187,6 +188,6 @@ def data_rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
     return [table.row(row_id) for row_id in texts(batch["problem_id"])]
 
 
-def known(value: torch.Tensor) -> float | None:
-    """The number in ``value`` (); None for NaN."""
+def number_or_none(value: torch.Tensor) -> float | None:
+    """The number in a tensor of one element; None for NaN."""
     return None if value.isnan() else float(value)

@@ -14,13 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.registry import MODEL_REWARD
 from ctrl_megatron.steps.sample import Outcome, Revision, Sample, outcomes_of
-from ctrl_megatron.steps.sampling import RowListener, answered, begin_judging, by_row, generate
+from ctrl_megatron.steps.sampling import (
+    RowListener,
+    begin_judging,
+    by_row,
+    generate,
+    prepare_and_ask,
+)
 from ctrl_megatron.steps.worker import Answer, Failure, RolloutWorker
 from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
@@ -150,7 +156,7 @@ def revise(
 
     assert worker.proxy is not None
     prepare = partial(worker.proxy.prepare, worker.step)
-    _, answers = answered(worker, prepare, ask, f"{len(different)} revisions from the proxy")
+    _, answers = prepare_and_ask(worker, prepare, ask, f"{len(different)} revisions from the proxy")
     drawn = dict(zip(different, answers, strict=True))
     return [
         sample if request is None else _with_revision(sample, drawn[request[0]])
@@ -180,7 +186,7 @@ async def _revisions(
     async def wait(task: asyncio.Task[Answer | Failure | None]) -> list[Answer | Failure | None]:
         return [await task]
 
-    parts = await gathered([ask, *(partial(wait, task) for task in begun.values())])
+    parts = await gather_results([ask, *(partial(wait, task) for task in begun.values())])
     found = dict(zip([*new, *begun], chain.from_iterable(parts), strict=True))
     return [found[name] for name in conversations]
 

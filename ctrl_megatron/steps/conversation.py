@@ -27,6 +27,7 @@ from ctrl_megatron.types import Attempt, Completion, Message, Problem, SamplingP
 
 
 def revised_text(sample: Sample) -> str:
+    """The text of the sample's revision; empty without one."""
     return sample.revision.text if sample.revision else ""
 
 

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.steps.batch import data_rows_of, known, samples_of
+from ctrl_megatron.steps.batch import data_rows_of, number_or_none, samples_of
 from ctrl_megatron.steps.model_reward import total_rewards
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Revision, Sample
@@ -95,7 +95,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
                 "task": row.task,
                 "prompt": row.prompt[-1]["content"],
                 "response": sample.text,
-                "reward": known(total_rewards(worker, batch)[i]),
+                "reward": number_or_none(total_rewards(worker, batch)[i]),
                 "versions": f"response by {versions[i]}",
             }
             continue
@@ -106,10 +106,10 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
             "critique": sample.text,
             "judgment": "none" if sample.judgment is None else "valid",
             "revision": revision.text,
-            "reward": known(batch["reward/critic"][i]),
+            "reward": number_or_none(batch["reward/critic"][i]),
             "passed_before": row.pass_rate,
-            "passed_after": known(batch["pass_rate"][i]),
-            "copied": known(batch["copied"][i]),
+            "passed_after": number_or_none(batch["pass_rate"][i]),
+            "copied": number_or_none(batch["copied"][i]),
             "detail": sample.outcome.detail if sample.outcome else "",
             "versions": f"critique by {versions[i]}"
             + (f", revision by {revision.version}" if revision.version else ""),

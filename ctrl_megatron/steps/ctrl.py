@@ -77,7 +77,7 @@ from ctrl_megatron.steps.losses import (
     mini_batches,
     select_tokens,
 )
-from ctrl_megatron.steps.masks import of_pass, scored_passes, seen_in_pass
+from ctrl_megatron.steps.masks import field_of_pass, scored_passes, seen_in_pass
 from ctrl_megatron.steps.model_reward import model_reward, needs_of_scores, total_rewards
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
@@ -88,9 +88,9 @@ from ctrl_megatron.steps.sample import (
 )
 from ctrl_megatron.steps.sampling import (
     balance,
+    draw_arguments,
     draw_samples,
     node_output_of_samples,
-    requested,
     sync_weights,
 )
 from ctrl_megatron.steps.worker import DAGWorker
@@ -325,7 +325,9 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the batch of this data rank's critiques, with
     ``critique_columns``.
     """
-    drawn = draw_samples(worker, **requested(worker, batch), on_completion=TRAINED.listener(worker))
+    drawn = draw_samples(
+        worker, **draw_arguments(worker, batch), on_completion=TRAINED.listener(worker)
+    )
     samples = [with_text(worker, sample) for sample in drawn]
     return node_output_of_samples(worker, samples, measure_critiques, critique_columns)
 
@@ -368,7 +370,7 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
     for number in scored_passes(batch, config):
         rows = tensor_fields(seen_in_pass(batch, number, config))
-        fields[of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
+        fields[field_of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
             rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
         )
         entropies.append(entropy[batch["response_mask"]])
@@ -386,7 +388,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     for number in scored_passes(batch, worker.config):
         rows = tensor_fields(seen_in_pass(batch, number, worker.config))
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
-        fields[of_pass("ref_log_prob", number)] = log_probs
+        fields[field_of_pass("ref_log_prob", number)] = log_probs
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         worker.reference.offload("weights")
     return NodeOutput(fields=fields)

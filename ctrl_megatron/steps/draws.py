@@ -47,9 +47,8 @@ class DrawsAhead:
         return self._draws.get(step)
 
     def take(self, step: int, rows: Sequence[int]) -> Draw | None:
-        """The same, if it is of ``rows``. It is kept: a run that is stopped within the step repeats
-        it from a save.
-        """
+        """The draw for the step after ``step`` steps, if it is of ``rows``; None where there is
+        none. It is kept: a run that is stopped within the step repeats it from a save."""
         draw = self.of(step)
         return draw if draw is not None and draw.rows == tuple(rows) else None
 

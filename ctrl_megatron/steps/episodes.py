@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
@@ -29,19 +29,19 @@ from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, node, node_fun
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.rollout.engine import Engine
-from ctrl_megatron.steps.batch import data_rows_of, known
+from ctrl_megatron.steps.batch import data_rows_of, number_or_none
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Fields, Sample
 from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
-    answered,
     balance,
     draw_seed,
     greedy_params,
     group_uid,
     length_metrics,
     node_output_of_samples,
+    prepare_and_ask,
     rates_by_set,
     require_version,
     sampling_params,
@@ -264,12 +264,12 @@ class Episodes:
             return await play(environment, worker.engine, worker.codec, limits, params, name)
 
         async def ask() -> list[Episode]:
-            return await gathered(
+            return await gather_results(
                 [partial(one, row, number) for row in rows for number in range(params.n)]
             )
 
         worker.wait_for_draws()
-        version, played = answered(
+        version, played = prepare_and_ask(
             worker,
             lambda: worker.device.to_engine(worker.role, worker.step),
             ask,
@@ -395,7 +395,7 @@ def episode_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any
             "prompt": rows[i].prompt[-1]["content"],
             "episode": said[i],
             "turns": float(batch["turns"][i]),
-            "score": known(batch["score"][i]),
+            "score": number_or_none(batch["score"][i]),
         }
         examples.setdefault(uid, record)
     return list(examples.values())[:EXAMPLES_PER_STEP]
@@ -408,7 +408,7 @@ def environment_pipeline(
     of an ``EnvironmentMaker``. An episode has up to ``turns`` answers of up to ``turn_tokens``
     tokens, and up to ``data.max_response_length`` tokens together with what the model reads.
     """
-    make = imported(environment, "dag.options.environment")
+    make = import_callable(environment, "dag.options.environment")
     episodes = Episodes(make=node_function(make), turns=turns, turn_tokens=turn_tokens)
     return episode_graph("environment_pipeline", config, episodes)
 
@@ -418,7 +418,7 @@ def episode_graph(name: str, config: Config, episodes: Episodes) -> TaskGraph:
 
     UserError for settings that episodes do not support.
     """
-    if error := unsupported(config, episodes):
+    if error := unsupported_setting(config, episodes):
         raise error
     report = episodes_report(config, episodes)
     pipeline = Pipeline(name, "act in environments, update", report=report)
@@ -438,8 +438,8 @@ def episodes_report(config: Config, episodes: Episodes) -> StepReport:
     )
 
 
-def unsupported(config: Config, episodes: Episodes) -> UserError | None:
-    """The first setting that episodes do not support."""
+def unsupported_setting(config: Config, episodes: Episodes) -> UserError | None:
+    """The error of the first setting that episodes do not support; None if they support all."""
     rollout = config.actor_rollout_ref.rollout
     for option, value in (("turns", episodes.turns), ("turn_tokens", episodes.turn_tokens)):
         if value is not None and value < 1:

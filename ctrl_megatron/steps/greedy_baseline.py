@@ -76,6 +76,7 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
 
 
 def group_heads(batch: TensorDict) -> list[int]:
+    """The number of the first row of each group of the batch."""
     heads: dict[str, int] = {}
     for row, uid in enumerate(texts(batch["uid"])):
         heads.setdefault(uid, row)

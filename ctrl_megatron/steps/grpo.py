@@ -26,7 +26,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeType
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import data_rows_of, filled_in, known, samples_of
+from ctrl_megatron.steps.batch import data_rows_of, filled_in, number_or_none, samples_of
 from ctrl_megatron.steps.chain import with_text
 from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
@@ -38,13 +38,13 @@ from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
     begin_judging,
     by_row,
+    draw_arguments,
     draw_samples,
     generate,
     greedy_params,
     length_metrics,
     node_output_of_samples,
     rates_by_set,
-    requested,
     validation_batches,
 )
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
@@ -142,7 +142,7 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Draw ``rollout.n`` completions for the rows at positions ``row`` of the training data;
     returns this data rank's samples, with the column ``completion`` (texts). Collective."""
     on_completion = partial(_begin_reward, worker)
-    drawn = draw_samples(worker, **requested(worker, batch), on_completion=on_completion)
+    drawn = draw_samples(worker, **draw_arguments(worker, batch), on_completion=on_completion)
     samples = [with_text(worker, sample) for sample in drawn]
     return node_output_of_samples(worker, samples, measure_completions, completion_columns)
 
@@ -200,7 +200,9 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
     samples, versions = samples_of(batch), texts(batch["version"])
     rows, examples = data_rows_of(worker.train, batch), dict[str, dict[str, Any]]()
     for i, uid in enumerate(texts(batch["uid"])):
-        rewards = {name: known(batch[f"reward/{name}"][i]) for name in worker.reward_weights}
+        rewards = {
+            name: number_or_none(batch[f"reward/{name}"][i]) for name in worker.reward_weights
+        }
         examples.setdefault(
             uid,
             {

@@ -27,7 +27,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.algorithms.registry import LossScalars
 from ctrl_megatron.config import Actor
-from ctrl_megatron.config.options import accepted, own_options
+from ctrl_megatron.config.options import accepted_options, own_options
 from ctrl_megatron.errors import UserError, is_users, place_of, users_code
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.models.loss_scale import GlobalCounts
@@ -88,7 +88,7 @@ class ActorLoss:
         if is_users(self._function):
             terms = self._checked(offered)
         else:
-            terms = self._function(**accepted(self._function, offered))
+            terms = self._function(**accepted_options(self._function, offered))
         if isinstance(terms, PolicyLossTerms):
             policy, clipped = whole(terms.loss, mode), whole(terms.clipped, "token-mean")
             approx_kl = whole(terms.approx_kl, "token-mean")
@@ -119,7 +119,7 @@ class ActorLoss:
             zero = torch.where(mask.bool(), log_prob, log_prob.new_zeros(())).sum()
             return zero, zero, zero, zero
         with users_code(f"{self._who} failed"):
-            found = self._function(**accepted(self._function, offered))
+            found = self._function(**accepted_options(self._function, offered))
             return checked_loss(self._who, found, mask, self._actor.loss_agg_mode)
 
 
@@ -210,7 +210,8 @@ def aggregate(
     counts: GlobalCounts,
     response_limit: int,
 ) -> torch.Tensor:
-    """This micro-batch's share of the global aggregate of ``values`` (b, R)."""
+    """() float: this micro-batch's share of the global aggregate of ``values`` (b, R) under
+    ``mask`` (b, R); the shares of all micro-batches add up to it."""
     return agg_loss(
         values,
         mask,

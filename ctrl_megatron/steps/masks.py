@@ -43,11 +43,13 @@ def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     fields = {}
     for number in range(config.actor_rollout_ref.actor.ppo_epochs):
         seeds = [rule.seed(config.trainer.seed, worker.step, name, number) for name in names]
-        fields[of_pass(MASK_SEED, number)] = torch.tensor(seeds, dtype=torch.int64)
+        fields[field_of_pass(MASK_SEED, number)] = torch.tensor(seeds, dtype=torch.int64)
     return NodeOutput(fields=fields)
 
 
-def of_pass(field: str, number: int) -> str:
+def field_of_pass(field: str, number: int) -> str:
+    """The name of the field that has ``field`` for pass ``number`` of the update; the first pass
+    has the plain name."""
     return f"{field}@{number}" if number else field
 
 
@@ -66,7 +68,7 @@ def seen_in_pass(batch: TensorDict, number: int, config: Config) -> TensorDict:
         return batch
     seen = batch.exclude(*(name for name, _ in batch.items() if "@" in str(name)))
     for field in _OF_PASSES:
-        if (own := of_pass(field, number)) in batch:
+        if (own := field_of_pass(field, number)) in batch:
             seen[field] = batch[own]
     width, seeds = batch["response_mask"].shape[1], seen[MASK_SEED].tolist()
     masks = draw_masks(batch["attention_mask"], width, seeds, mask_rule(config))

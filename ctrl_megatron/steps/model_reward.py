@@ -21,7 +21,7 @@ from ctrl_megatron.models.micro_batch import attended_tokens
 from ctrl_megatron.rewards import RewardItem, weighted_sum
 from ctrl_megatron.rewards.items import Rewards
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.batch import data_rows_of, known
+from ctrl_megatron.steps.batch import data_rows_of, number_or_none
 from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
@@ -61,7 +61,7 @@ def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sam
     rewarded = []
     for sample, reward in zip(samples, found, strict=True):
         assert sample.outcome is not None
-        rewards = {**sample.outcome.rewards, MODEL_REWARD: known(reward)}
+        rewards = {**sample.outcome.rewards, MODEL_REWARD: number_or_none(reward)}
         outcome = dataclasses.replace(sample.outcome, rewards=rewards)
         rewarded.append(dataclasses.replace(sample, outcome=outcome))
     return rewarded
@@ -75,7 +75,7 @@ def model_parts(worker: RolloutWorker, items: Sequence[RewardItem]) -> dict[str,
         return {}
     rows = [item.row for item in items if item.row is not None]
     found, _ = rewards_of(worker, rows, [item.text for item in items])
-    return {MODEL_REWARD: [known(reward) for reward in found]}
+    return {MODEL_REWARD: [number_or_none(reward) for reward in found]}
 
 
 def rewards_of(
@@ -115,8 +115,10 @@ def total_rewards(worker: DAGWorker, batch: TensorDict) -> torch.Tensor:
     # To the sum of a row of another task it adds nothing.
     mine = _is_rewarded(worker, data_rows_of(worker.train, batch))
     parts = {
-        "score": [known(one) for one in score],
-        MODEL_REWARD: [known(one) for one in torch.where(mine, batch[OF_REWARD_MODEL], 0.0)],
+        "score": [number_or_none(one) for one in score],
+        MODEL_REWARD: [
+            number_or_none(one) for one in torch.where(mine, batch[OF_REWARD_MODEL], 0.0)
+        ],
     }
     weights = {"score": 1.0, MODEL_REWARD: worker.reward_weights[MODEL_REWARD]}
     totals = weighted_sum(parts, weights)

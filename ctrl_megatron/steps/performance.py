@@ -38,7 +38,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     took, a prompt that rows share once; tokens per second counts every row's whole sequence over
     the whole step. Collective.
     """
-    flops, seconds = map(sum, zip(passes(worker), *worker.elsewhere, strict=True))
+    flops, seconds = map(sum, zip(pass_flops_and_seconds(worker), *worker.elsewhere, strict=True))
     return {
         "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
         "perf/mfu": mfu(
@@ -54,9 +54,9 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     }
 
 
-def passes(worker: DAGWorker) -> tuple[float, float]:
-    """The floating-point operations of this world's passes since the last call, and the seconds of
-    all its devices together that they took in this step. Collective."""
+def pass_flops_and_seconds(worker: DAGWorker) -> tuple[float, float]:
+    """(floating-point operations of this world's passes since the last call, the seconds that they
+    took in this step, added up over all its devices). Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
     rewarding = None if worker.reward_model is None else worker.reward_model.model
     models_by_agent = ((agent.actor, agent.reference, agent.value) for agent in worker.agents)
@@ -129,10 +129,8 @@ def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, fl
 
 
 def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
-    """Peak flop/s of one device; all ranks measure a CPU at the same time, as in training.
-
-    Warns if a CPU lacks instructions for the configured type. Collective.
-    """
+    """Mean over the ranks of the peak flop/s of one device. Collective: all ranks measure a CPU at
+    the same time, as in training. Warns if a CPU lacks instructions for the configured type."""
     cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model.dtype
     name = torch.cuda.get_device_name() if cuda else "cpu"
     groups.barrier()

@@ -12,7 +12,7 @@ from functools import partial
 from os import PathLike
 from typing import Any
 
-from ctrl_megatron.background import gathered
+from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.generation.chat import Chat, ChatError, DealtChat
@@ -171,7 +171,9 @@ class ApiProxy:
             on_answer(place, answer)
             return answer
 
-        return await gathered([partial(one, *numbered) for numbered in enumerate(conversations)])
+        return await gather_results(
+            [partial(one, *numbered) for numbered in enumerate(conversations)]
+        )
 
     async def describe_servers(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]

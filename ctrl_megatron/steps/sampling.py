@@ -17,7 +17,7 @@ from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import filled_in, joined_samples, make_batch, sample_sizes
+from ctrl_megatron.steps.batch import filled_in, join_samples, make_batch, sample_sizes
 from ctrl_megatron.steps.draws import Draw
 from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, versions_of
 from ctrl_megatron.types import Completion, SamplingParams
@@ -222,14 +222,14 @@ def generate(
         return await worker.engine.generate(asked, params, finished=finished) if asked else []
 
     what = f"{len(prompts) * params.n} texts of the {role} from the engines"
-    version, answers = answered(
+    version, answers = prepare_and_ask(
         worker, lambda: worker.device.to_engine(role, worker.step), ask_engine, what
     )
     require_version(answers, version)
     return answers
 
 
-def answered(
+def prepare_and_ask(
     worker: RolloutWorker,
     prepare: Callable[[], V],
     ask: Callable[[], Coroutine[Any, Any, T]],
@@ -295,7 +295,7 @@ def greedy_params(codec: TextCodec, max_tokens: int) -> SamplingParams:
     )
 
 
-def requested(worker: DAGWorker, batch: TensorDict) -> dict[str, Any]:
+def draw_arguments(worker: DAGWorker, batch: TensorDict) -> dict[str, Any]:
     """The arguments of ``draw_samples`` for a batch of rows: those of a step, whose mini-batches
     the data ranks share, or those of a round of dynamic sampling, which has its number in
     ``attempt``.
@@ -387,7 +387,7 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     parts = groups.from_data_ranks(batch)
     sizes = [size for part in parts for size in sample_sizes(part)]
     rows = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
-    dealt = joined_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=rows)
+    dealt = join_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=rows)
     if lost := [str(name) for name, _ in batch.items() if name not in dealt]:
         raise UserError(
             f"the node balance moves samples to other ranks, and the fields "

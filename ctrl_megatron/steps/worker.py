@@ -94,8 +94,9 @@ class Proxy(Protocol):
         ...
 
 
-def present(part: T | None, what: str) -> T:
-    """``part`` of this rank; UserError where the ranks of another world have it."""
+def require_here(part: T | None, what: str) -> T:
+    """``part``, which this rank has; UserError where it is None because the ranks of another world
+    have it. ``what`` names it."""
     if part is None:
         raise UserError(
             f"a node uses {what}, which is on the ranks of another world",
@@ -143,7 +144,7 @@ class RolloutWorker:
     @property
     def device(self) -> DeviceOwner:
         """``owner``; UserError on ranks of a world without engines."""
-        return present(self.owner, "the engines")
+        return require_here(self.owner, "the engines")
 
     @property
     def waiting(self) -> Waiting:
@@ -168,7 +169,8 @@ class RolloutWorker:
         return self.wait(self.begin(work), what, stoppable=stoppable)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
-        """Start ``work`` on the leader; ``wait`` returns its result."""
+        """Start ``work`` on the leader, which gets its future; None on other ranks. ``wait``
+        returns the result on all ranks."""
         return self.background.submit(work()) if self.groups.is_leader else None
 
     def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
@@ -210,11 +212,10 @@ class RolloutWorker:
         return judging
 
     def take_judging(self) -> dict[str, float]:
-        """``reward/judged_rate``: the share of the programs of ``check_judging``, and of those that
-        the cache answered or the tests of whose rows were refused, that were judged, and
-        ``reward/unjudgeable_rate``; nothing where there was none. The count begins anew.
-        Collective; raises as that.
-        """
+        """``reward/judged_rate``: of the programs that ``check_judging`` counts, that the cache
+        answered or whose row's tests were refused, the share that was judged; and
+        ``reward/unjudgeable_rate``. {} where there was none of them. The count begins anew.
+        Collective; raises as ``check_judging``."""
         judging = self.check_judging()
         if self.rewards is not None:
             self.rewards.take_judging()
@@ -271,7 +272,7 @@ class DAGWorker(RolloutWorker):
     peak_flops: float
     """Peak of one device, in flop/s."""
     elsewhere: Sequence[tuple[float, float]] = ()
-    """``performance.passes`` of the other worlds in the last step."""
+    """``performance.pass_flops_and_seconds`` of the other worlds in the last step."""
     agents: Sequence[DAGWorker] = field(default=(), repr=False, compare=False)
     """The workers of all policies that learn, by the number of their ``agent_group``, which share
     services and rows; this one alone where none are given."""
@@ -282,7 +283,7 @@ class DAGWorker(RolloutWorker):
     @property
     def policy(self) -> Policy:
         """``actor``; UserError where another world has it."""
-        return present(self.actor, "the actor")
+        return require_here(self.actor, "the actor")
 
     def wait_for_draws(self) -> None:
         for draw in self.ahead.every():

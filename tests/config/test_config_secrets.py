@@ -11,7 +11,7 @@ from refusals import PATHS
 from ctrl_megatron.commands.evaluate import proxy_overrides
 from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
 from ctrl_megatron.config.secrets import hidden_in, hide, hide_credentials, instead_of
-from ctrl_megatron.errors import concealed
+from ctrl_megatron.errors import without_concealed
 from ctrl_megatron.record.recorder import config_changes, keep_config
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
@@ -176,4 +176,4 @@ def test_messages_name_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     options = "reward.provider_options={endpoint: http://judge:2000, api_key: s3cret-of-judge}"
     load_config(None, ["reward.provider=sandbox_fusion", options], "none")
     said = "http://judge:2000 refuses s3cret-of-judge"
-    assert concealed(said) == "http://judge:2000 refuses ***"
+    assert without_concealed(said) == "http://judge:2000 refuses ***"

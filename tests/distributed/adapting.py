@@ -26,11 +26,13 @@ def lora_policy(
     """A policy with the adapters of a PEFT file, or with new ones."""
     from ctrl_megatron.checkpoint.hf import load_hf
     from ctrl_megatron.models.hf_config import read_shape
-    from ctrl_megatron.models.lora import adapted
+    from ctrl_megatron.models.lora import shape_with_adapters
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.types import Lora
 
-    shape = adapted(read_shape(directory, strategy), Lora(rank=3, alpha=5.0, targets=targets))
+    shape = shape_with_adapters(
+        read_shape(directory, strategy), Lora(rank=3, alpha=5.0, targets=targets)
+    )
     optimizer = options.pop(
         "optimizer", {"lr": 1e-2, "total_steps": 10, "clip_grad": 1e9, "eps": 1e-3}
     )
@@ -142,7 +144,7 @@ def save_or_resume(
     from ctrl_megatron.checkpoint.hf import load_hf, save_adapters, save_hf
     from ctrl_megatron.checkpoint.store import CheckpointStore
     from ctrl_megatron.models.hf_config import read_shape
-    from ctrl_megatron.models.lora import adapted
+    from ctrl_megatron.models.lora import shape_with_adapters
     from ctrl_megatron.models.shape import value_shape
     from ctrl_megatron.models.value import ValueModel
     from ctrl_megatron.types import Lora
@@ -155,7 +157,7 @@ def save_or_resume(
     shape = value_shape(read_shape(directory, strategy))
     optimizer = {"lr": 1e-2, "total_steps": 10, "eps": 1e-3}
     value = ValueModel(
-        adapted(shape, Lora(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))),
+        shape_with_adapters(shape, Lora(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))),
         groups,
         workers._model_options(optimizer, {"token_budget": 64}),
     )
@@ -191,11 +193,13 @@ def random_adapters(directory: Path, out: Path, targets: tuple[str, ...] = TARGE
     from safetensors.torch import save_file
 
     from ctrl_megatron.models.hf_config import read_model_shape
-    from ctrl_megatron.models.lora import adapted
+    from ctrl_megatron.models.lora import shape_with_adapters
     from ctrl_megatron.models.rules import ADAPTED, hf_shapes
     from ctrl_megatron.types import Lora
 
-    shape = adapted(read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets))
+    shape = shape_with_adapters(
+        read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets)
+    )
     generator = torch.Generator().manual_seed(5)
     tensors = {
         name: 0.2 * torch.randn(size, generator=generator)

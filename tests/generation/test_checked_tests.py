@@ -91,7 +91,7 @@ def test_a_test_that_any_program_of_a_kind_passes_does_not_count(
     text, why = UNCOUNTED[form]
     mixed = row(tmp_path, REAL, text)
     checks = check([mixed], Counting(endpoint), tmp_path)
-    left = checks.of(mixed).applied(mixed)
+    left = checks.of(mixed).apply_to(mixed)
     assert left.uncounted == (1,)
     assert f"{tmp_path}/rows.parquet: row 1" in caplog.text and why in caplog.text
     data = row_tests(left, run_all_cases=True).config.provided_data
@@ -100,7 +100,7 @@ def test_a_test_that_any_program_of_a_kind_passes_does_not_count(
     alone = row(tmp_path, text)
     found = check([alone], Counting(endpoint), tmp_path).of(alone)
     with pytest.raises(UserError, match=r"row 1.*none of its tests counts.*data.bad_rows=drop"):
-        found.applied(alone)
+        found.apply_to(alone)
 
 
 def test_tests_of_one_bit_count(endpoint: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ctrl_megatron.models.hf_config import parse_model_shape
-from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.models.shape import ModelShape, value_shape
 from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
@@ -57,7 +57,7 @@ def small(**changes: Any) -> ModelShape:
     """A model that takes milliseconds; ``lora`` is the rank of its adapters."""
     rank = changes.pop("lora", 0)
     lora = Lora(rank=rank, alpha=1.0, targets=("all-linear",)) if rank else None
-    return adapted(parse_model_shape({**SMALL, **changes}), lora)
+    return shape_with_adapters(parse_model_shape({**SMALL, **changes}), lora)
 
 
 def count(function: str, *arguments: Any, folder: Path) -> Any:

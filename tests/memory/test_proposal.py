@@ -14,7 +14,14 @@ from ctrl_megatron.commands.start import _placed
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.engine import GIB
-from ctrl_megatron.memory.proposal import StepWork, candidates, placed, propose, times_of, work_of
+from ctrl_megatron.memory.proposal import (
+    StepWork,
+    candidates,
+    propose,
+    times_of,
+    with_auto_placement,
+    work_of,
+)
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.shape import value_shape
@@ -103,14 +110,14 @@ def test_the_command_prints_worlds_steps_and_keys(capsys: pytest.CaptureFixture[
 def test_auto_is_the_proposal_written_out(tmp_path: Path) -> None:
     config, shapes = example("actor_rollout_ref.ref.model.path=/other", "placement=auto")
     assert config.placement.auto
-    found, table = placed(config, shapes, gpu_memory=88 * GIB)
+    found, table = with_auto_placement(config, shapes, gpu_memory=88 * GIB)
     tight = candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
     written = propose(tight).overrides
     same, _ = example("actor_rollout_ref.ref.model.path=/other", *written)
     assert found == same and found.placement.critic == {"share": 0.25}
     assert all(f"'{key}'" in table for key in written) and "idle" in table
     assert "placement.auto" in found.written
-    roomy, table = placed(config, shapes, gpu_memory=100 * GIB)
+    roomy, table = with_auto_placement(config, shapes, gpu_memory=100 * GIB)
     assert roomy.placement == Config().placement and "proposal: one world" in table
 
 
@@ -120,7 +127,9 @@ def test_a_command_places_by_the_memory_that_is_named(tmp_path: Path) -> None:
     for gib, apart in ((90, True), (1000, False)):
         config, shapes = example(model, "placement=auto", f"placement.gpu_memory={gib}")
         found, table = _placed(config)
-        assert (found, table) == placed(config, shapes, gpu_memory=gib * GIB, kernels="torch")
+        assert (found, table) == with_auto_placement(
+            config, shapes, gpu_memory=gib * GIB, kernels="torch"
+        )
         assert bool(found.placement.critic) is apart
 
 

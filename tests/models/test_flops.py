@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.models.flops import model_flops
-from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.shape import (
     Attention,
@@ -156,7 +156,7 @@ def test_a_known_model_is_close_to_six_flops_per_parameter_and_token() -> None:
 def test_adapters_add_their_products_and_save_the_gradients_of_other_weights() -> None:
     attention = GroupedQueryAttention(heads=2, groups=1, head_dim=3)
     plain = decoder(5, 11, attention, 7)
-    shape = adapted(plain, Lora(rank=2, alpha=1.0, targets=("q_proj", "down_proj")))
+    shape = shape_with_adapters(plain, Lora(rank=2, alpha=1.0, targets=("q_proj", "down_proj")))
     tokens = {"tokens": 4, "pairs": 10, "projected_tokens": 3}
     products = matmul(4, 5, 2) + matmul(4, 2, 6) + matmul(4, 7, 2) + matmul(4, 2, 5)
     forward = model_flops(plain, backward=False, **tokens)

@@ -17,13 +17,13 @@ from ctrl_megatron.models.fp8 import (
     BLOCK,
     FP8,
     SCALES,
-    dequantised,
+    dequantise,
     divided_blocks,
     largest_of_blocks,
-    quantised,
+    quantise,
     quantised_specs,
-    raise_to,
     scales_of,
+    update_largest,
     written_config,
 )
 from ctrl_megatron.models.hf_config import parse_model_shape
@@ -62,7 +62,7 @@ def by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = scales_of(largest_of_blocks(weight, (0, 0)))
-    return quantised(weight, scales, (0, 0)), scales
+    return quantise(weight, scales, (0, 0)), scales
 
 
 @pytest.mark.parametrize("size", [(128, 128), (130, 300), (7, 129)])
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_format(size: tuple[int, int]) -> None:
     patterns, expected = by_hand(weight)
     assert found.dtype is torch.float8_e4m3fn and torch.equal(scales, expected)
     assert torch.equal(found.view(torch.uint8), patterns)
-    back = dequantised(found, scales, (0, 0), BLOCK)
+    back = dequantise(found, scales, (0, 0), BLOCK)
     large = (
         weight.abs()
         > scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: size[0], : size[1]] * 2.0**-6
@@ -99,11 +99,11 @@ def test_parts_have_the_bytes_of_the_whole(data: st.DataObject, rows: int, colum
     expected, wanted = whole(weight)
     largest = torch.zeros(wanted.shape)
     for start, part in parts:
-        raise_to(largest, largest_of_blocks(part, start), start)
+        update_largest(largest, largest_of_blocks(part, start), start)
     scales = scales_of(largest)
     assert torch.equal(scales, wanted)
     for (top, left), part in parts:
-        own = quantised(part, scales, (top, left)).view(torch.uint8)
+        own = quantise(part, scales, (top, left)).view(torch.uint8)
         there = expected[top : top + part.shape[0], left : left + part.shape[1]]
         assert torch.equal(own, there.view(torch.uint8))
 
@@ -140,7 +140,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     save_file({name: found, name + SCALES: scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": written_config()}))
     read = SafetensorsDirectory(tmp_path).read(name)
-    assert torch.equal(read, dequantised(found, scales, (0, 0), BLOCK))
+    assert torch.equal(read, dequantise(found, scales, (0, 0), BLOCK))
 
 
 def shape_of(**changes: Any) -> ModelShape:

@@ -35,14 +35,14 @@ def _child(results: object) -> None:
     before = faults()
     touch_and_free()
     without = faults() - before
-    kept = host_memory.keep()
+    kept = host_memory.keep_freed_memory()
     own = resident()
     for _ in range(ROUNDS):
         touch_and_free()
     held, before = resident() - own, faults()
     touch_and_free()
     again = faults() - before
-    host_memory.give_back()
+    host_memory.return_freed_memory()
     results.put((kept, without, held, again, resident() - own))  # type: ignore[attr-defined]
 
 
@@ -86,7 +86,7 @@ def test_room_is_made_where_memory_is_short(
         (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
     given = list[bool]()
     monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host_memory, "give_back", lambda: given.append(True))
+    monkeypatch.setattr(host_memory, "return_freed_memory", lambda: given.append(True))
     left = SimpleNamespace(available=machine * 1000, total=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
     host_memory.make_room()

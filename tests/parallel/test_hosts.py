@@ -23,13 +23,13 @@ def test_a_host_is_known_by_the_address_that_others_reach() -> None:
         *[Way(own="127.0.0.1", peer="127.0.1.1")] * 2,
         *(Way(own=f"10.0.0.{n}", peer="10.0.0.1") for n in (2, 3, 3)),
     ]
-    assert hosts.reached(ways).addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+    assert hosts.with_addresses(ways).addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
     assert [hosts.ranks_on(host) for host in range(3)] == [2, 1, 2]
 
 
 def test_one_host_stays_on_loopback() -> None:
     alone = number_hosts([("east", 0), ("east", 0)])
-    assert alone.reached([]).addresses == ("127.0.0.1",)
+    assert alone.with_addresses([]).addresses == ("127.0.0.1",)
     assert way_to("localhost") == Way(own="127.0.0.1", peer="127.0.0.1")
 
 

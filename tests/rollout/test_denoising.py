@@ -16,7 +16,12 @@ from rollout_models import MASK, VOCAB, FrozenPrefix, Sender, denoised, masked_d
 from torch.testing import assert_close
 
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
-from ctrl_megatron.rollout.denoising import Denoiser, DenoisingBatch, DenoisingOptions, committed
+from ctrl_megatron.rollout.denoising import (
+    Denoiser,
+    DenoisingBatch,
+    DenoisingOptions,
+    commits_per_step,
+)
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_diffusion import DiffusionEngine, load_denoiser
 from ctrl_megatron.types import Completion, SamplingParams
@@ -112,12 +117,12 @@ def test_a_row_is_the_same_in_every_batch(alg: Any, block: int | None) -> None:
 
 def test_the_schedule_of_as_many_steps_as_tokens() -> None:
     """The first step commits nothing and the last one two tokens, as upstream."""
-    assert committed(256, 256) == [0, *[1] * 254, 2]
+    assert commits_per_step(256, 256) == [0, *[1] * 254, 2]
     for tokens in (1, 7, 64):
         for steps in (1, 3, 64, 100):
-            counts = committed(tokens, steps)
+            counts = commits_per_step(tokens, steps)
             assert len(counts) == steps and sum(counts) == tokens and min(counts) >= 0
-    assert committed(64, 1) == [64]
+    assert commits_per_step(64, 1) == [64]
 
 
 def test_blocks_are_denoised_one_after_the_other() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.rollout.decoding import spans
+from ctrl_megatron.rollout.decoding import version_spans
 from ctrl_megatron.rollout.sampling import (
     check_request,
     draw,
@@ -155,8 +155,8 @@ def test_a_number_picks_where_it_falls_in_the_summed_weights(
 
 
 def test_spans_are_runs_of_a_version() -> None:
-    assert spans([]) == ()
-    assert spans(["a", "a", "b", "a"]) == (
+    assert version_spans([]) == ()
+    assert version_spans(["a", "a", "b", "a"]) == (
         VersionSpan("a", 0, 2),
         VersionSpan("b", 2, 3),
         VersionSpan("a", 3, 4),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.sandbox.client.attempts import is_temporary, pause, retried, retry_after
+from ctrl_megatron.sandbox.client.attempts import is_temporary, pause, retry, retry_after
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_attempt_is_repeated_while_that_may_help(
         asked.append(error)
         return 0.01 if isinstance(error, KeyError) else None
 
-    run = retried(attempt, again, attempts=3, backoff=0.001)
+    run = retry(attempt, again, attempts=3, backoff=0.001)
     if ends is None:
         assert asyncio.run(run) == "done"
     else:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.steps.batch import (
-    joined_samples,
+    join_samples,
     make_batch,
     pad_rows,
     sample_sizes,
@@ -211,7 +211,7 @@ def test_rows_that_moved_are_those_of_a_batch_made_of_their_samples(
     chosen = [*range(len(rows))]
     shuffler.shuffle(chosen)
     chosen = chosen[: 1 + len(rows) // 2]
-    joined = joined_samples(
+    joined = join_samples(
         [make_batch(part, pad_token_id=PAD) for part in parts], pad_token_id=PAD, rows=chosen
     )
     wanted = make_batch([rows[i] for i in chosen], pad_token_id=PAD)

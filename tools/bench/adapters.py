@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.memory.model_state import frozen_state, trained_state
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.lora import adapted
+from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.types import Lora
 
@@ -87,7 +87,7 @@ def planned_gib(model: Path, rank: int) -> dict[bool, float]:
     shape, layout = read_model_shape(model), Layout()
     lora = Lora(rank=rank, alpha=1.0, targets=("all-linear",))
     found = {}
-    for has_adapters, own in {False: shape, True: adapted(shape, lora)}.items():
+    for has_adapters, own in {False: shape, True: shape_with_adapters(shape, lora)}.items():
         state = trained_state(own, layout, pp=0, dtype="float32", distributed=True)
         held = state.parameters + state.gradients + state.optimizer
         if not has_adapters:

@@ -42,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    host_memory.keep()
+    host_memory.keep_freed_memory()
     dtype = getattr(torch, options.dtype)
     hidden = torch.randn(options.tokens, options.hidden, dtype=dtype).requires_grad_()
     weight = (torch.randn(options.vocabulary, options.hidden, dtype=dtype) / 32).requires_grad_()
@@ -50,7 +50,7 @@ def main() -> None:
     targets = torch.randint(0, options.vocabulary, (options.tokens,))
     # Allocates the buffers that matrix products keep.
     linear_log_probs(hidden[:64], weight, targets[:64], vocab_size=options.vocabulary)[0].sum()
-    host_memory.give_back()
+    host_memory.return_freed_memory()
     forget_peak()
     before, began = resident("VmRSS"), time.perf_counter()
     log_probs, entropy = linear_log_probs(

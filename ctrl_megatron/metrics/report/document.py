@@ -56,7 +56,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def rendered(template: str, *folders: Path, **values: Any) -> str:
+def render_template(template: str, *folders: Path, **values: Any) -> str:
     """The HTML of ``template``, which is in one of ``folders`` or among the report's templates."""
     return _environment(folders).get_template(template).render(**values)
 

@@ -16,7 +16,7 @@ from ctrl_megatron.metrics.report.document import (
     changes,
     date_of,
     outcome_class,
-    rendered,
+    render_template,
 )
 from ctrl_megatron.metrics.report.figures import (
     BLUE,
@@ -50,7 +50,7 @@ _GRAPH_COLOURS = (
 
 def render(run: RunFiles) -> str:
     series = run.series or {}
-    return rendered(
+    return render_template(
         "run.html.jinja",
         title=run.name,
         facts=facts_of(run),
@@ -79,7 +79,7 @@ def render_comparison(runs: Sequence[RunFiles]) -> str:
         for name in dict.fromkeys(record["warning"] for record in run.warnings or ()):
             steps = {r["step"] for r in run.warnings or () if r["warning"] == name}
             counts.append([run.name, _words(name), str(len(steps))])
-    return rendered(
+    return render_template(
         "comparison.html.jinja",
         title=" and ".join(run.name for run in runs),
         runs={run.name: facts_of(run) for run in runs},

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 import torch
 
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.sources import WeightSource
@@ -78,4 +78,4 @@ def sender_class(name: str) -> type[Sender]:
     if ":" not in name:
         # shared_memory -> SharedMemorySender
         name = f"{__name__}.{name}:{name.title().replace('_', '')}Sender"
-    return cast("type[Sender]", imported(name, _KEY))
+    return cast("type[Sender]", import_callable(name, _KEY))

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import torch
 
-from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.buckets import Buckets, push_through_host
@@ -156,7 +156,7 @@ class _MappedBuckets:
                     PackedPart(index[piece.hf], piece.hf_start, piece.extent, offset)
                 )
                 find.setdefault((worker, piece.hf), []).append((piece, spec, offset))
-                used[worker] += aligned(rectangle.num_bytes)
+                used[worker] += aligned_size(rectangle.num_bytes)
         self.sizes = [max(pair) for pair in zip(self.sizes, used, strict=True)]
         self._parts.append(packed)
         self._find.append(find)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.resharding.buckets import Buckets, fill_message, message_bytes, run_push
@@ -32,7 +32,7 @@ from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.communicator import (
     Communicator,
     Library,
-    Running,
+    PendingMessages,
     join_communicator,
     library_version,
     meeting_store,
@@ -204,7 +204,7 @@ class _Messages:
             torch.empty(size, dtype=torch.uint8, device=groups.device) for _ in range(IN_FLIGHT)
         ]
         self._filled: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, PendingMessages] = {}
         here = groups.here if groups.is_first_here else None
         self._here = [
             engine
@@ -312,7 +312,7 @@ class _Messages:
                     piece = rectangle.piece
                     part = PackedPart(index[piece.hf], piece.hf_start, piece.extent, offset)
                     by_engine[self._here.index(engine)][worker].append((message, part))
-                    offset += aligned(rectangle.num_bytes)
+                    offset += aligned_size(rectangle.num_bytes)
         return by_engine
 
 

@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.rewards.providers import codec, harness_child, harness_driver
-from ctrl_megatron.rewards.providers.contract import ProviderError, Script, ScriptResult, judged
+from ctrl_megatron.rewards.providers.contract import (
+    ProviderError,
+    Script,
+    ScriptResult,
+    case_verdict,
+)
 from ctrl_megatron.sandbox.wire import EvalTestCase
 
 MAX_TIMEOUTS = 2
@@ -180,20 +185,22 @@ def _literal(node: ast.expr) -> tuple[bool, Any]:
 def _verdict(test: SplitTest, message: dict[str, Any] | None, stopped: bool) -> EvalTestCase:
     if message is None:
         reason = "time limit exceeded" if stopped else "the program stopped the harness"
-        return judged(False, reason, timed_out=stopped)
+        return case_verdict(False, reason, timed_out=stopped)
     error = str(message.get("error") or "")[:400]
     if message.get("timeout") is True:
-        return judged(False, error, timed_out=True)
+        return case_verdict(False, error, timed_out=True)
     if not test.compared:
         passed = message.get("passed") is True
-        return judged(passed, "" if passed else error or "failed")
+        return case_verdict(passed, "" if passed else error or "failed")
     if "value" not in message:
-        return judged(False, error or "no value")
+        return case_verdict(False, error or "no value")
     try:
         value = codec.decode(json.loads(message["value"]))
         passed = value is test.expected if test.identical else bool(value == test.expected)
         shown = repr(value)
     except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
         # The program's value is malformed, or has a type that cannot be compared here.
-        return judged(False, f"{type(problem).__name__}: {problem}"[:400])
-    return judged(passed, "" if passed else f"got {shown[:150]}, expected {test.expected!r:.150}")
+        return case_verdict(False, f"{type(problem).__name__}: {problem}"[:400])
+    return case_verdict(
+        passed, "" if passed else f"got {shown[:150]}, expected {test.expected!r:.150}"
+    )

@@ -105,7 +105,7 @@ class ScriptBackend(Protocol):
     async def close(self) -> None: ...
 
 
-def judged(passed: bool, reason: str = "", *, timed_out: bool = False) -> EvalTestCase:
+def case_verdict(passed: bool, reason: str = "", *, timed_out: bool = False) -> EvalTestCase:
     status = CommandRunStatus.TIME_LIMIT_EXCEEDED if timed_out else CommandRunStatus.FINISHED
     run = CommandRunResult(status=status, return_code=None if timed_out else int(not passed))
     outcome = RunStatus.SUCCESS if passed else RunStatus.FAILED

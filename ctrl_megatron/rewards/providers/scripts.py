@@ -31,10 +31,10 @@ from ctrl_megatron.rewards.providers.contract import (
     Script,
     ScriptBackend,
     ScriptResult,
-    judged,
+    case_verdict,
 )
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError
-from ctrl_megatron.sandbox.client.attempts import Silence, described, retried
+from ctrl_megatron.sandbox.client.attempts import Silence, describe_failure, retry
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
@@ -94,7 +94,7 @@ class ScriptProvider:
         self.counters.requests += 1
         silence = Silence(self.silence)
         try:
-            tests = await retried(
+            tests = await retry(
                 partial(self._attempt, request, silence),
                 partial(self._again, silence),
                 attempts=self.attempts,
@@ -162,7 +162,7 @@ class ScriptProvider:
         except (SandboxError, UserError):
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ProviderError(f"its answer cannot be read: {described(error)}") from error
+            raise ProviderError(f"its answer cannot be read: {describe_failure(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class StdioJob:
         matter.
         """
         if result.timed_out:
-            return [judged(False, "time limit exceeded", timed_out=True)]
+            return [case_verdict(False, "time limit exceeded", timed_out=True)]
         if result.cut_at is not None:
             # The length of a right output is unknown: numbers may have more digits.
             reason = beginning_difference(result.stdout, self.expected, self.rule)
@@ -196,11 +196,11 @@ class StdioJob:
                     f"the provider's output limit of {result.cut_at} characters has cut off an "
                     "output that may be right; raise the limit"
                 )
-            return [judged(False, f"output limit exceeded: {reason}")]
+            return [case_verdict(False, f"output limit exceeded: {reason}")]
         if result.exit_code != 0:
-            return [judged(False, result.failure)]
+            return [case_verdict(False, result.failure)]
         reason = difference(result.stdout, self.expected, self.rule) or ""
-        return [judged(not reason, reason)]
+        return [case_verdict(not reason, reason)]
 
 
 def _runs_all(request: SubmitRequest) -> bool:

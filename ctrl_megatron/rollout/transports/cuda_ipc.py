@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ctrl_megatron.rollout.device_memory import memory_driver
-from ctrl_megatron.rollout.packed import PackedPart, unpacked
+from ctrl_megatron.rollout.packed import PackedPart, unpack_tensors
 from ctrl_megatron.rollout.transports.shared_memory import worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
@@ -45,4 +45,4 @@ class CudaIpcReceiver:
             self._mapped[handle] = opened
         memory = self._mapped[handle]
         parts = ((memory, PackedPart(*part)) for part in place["parts"][worker])
-        yield from unpacked(specs_of(chunk), parts)
+        yield from unpack_tensors(specs_of(chunk), parts)

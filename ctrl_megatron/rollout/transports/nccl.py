@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.models.offload import aligned
+from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.rollout.communicator import (
     Communicator,
-    Running,
+    PendingMessages,
     join_communicator,
     library_version,
     meeting_store,
 )
-from ctrl_megatron.rollout.packed import PackedPart, unpacked
+from ctrl_megatron.rollout.packed import PackedPart, unpack_tensors
 from ctrl_megatron.rollout.transports.shared_memory import worker_number
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
@@ -49,7 +49,7 @@ class NcclReceiver:
         self._session = ""
         self._links: list[Communicator] = []
         self._memory: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * SLOTS
-        self._arriving: dict[int, tuple[list[torch.Tensor], list[Running]]] = {}
+        self._arriving: dict[int, tuple[list[torch.Tensor], list[PendingMessages]]] = {}
 
     def tensors(self, chunk: WeightChunk) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors of which the worker's part has values. ValueError if the chunk is cut for
@@ -67,7 +67,7 @@ class NcclReceiver:
         else:
             memory = self._arrived(place, chunk["reader"], worker)
             parts = place["parts"][chunk["reader"]][worker]
-            yield from unpacked(
+            yield from unpack_tensors(
                 specs_of(chunk), ((memory[number], PackedPart(*part)) for number, part in parts)
             )
 
@@ -108,9 +108,9 @@ class NcclReceiver:
 
     def _receive(
         self, bucket: int, messages: list[tuple[int, int, int]]
-    ) -> tuple[list[torch.Tensor], list[Running]]:
+    ) -> tuple[list[torch.Tensor], list[PendingMessages]]:
         slot, offset = bucket % SLOTS, 0
-        needed = sum(aligned(size) for _, _, size in messages)
+        needed = sum(aligned_size(size) for _, _, size in messages)
         if len(self._memory[slot]) < needed:
             device = "cuda" if self._library == "nccl" else "cpu"
             self._memory[slot] = torch.empty(needed, dtype=torch.uint8, device=device)
@@ -119,5 +119,5 @@ class NcclReceiver:
         for stage, sender, size in messages:
             tensors.append(self._memory[slot][offset : offset + size])
             by_stage.setdefault(stage, []).append((tensors[-1], sender))
-            offset += aligned(size)
+            offset += aligned_size(size)
         return tensors, [self._links[stage].receive(own) for stage, own in by_stage.items()]

@@ -18,7 +18,7 @@ from ctrl_megatron.errors import UserError, all_of, users_input
 from ctrl_megatron.models.families import engine_obstacle
 from ctrl_megatron.models.fp8 import BLOCK, divided_blocks
 from ctrl_megatron.models.hf_config import read_shape
-from ctrl_megatron.models.lora import adapted, configured
+from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
 from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
@@ -119,7 +119,7 @@ def _check_role(
 ) -> None:
     trained = key == _MODEL or key in _ROLES
     if trained and key != "actor_rollout_ref.ref.model.path":
-        adapted(shape, configured(config, value=key == "critic.model.path"))
+        shape_with_adapters(shape, lora_of_config(config, value=key == "critic.model.path"))
     if isinstance(shape, ModelShape):
         _check_megatron(config, key, path, shape, trained=trained)
     if shape.value_head and key != "critic.model.path":

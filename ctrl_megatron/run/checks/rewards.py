@@ -37,7 +37,7 @@ def check_rewards(config: Config) -> None:
 
 def _make_all(plan: RewardPlan) -> None:
     """Make every function but ``critic``, so that mistakes in options are found."""
-    for name, planned in plan.called.items():
+    for name, planned in plan.called_with_texts.items():
         if name != "critic":
             make_reward(name, **without_judge(name), **planned.options)
 

@@ -14,7 +14,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
 from ctrl_megatron.config.checks import loss_hint
-from ctrl_megatron.config.import_path import imported
+from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
 from ctrl_megatron.errors import UserError, check_together, users_code
@@ -96,7 +96,7 @@ def pipeline_of(config: Config) -> TaskGraph:
     """
     reference, key = config.dag.custom_pipeline_fn, "dag.custom_pipeline_fn"
     with users_code(f"{key}={reference}") if reference else nullcontext():
-        function = imported(reference, key) if reference else ctrl_pipeline
+        function = import_callable(reference, key) if reference else ctrl_pipeline
         parameters = named_parameters(function).items()
         first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
         options = own_options(

@@ -39,7 +39,7 @@ class Silence:
         self._until = min(self._until, time.monotonic() + seconds)
 
     def extend(self, seconds: float) -> None:
-        """Do not count the last ``seconds``."""
+        """Let the time end ``seconds`` later: the last ``seconds`` do not count."""
         self._until += seconds
 
     @property
@@ -69,11 +69,11 @@ def retry_after(header: str) -> float:
     return min(max(seconds, 0.0), _LONGEST_PAUSE) if math.isfinite(seconds) else 0.0
 
 
-def described(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-async def retried(
+async def retry(
     attempt: Callable[[], Awaitable[T]],
     again: Callable[[Exception], float | None],
     *,

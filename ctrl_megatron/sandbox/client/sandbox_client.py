@@ -26,10 +26,10 @@ from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
     Silence,
-    described,
+    describe_failure,
     is_temporary,
     pause,
-    retried,
+    retry,
     retry_after,
 )
 
@@ -236,14 +236,14 @@ class SandboxClient:
 
         failures = (*CONNECTION_FAILURES, ValueError, LookupError, TypeError)
         try:
-            return await retried(
+            return await retry(
                 ask,
                 lambda error: 0.0 if isinstance(error, failures) else None,
                 attempts=self._attempts,
                 backoff=self._backoff,
             )
         except failures as error:
-            text = f"sandbox {service.url} does not report its identity: {described(error)}"
+            text = f"sandbox {service.url} does not report its identity: {describe_failure(error)}"
             raise SandboxError(text) from error
 
     async def close(self) -> None:
@@ -327,7 +327,7 @@ class SandboxClient:
                 status, text, headers = await self._exchange(endpoint, path, body, number, silence)
             except CONNECTION_FAILURES as error:
                 self._distrust(endpoint)
-                raise _Fault(f"sandbox {url} failed: {described(error)}") from error
+                raise _Fault(f"sandbox {url} failed: {describe_failure(error)}") from error
             except asyncio.CancelledError:
                 self._withdraw(endpoint, number)
                 raise
@@ -413,7 +413,7 @@ class SandboxClient:
             ) as response:
                 status, level = response.status, response.headers.get(wire.LEVEL_HEADER, "")
         except CONNECTION_FAILURES as error:
-            return f"does not answer: {described(error)}", ""
+            return f"does not answer: {describe_failure(error)}", ""
         return ("" if status == 200 else f"answers /v1/ping with {status}"), level
 
 

@@ -24,11 +24,11 @@ def count_check() -> None:
     _executed += 1
 
 
-def executed() -> int:
+def checks_executed() -> int:
     return _executed
 
 
-def compiled(source: str, name: str) -> CodeType:
+def compile_counting_checks(source: str, name: str) -> CodeType:
     """Compile a text of tests so that its checks are counted. Raises ``SyntaxError`` and the other
     errors of ``ast.parse``.
     """

@@ -181,11 +181,13 @@ class Connection:
         return False
 
     def operate(self, name: str, left: Any, right: Any) -> Any:
-        """The result of a binary operator of which one operand is a handle."""
+        """The result of the binary operator ``name`` on ``left`` and ``right``, of which one is a
+        handle."""
         return self.ask("op", name, (left, right))
 
     def truth(self, handle: Any) -> bool:
-        """Whether a handle is true: objects without a truth of their own are."""
+        """The truth value of ``handle``: the other side's if its class has one
+        (``record_if_has_truth_value``), else True."""
         if not vars(type(handle))["_ctrl_has_truth"]:
             return True
         return self.ask("op", "bool", (handle,))
@@ -195,18 +197,19 @@ class Connection:
         return self.ask("op", "isinstance", (instance, kind)) is True
 
     def leave(self, name: str, manager: Any, error: Any) -> Any:
-        """End a ``with`` block of a manager of the other side."""
+        """Have the other side end a ``with`` block whose context manager ``manager`` is; ``error``
+        is the exception of the block or None."""
         return self.ask("op", name, (manager, error))
 
     def note_class_use(self, _kind: Any) -> None:
         """Hook: a class of the other side was subclassed or used in isinstance; nothing here."""
 
     def refuse(self, reason: str) -> NoReturn:
-        """A value cannot cross."""
+        """Raise the error for a value that cannot cross the connection; ``reason`` says why."""
         raise TypeError(reason)
 
     def call_failed(self, error: BaseException) -> None:
-        """A question of the other side raised ``error``, before it is told."""
+        """Hook: a question of the other side raised ``error``, which it is told next."""
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -906,7 +909,7 @@ def exception_named(module: str, name: str) -> type[BaseException]:
 
 
 class Started:
-    """An awaitable for which the other side waits."""
+    """An awaitable of this side for whose result the other side waits."""
 
     def __init__(self, task: Any) -> None:
         self.task = task

@@ -280,7 +280,7 @@ class _Judge:
     def _execute(self, source: str, name: str, *, main: bool = False) -> None:
         # A text without unit tests is a script.
         self._namespace["__name__"] = "__main__" if main else "tests"
-        code = checks.compiled(source, name)
+        code = checks.compile_counting_checks(source, name)
         self._codes.append(code)
         exec(code, self._namespace)
 
@@ -341,7 +341,7 @@ class _Judge:
         known, found = set(self._namespace), list[collection.UnitTest]()
 
         def execute() -> None:
-            before = checks.executed()
+            before = checks.checks_executed()
             self._execute(text, "test.py")
             found.extend(collection.collect(self._namespace, text, known, ended))
             if not found:
@@ -370,7 +370,7 @@ class _Judge:
         assert candidate is not None
 
         def checked_test() -> None:
-            before = checks.executed()
+            before = checks.checks_executed()
             test()
             self._require_check(before)
 
@@ -397,7 +397,7 @@ class _Judge:
 
     def _require_check(self, before: int) -> None:
         candidate = self._candidate
-        if checks.executed() == before and not (candidate and candidate.caught):
+        if checks.checks_executed() == before and not (candidate and candidate.caught):
             raise _Unchecked
 
     def _guarded(self, text: str, work: Callable[[], Any]) -> tuple[str, str]:
@@ -550,7 +550,7 @@ def _keep_programs_code_out(judge: _Judge, directory: str) -> None:
                 if not isinstance(source, CodeType):
                     judge.refuse_code(source)
                     if name == "exec":
-                        source = checks.compiled(source, "<string>")
+                        source = checks.compile_counting_checks(source, "<string>")
                         space = arguments[0] if arguments else frame.f_globals
                         space.setdefault(checks.NAME, checks.count_check)
                         space.setdefault(checks.BRANCH, checks.count_check)
