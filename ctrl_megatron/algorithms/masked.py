@@ -18,14 +18,13 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
-    """The ``Reduce`` of a caller that has the whole batch."""
+    """``sums`` itself: the ``Reduce`` of a caller that has the whole batch."""
     return sums
 
 
 def bound_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """``log_ratio`` clamped to +-20. Larger ratios carry no further information; their products
-    would overflow, and a backward pass would compute inf * 0.
-    """
+    """``log_ratio``, of any shape, clamped to +-20. Larger ratios carry no further information;
+    their products would overflow, and a backward pass would compute inf * 0."""
     return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 

@@ -32,7 +32,7 @@ def clip_range(config: Any) -> tuple[float, float]:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of the bounded log-ratio."""
+    """exp of ``log_ratio`` after ``bound_log_ratio``, of the same shape and dtype."""
     return bound_log_ratio(log_ratio).exp()
 
 
@@ -46,7 +46,8 @@ def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor
 def apply_is_weights(
     loss: torch.Tensor, rollout_is_weights: torch.Tensor | None, response_mask: torch.Tensor
 ) -> torch.Tensor:
-    """``loss`` times the weights under the mask; ``loss`` itself without weights."""
+    """``loss`` (B, R) times the weights ``rollout_is_weights`` (B, R) under the mask; ``loss``
+    itself where these are None."""
     if rollout_is_weights is None:
         return loss
     return loss * masked(rollout_is_weights, response_mask)

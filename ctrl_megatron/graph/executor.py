@@ -327,4 +327,5 @@ def metric_prefix(policy: int) -> str:
 
 
 def prefixed(metrics: Mapping[str, float], policy: int) -> dict[str, float]:
+    """``metrics`` under the names that the policy of that number has."""
     return {f"{metric_prefix(policy)}{name}": value for name, value in metrics.items()}

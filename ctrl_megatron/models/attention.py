@@ -85,7 +85,8 @@ def attend(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """``Attend`` by torch's kernel for the tensors' device and dtype."""
+    """(Q, A, Dv) attention of query (Q, A, Dk), key (T, G, Dk) and value (T, G, Dv), as ``Attend``
+    says, by torch's kernel for the tensors' device and dtype."""
     kernel = attention_kernel.kernel_on(query.device, query.dtype)
     return _KERNELS[kernel](query, key, value, packed, scale)
 
@@ -97,6 +98,7 @@ def segment_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
+    """(Q, A, Dv) attention as ``Attend`` says, by ``SegmentAttention``."""
     return SegmentAttention.apply(query, key, value, packed.layout, scale)  # type: ignore[return-value]
 
 
@@ -302,7 +304,7 @@ def variable_length_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """``Attend`` by one call of torch's flash attention."""
+    """(Q, A, Dv) attention as ``Attend`` says, by one call of torch's flash attention."""
     bounds = packed.attention
     q, k, v, factor = _of_equal_width(query, key, value, scale)
     groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}

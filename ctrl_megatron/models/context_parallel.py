@@ -87,8 +87,9 @@ def _with_all_keys(
 
 
 def sum_over_context_ranks(x: torch.Tensor, packed: PackedLayoutParams) -> torch.Tensor:
-    """``x`` added over the context ranks. All of them compute the same from the sum, so its
-    gradient is the gradient of each summand."""
+    """The sum of ``x`` over the context ranks, of its shape and dtype; differentiable. Collective
+    over them. All of them compute the same from the sum, so its gradient is the gradient of each
+    summand."""
     if packed.shared is None:
         return x
     return reduce_from_tensor_model_parallel_region(x, group=packed.shared.group)

@@ -111,7 +111,8 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
 def report_loss(
     share: LossShare, loss: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
-    """Megatron's ``loss_func``: passes on the loss and the share that the schedule returns."""
+    """Megatron's ``loss_func``: (``loss`` (), 1 in the place of a number of tokens, ``share``): the
+    schedule returns the last."""
     # The token count is not used: the loss is normalised already (models.loss_scale).
     return loss, torch.tensor(1, dtype=torch.int), share
 

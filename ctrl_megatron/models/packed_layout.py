@@ -242,7 +242,8 @@ def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def in_order(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The inverse of ``by_rank``."""
+    """(T, ...) with the tokens of one rank after the other's -> (T, ...) in the order of the
+    tokens: the inverse of ``by_rank``."""
     pieces = x.unflatten(0, (ranks, 2, -1))
     return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
 

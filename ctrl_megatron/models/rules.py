@@ -329,6 +329,7 @@ def hf_buffers(shape: AnyShape) -> Mapping[str, str]:
 
 @lru_cache(maxsize=64)
 def trained_names(shape: AnyShape) -> frozenset[str]:
+    """HF names of the tensors that are trained, of model and adapters."""
     return frozenset(
         tensor.name
         for rule in rules(shape)

@@ -324,6 +324,7 @@ def value_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:
 
 
 def is_reward_model(shape: AnyShape) -> bool:
+    """Whether the shape is that of a reward model: it has a head for one number, without a bias."""
     return shape.value_head and not shape.head_bias
 
 

@@ -104,6 +104,7 @@ def _count_in_numpy() -> None:
 
 
 def installed() -> bool:
+    """Whether ``install_cpu_platform`` has been called in this process."""
     return _installed is not None
 
 

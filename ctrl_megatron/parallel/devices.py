@@ -36,6 +36,7 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def visible_gpus() -> int:
+    """The number of NVIDIA GPUs that torch can use in this process."""
     return torch.cuda.device_count()
 
 

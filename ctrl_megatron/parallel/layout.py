@@ -330,4 +330,5 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
 
 
 def world_with(worlds: Sequence[World], role: str) -> World:
+    """The world that has the models of ``role``."""
     return next((world for world in worlds if role in world.roles), worlds[0])

@@ -78,6 +78,7 @@ def lock_pages(memory: torch.Tensor) -> Callable[[], None]:
 
 
 def memory_driver(name: DriverName) -> MemoryDriver:
+    """The driver called ``name``."""
     return CudaMemory() if name == "cuda" else HostMemory()
 
 

@@ -29,6 +29,7 @@ from ctrl_megatron.sandbox.cores import usable_cores
 
 
 def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
+    """The configuration of the engines that play ``role``."""
     family = config.actor_rollout_ref
     return family.rollout if role == "rollout" else family.proxy.engine
 
@@ -162,5 +163,6 @@ def actor_shape(config: Config) -> AnyShape:
 
 
 def proxy_path(config: Config) -> str:
+    """The directory of the proxy's weights."""
     family = config.actor_rollout_ref
     return family.proxy.model.path or family.model.path

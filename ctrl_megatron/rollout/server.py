@@ -65,6 +65,7 @@ def adapter_of(spec: EngineSpec) -> Any:
 
 
 async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
+    """The engine of ``spec`` in this process, after it has computed a token."""
     engine: EmbeddedEngine = await adapter_of(spec).build(spec)
     # Some engines refuse a model only in their first computation.
     await engine.generate([[0]], _PROBE)
@@ -80,6 +81,7 @@ def die(reason: str) -> None:
 
 
 def application(engine: EmbeddedEngine, token: str) -> web.Application:
+    """The HTTP application that serves ``engine``; every request needs ``token``."""
     meter = WorkMeter()
     calls: Calls = {
         "/generate": partial(answer_generate, engine, meter),
@@ -131,6 +133,7 @@ async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
 async def result_or_error(
     call: Callable[[wire.Json], Awaitable[Any]], request: web.Request
 ) -> dict[str, Any]:
+    """``{"result": what call returns for the request's body}``, or ``{"error": its exception}``."""
     try:
         return {"result": await call(await request.json())}
     except Exception as error:

@@ -123,6 +123,7 @@ def cache_tokens(spec: EngineSpec) -> int:
 
 
 def sglang_params(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """SGLang's parameters for one completion, which draws by ``seed``."""
     return {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,

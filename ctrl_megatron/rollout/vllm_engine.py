@@ -50,6 +50,7 @@ _CPU_KV_CACHE_GIB = 2.0
 
 
 def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    """vLLM's arguments for the engine of ``spec``."""
     gib = spec.kv_cache_gib or _CPU_KV_CACHE_GIB
     chosen: dict[str, Any] = {
         "model": spec.model_path,

@@ -27,6 +27,7 @@ def error_to_json(error: BaseException) -> Json:
 
 
 def error_from_json(data: Json) -> Exception:
+    """The exception that ``error_to_json`` wrote."""
     return ERRORS[data["kind"]](data["message"])
 
 
@@ -44,6 +45,7 @@ def completion_to_json(completion: Completion) -> list[Any]:
 
 
 def completion_from_json(data: list[Any]) -> Completion:
+    """The completion that ``completion_to_json`` wrote."""
     tokens, log_probs, finish_reason, spans, order = data
     return Completion(
         token_ids=tuple(tokens),

@@ -196,6 +196,7 @@ def _end_alone() -> None:
 
 
 def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
+    """The server of the run's metrics; None if the configuration does not ask for one."""
     if config.trainer.metrics_port is None:
         return None
 

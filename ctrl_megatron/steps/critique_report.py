@@ -19,9 +19,8 @@ from ctrl_megatron.steps.worker import DAGWorker
 
 
 def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported for critiques as they were drawn, and for their revisions
-    where there are any.
-    """
+    """Name -> (n,) float32, whose mean over all ranks is reported, one number per critique or
+    revision: for critiques as they were drawn, and for their revisions where there are any."""
     critiques = [sample for sample in samples if sample.task == CRITIQUE]
     valid = [float(critique.judgment is not None) for critique in critiques]
     measured = length_metrics(critiques, "critique")
@@ -33,7 +32,7 @@ def measure_critiques(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 
 
 def revision_metrics(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported of the revisions that were asked for."""
+    """Name -> (n,) float32, one number per revision that was asked for, whose mean is reported."""
     revisions = [sample.revision or Revision() for sample in samples if sample.is_revised]
     lengths = [float("nan") if one.tokens is None else float(one.tokens) for one in revisions]
     return {

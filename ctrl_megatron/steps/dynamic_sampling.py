@@ -138,6 +138,7 @@ def add_dynamic_sampling(
 
 
 def counted_rewards(weights: Mapping[str, float]) -> dict[str, float]:
+    """``weights`` without the punishment of long responses and without those that are 0."""
     return {name: w for name, w in weights.items() if w and name not in OVERLONG}
 
 

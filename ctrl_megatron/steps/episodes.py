@@ -369,7 +369,7 @@ def mean_scores(results: Sequence[Fields]) -> dict[str, float]:
 
 
 def measure_episodes(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported."""
+    """Name -> (n,) float32, one number per episode, whose mean is reported."""
 
     def column(name: str) -> torch.Tensor:
         found = [sample.fields[name] for sample in samples]

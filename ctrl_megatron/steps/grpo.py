@@ -166,6 +166,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
 
 
 def completion_columns(sample: Sample) -> Fields:
+    """The column ``completion``: the text of the sample."""
     return {"completion": sample.text}
 
 
@@ -191,7 +192,8 @@ def completion_item(text: str, row: Row, length: int) -> RewardItem:
 
 
 def measure_completions(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Vectors whose means are reported: lengths of the completions."""
+    """Name -> (B,) float32, one number per completion, whose mean is reported: the completions'
+    lengths."""
     return length_metrics(samples, "response")
 
 

@@ -183,7 +183,8 @@ def draw_samples(
 def by_row(
     rows: Sequence[Row], n: int, on_completion: RowListener | None
 ) -> CompletionListener | None:
-    """A listener for ``n`` completions of each of the rows, which calls ``on_completion``."""
+    """A listener for ``n`` completions of each of the rows, which calls ``on_completion``; None
+    where that is None."""
     return (
         None
         if on_completion is None

@@ -305,7 +305,8 @@ class DAGWorker(RolloutWorker):
 
     @property
     def refreshed_reference(self) -> Policy | None:
-        """The reference, if it gets the actor's weights every few steps."""
+        """The reference, if it gets the actor's weights every few steps; None if there is none or
+        it stays as it is."""
         refreshed = self.config.refreshes_reference and isinstance(self.reference, Policy)
         return self.reference if refreshed else None  # type: ignore[return-value]
 

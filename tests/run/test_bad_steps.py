@@ -43,7 +43,7 @@ class Found:
             saved={},
             groups=groups,
             timeline=Timeline(),
-            stop=SimpleNamespace(agreed=lambda groups: False),
+            stop=SimpleNamespace(requested_on_any_rank=lambda groups: False),
             background=None,
         )
         worker.agents = [worker]

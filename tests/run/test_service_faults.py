@@ -61,7 +61,7 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
         saved={},
         groups=SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0),
         timeline=Timeline(),
-        stop=SimpleNamespace(agreed=lambda groups: False),
+        stop=SimpleNamespace(requested_on_any_rank=lambda groups: False),
         background=None,
     )
     worker.agents = [worker]

@@ -121,7 +121,7 @@ class Rank:
             from_data_ranks=lambda value: [value, *self.gathered],
             on_any=lambda *flags: flags,
         )
-        self.stop: Any = SimpleNamespace(agreed=lambda groups: False)
+        self.stop: Any = SimpleNamespace(requested_on_any_rank=lambda groups: False)
         self.waiting = SimpleNamespace(together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
@@ -290,7 +290,7 @@ def test_a_stop_saves_without_texts_that_do_not_come(monkeypatch: pytest.MonkeyP
     rank.ahead.of(1).groups.result(20)
     rank.step, rank.engine.seconds = 1, 60.0
     rank.rollout()
-    rank.stop.agreed = lambda groups: True
+    rank.stop.requested_on_any_rank = lambda groups: True
     # Step 1, which was stopped, is there, and what it has begun is drawn again when it is repeated.
     assert [draw["step"] for draw in SavedDraws(rank).state_dict()["draws"]] == [1]
     rank.step = 2

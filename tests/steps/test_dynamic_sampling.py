@@ -172,7 +172,7 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
     recorder: Any = SimpleNamespace(**dict.fromkeys(names, nothing))
     store: Any = SimpleNamespace(save=nothing, wait=nothing, take_report=nothing)
     groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)
-    stop = SimpleNamespace(agreed=lambda groups: False)
+    stop = SimpleNamespace(requested_on_any_rank=lambda groups: False)
     worker: Any = SimpleNamespace(
         step=0, trained={}, saved={}, groups=groups, timeline=Timeline(), stop=stop, background=None
     )
