@@ -117,7 +117,7 @@ with set_current_vllm_config(VllmConfig()):
         x, residual = torch.randn(2, 40, 576).to(dtype)
         own = norm(x), *norm(x.clone(), residual.clone())
         sampler = SimpleNamespace(gather_logprobs=Sampler.gather_logprobs)
-        vllm_cpu.spare(torch.nn.ModuleList([norm]), sampler)
+        vllm_cpu.install_cpu_kernels(torch.nn.ModuleList([norm]), sampler)
         with Names():
             now = norm(x), *norm(x.clone(), residual.clone())
         far = [(a - b).float().abs() / (1 + a.float().abs()) for a, b in zip(own, now, strict=True)]
