@@ -106,11 +106,13 @@ def learner(
         else hf_config.read_shape(options.model, strategy)
     )
     if getattr(options, "lora_rank", 0):
-        from ctrl_megatron.models.lora import adapted
+        from ctrl_megatron.models.lora import shape_with_adapters
         from ctrl_megatron.types import Lora
 
         rank = options.lora_rank
-        shape = adapted(shape, Lora(rank=rank, alpha=2 * rank, targets=("all-linear",), seed=1))
+        shape = shape_with_adapters(
+            shape, Lora(rank=rank, alpha=2 * rank, targets=("all-linear",), seed=1)
+        )
     policy = Policy(
         shape,
         groups,
