@@ -189,7 +189,8 @@ def write_records(
 def read_records(
     path: str | PathLike[str], record: type[Record]
 ) -> tuple[list[Record], float | None]:
-    """(records, seconds) that ``write_records`` wrote. Raises ``UserError`` for another file."""
+    """(records, seconds of judging in the sandbox) that ``write_records`` wrote. Raises
+    ``UserError`` for another file."""
     table = read_parquet(path)
     wanted = [f.name for f in fields(cast(Any, record))]
     if table.column_names != wanted:

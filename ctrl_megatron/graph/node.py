@@ -140,7 +140,8 @@ class Node(NodeLife):
 
     @property
     def changes_weights(self) -> bool:
-        """True for a node after which the step cannot be abandoned."""
+        """True for a node that trains a model: once it begins, the step cannot be abandoned. A push
+        of the weights to engines is none."""
         return self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute
 
     def call(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:

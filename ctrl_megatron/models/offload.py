@@ -35,7 +35,8 @@ class OffloadedTensors:
         return bool(self._empty)
 
     def leave(self) -> None:
-        """Empty the storages. The tensors must not be read until they are back."""
+        """Copy the tensors to the host if they are kept, and empty their storages. They must not be
+        read until they are back."""
         if self.away:
             return
         storages = storages_of(self._tensors())

@@ -120,7 +120,7 @@ class ParallelModel:
             self._parts[part].leave()
 
     def onload(self, *parts: OffloadPart) -> None:
-        """Take the device and bring ``parts`` back to it, those that are away."""
+        """Take the device and bring those of ``parts`` back to it that are away; no other part."""
         self._take_device()
         for part in parts:
             self._parts[part].come_back()

@@ -127,6 +127,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
+        """Number of FSDP's copies of whole modules, each shared by ``copy_size`` ranks."""
         return self.tensor * self.context * self.data // self.copy_size
 
     @property

@@ -119,10 +119,11 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
 def reward_signal(
     rewards: torch.Tensor, uids: Sequence[str], every: Sequence[tuple[Sample, Row]]
 ) -> dict[str, torch.Tensor]:
-    """Vectors whose means are metrics, over whole groups, which ``uids`` name.
+    """Vectors whose means are metrics: of each group with several revisions (``uids`` name the
+    groups) the share of different ones, and of each row with a known pass rate the reward minus
+    that rate.
 
-    ``rewards`` (B,) float32 is NaN for critiques that were not judged. A group of one teaches
-    nothing and has no share here.
+    ``rewards`` (B,) float32 is NaN for critiques that were not judged, and so is the difference.
     """
     groups: dict[str, list[Sample]] = {}
     for uid, (sample, _) in zip(uids, every, strict=True):

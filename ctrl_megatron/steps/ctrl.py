@@ -193,7 +193,8 @@ def add_update_nodes(
     agent_group: int = 0,
 ) -> None:
     """Add the second half of a step: from the responses of the node ``drawn`` and the rewards of
-    the nodes ``judged`` to new weights in the engine. Every built-in pipeline ends with it.
+    the nodes ``judged`` to new weights in the trainer, which engines get before the next step draws
+    (``add_weight_sync``). Every built-in pipeline ends with it.
     ``corrects`` says whether the engine's log-probs are compared with the trainer's. The nodes of a
     further policy, ``agent_group``, have its name before theirs: ``agent1_actor_update``.
 

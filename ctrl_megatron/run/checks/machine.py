@@ -33,7 +33,8 @@ def check_place(config: Config) -> None:
 
 
 def check_temporary_directory(config: Config) -> None:
-    """UserError if an engine cannot create its sockets in the temporary directory of this host."""
+    """UserError if the path of this host's temporary directory is too long for an engine's sockets
+    in it."""
     family, folder = config.actor_rollout_ref, tempfile.gettempdir()
     names = {family.rollout.name, *([family.proxy.engine.name] if config.has_proxy_engines else ())}
     longest = max(names, key=lambda name: ENGINES[name].socket_name)

@@ -70,7 +70,8 @@ class CapturedOutput:
 
 
 class VerdictPipe:
-    """The verdicts that the judge has sent; every frame carries this job's ``nonce``."""
+    """The supervisor's end of the pipe on which the judge sends verdicts; a frame without this
+    job's ``nonce`` is refused."""
 
     def __init__(self) -> None:
         self.nonce = os.urandom(16).hex()

@@ -133,7 +133,8 @@ def _directory() -> str:
 
 
 class Surroundings(_Common):
-    """The judge's side."""
+    """The judge's side: it collects what the test has changed, for the program's side to make the
+    same changes, and repeats what the program has printed, warned and logged."""
 
     def __init__(self) -> None:
         super().__init__()
