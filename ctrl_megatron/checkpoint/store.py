@@ -69,8 +69,8 @@ _BEGAN_FILE = "began_from"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The directory of a checkpoint (models, their optimizers and the trainer's small state) and the
-    step after which it was saved. ``CheckpointStore.load`` reads it."""
+    """The directory of a checkpoint (models, their optimizers and the trainer's small state), and
+    the step after which it was saved. ``CheckpointStore.load`` reads it."""
 
     path: Path
     step: int
