@@ -103,7 +103,7 @@ test-oldest:
 	@$(MAKE) --no-print-directory env-oldest VENV=build/env-oldest \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
 	build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
-	  tests/models tests/algorithms tests/test_torch_features.py \
+	  tests/models tests/algorithms tests/test_torch_features.py tests/parallel/test_softmax_kernels.py \
 	  "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
 demo: env

@@ -54,6 +54,8 @@ class PassShape:
     ranks, if responses share prompts; 0 if it receives those of the tokens alone."""
     grouped_experts: bool = False
     """Whether a layer's experts are computed together (``models.grouped_experts``)."""
+    fused_softmax: bool = False
+    """Whether Triton's kernels compute the softmax over the vocabulary."""
 
     @property
     def decoder(self) -> ModelShape:
@@ -283,19 +285,19 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
 
 
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
-    """Bytes of ``parallel.vocab`` on the last stage of a GPU at its peak: a chunk of logits, its
-    exponentials, both in float32, and the product that they come from; backwards the output
-    weight's gradient in float32, and a chunk's share of it, which adapters do without."""
+    """Bytes of ``parallel.vocab`` on the last stage of a GPU at its peak: a chunk of logits, and
+    without the kernels the same and its exponentials in float32; backwards the output weight's
+    gradient in float32, and a chunk's share of it, which adapters do without."""
     if p.shape.value_head:
         return 0
     e, hidden = p.dtype_size, p.shape.hidden_size
     logits = min(p.logprob_chunk, p.tokens) * p.vocabulary
-    tile = 4 if e == 4 else 4 + e
+    tile, powers = (e, 0) if p.fused_softmax else (4 if e == 4 else 4 + e, 4)
     gathered = e * hidden * p.tokens
     if not backward:
-        return (tile + 4) * logits + 2 * gathered
+        return (tile + powers) * logits + 2 * gathered
     weight = p.vocabulary * hidden if p.shape.lora is None else 0
-    return gathered + max((tile + 4) * logits + 4 * weight, tile * logits + (4 + e) * weight)
+    return gathered + max((tile + powers) * logits + 4 * weight, tile * logits + (4 + e) * weight)
 
 
 def inference_workspace(p: PassShape, *, pp: int) -> int:

@@ -513,6 +513,7 @@ class _Stage:
             recompute_num_layers=compute.recompute_num_layers,
             recompute_modules=tuple(modules),
             gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
+            fused_softmax=True,
             grouped_experts=overrides.get("moe_grouped_gemm", True),
         )
 

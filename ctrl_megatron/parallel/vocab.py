@@ -4,14 +4,15 @@ The output layer and the softmax are computed together, one tile of logits after
 again in the backward pass unless the logits are few enough to be kept: at (tokens x vocabulary) =
 (16384 x 152064) the fp32 logits of a whole micro-batch would take 10 GB. The softmax is normalised
 online, while the columns of a tile's tokens are computed (Milakov and Gimelshein, arXiv
-1805.02867).
+1805.02867). On a GPU ``softmax_kernels`` reads each logit once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ def _on_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+@cache
+def _kernels(device: str) -> Any:
+    """``parallel.softmax_kernels`` on a GPU with Triton, which torch brings there; else None."""
+    if device != "cuda" or find_spec("triton") is None:
+        return None
+    from ctrl_megatron.parallel import softmax_kernels
+
+    return softmax_kernels
+
+
 def _tiles(tokens: int, columns: int, chunk: int, device: torch.device) -> tuple[int, int]:
     """(tokens, columns) of a tile, which has at most as many logits as ``chunk`` whole rows.
 
@@ -70,9 +81,6 @@ class _Tile:
 
     def __init__(self, rows: int, columns: int, kept: torch.Tensor) -> None:
         self._low = kept.new_empty(rows * columns)
-        # With equal dtypes products are computed in place.
-        same = kept.dtype == torch.float32
-        self._wide = self._low if same else kept.new_empty(rows * columns, dtype=torch.float32)
         self._kept, self._end = kept, 0
 
     def low(self, rows: int, columns: int) -> torch.Tensor:
@@ -95,6 +103,12 @@ class _Tile:
         """2^bits, in memory that all tiles reuse: the allocator would provide new memory."""
         powers_TV = self._powers[: bits_TV.numel()].view_as(bits_TV)
         return torch.exp2(bits_TV, out=powers_TV)
+
+    @cached_property
+    def _wide(self) -> torch.Tensor:
+        # With equal dtypes products are computed in place.
+        same = self._low.dtype == torch.float32
+        return self._low if same else torch.empty_like(self._low, dtype=torch.float32)
 
     @cached_property
     def _powers(self) -> torch.Tensor:
@@ -134,7 +148,17 @@ class _Softmax:
         self.peak_T = peak_T
 
     def add(self, logits_TV: torch.Tensor, tile: _Tile) -> None:
-        """Add further columns; overwrites the logits."""
+        """Add further columns, in the dtype of the hidden states; may overwrite them."""
+        if kernels := _kernels(logits_TV.device.type):
+            peak_T, sum_T, weighted_T = kernels.softmax_statistics(logits_TV, self._scale)
+            higher_T = torch.maximum(self.peak_T, peak_T)
+            self.raise_to(higher_T)
+            down_T = (peak_T - higher_T) * self._scale
+            factor_T = down_T.exp2()
+            self.sum_T += sum_T * factor_T
+            self.weighted_T += (weighted_T + down_T * sum_T) * factor_T
+            return
+        logits_TV = tile.wide(logits_TV)
         self.raise_to(torch.maximum(self.peak_T, logits_TV.amax(dim=-1)))
         bits_TV = logits_TV.sub_(self.peak_T.unsqueeze(-1)).mul_(self._scale)
         powers_TV = tile.powers(bits_TV)
@@ -146,6 +170,31 @@ class _Softmax:
         self.raise_to(_all_reduce(self.peak_T.clone(), dist.ReduceOp.MAX, group))
         sums = torch.stack([self.sum_T, self.weighted_T])
         self.sum_T, self.weighted_T = _all_reduce(sums, dist.ReduceOp.SUM, group)
+
+
+def _softmax_gradient(
+    logits_TV: torch.Tensor,
+    peak_T: torch.Tensor,
+    constant_T: torch.Tensor,
+    slope_T: torch.Tensor | None,
+    targets_T: torch.Tensor,
+    hit_T: torch.Tensor,
+    scale: float,
+    tile: _Tile,
+) -> torch.Tensor:
+    """2^b (constant + slope b) of the logits, plus ``hit_T`` in the column ``targets_T``, in their
+    dtype; b = (z - peak) ``scale``."""
+    grad_TV = tile.wide(logits_TV).sub_(peak_T.unsqueeze(-1)).mul_(scale)
+    if slope_T is None:
+        grad_TV.exp2_().mul_(constant_T.unsqueeze(-1))
+    else:
+        powers_TV = tile.powers(grad_TV)
+        grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1))
+        grad_TV.mul_(powers_TV)
+    inside, column = _inside(targets_T, slice(0, grad_TV.shape[1]))
+    grad_TV.scatter_add_(-1, column, torch.where(inside, hit_T, 0.0).unsqueeze(-1))
+    low_TV = tile.low(*grad_TV.shape)
+    return low_TV if low_TV.data_ptr() == grad_TV.data_ptr() else low_TV.copy_(grad_TV)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -177,7 +226,7 @@ class _LinearLogProb(torch.autograd.Function):
                 torch.mm(hidden[part], weight[block].t(), out=logits_TV)
                 inside, column = _inside(targets[part], block)
                 picked_T = torch.where(inside, logits_TV.gather(-1, column).squeeze(-1), picked_T)
-                stats.add(tile.wide(logits_TV), tile)
+                stats.add(logits_TV, tile)
             stats.over_ranks(group)
             log_sum_T = stats.sum_T.log()
             entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T / _BITS
@@ -218,18 +267,13 @@ class _LinearLogProb(torch.autograd.Function):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 if not len(kept):
                     torch.mm(hidden[part], weight[block].t(), out=logits_TV)
-                grad_TV = tile.wide(logits_TV).sub_(peak[part].unsqueeze(-1)).mul_(scale)
-                if slope_T is None:
-                    grad_TV.exp2_().mul_(constant_T.unsqueeze(-1))
+                own_T = targets[part] - block.start
+                vectors = (peak[part], constant_T, slope_T, own_T, hit_T)
+                if kernels := _kernels(hidden.device.type):
+                    kernels.write_softmax_gradient(logits_TV, *vectors, scale)
+                    low_TV = logits_TV
                 else:
-                    powers_TV = tile.powers(grad_TV)
-                    grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1))
-                    grad_TV.mul_(powers_TV)
-                inside, column = _inside(targets[part], block)
-                grad_TV.scatter_add_(-1, column, torch.where(inside, hit_T, 0.0).unsqueeze(-1))
-                low_TV = tile.low(*grad_TV.shape)
-                if low_TV.data_ptr() != grad_TV.data_ptr():
-                    low_TV.copy_(grad_TV)
+                    low_TV = _softmax_gradient(logits_TV, *vectors, scale, tile)
                 grad_TH += low_TV @ weight[block]
                 if grad_weight is not None:
                     grad_weight.add(block, low_TV.t() @ hidden[part])
