@@ -61,6 +61,7 @@ OWNERS = {
     ),
     "tensordict": ("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
     "megatron": ("parallel/", "models/"),
+    "triton": ("parallel/softmax_kernels.py",),
     "transformers": (
         *("data/tokens.py", "models/transformers_model.py"),
         *("rollout/hf_", "rollout/sglang_stand_ins.py"),
