@@ -1,5 +1,6 @@
 """A layer's experts by grouped matrix products: two products for all experts in place of two for
-each, and no wait of the host for the numbers of tokens."""
+each. They take the numbers of tokens on the device; Megatron's dispatcher still waits for them once
+a layer."""
 
 from __future__ import annotations
 
