@@ -30,7 +30,7 @@ def torchrun_arguments(words: Sequence[str]) -> list[str]:
 
 
 @cache
-def varlen_attention_takes_enable_gqa() -> bool:
+def varlen_attention_asks_for_groups() -> bool:
     """Whether ``varlen_attn`` accepts fewer key heads than query heads only with ``enable_gqa``;
     before, it accepted them without."""
     from torch.nn.attention import varlen

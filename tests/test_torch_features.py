@@ -21,7 +21,7 @@ FLAGS = ["--nnodes", "2", "--shutdown-timeout", "3600", "train.py", "--config", 
 @pytest.mark.skipif(not PINNED, reason="an older stack")
 def test_the_pinned_torch_has_every_feature() -> None:
     assert torch_features.torchrun_arguments(FLAGS) == FLAGS
-    assert torch_features.varlen_attention_takes_enable_gqa()
+    assert torch_features.varlen_attention_asks_for_groups()
 
 
 def test_an_older_torch_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_an_older_torch_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, window_size: None)
     monkeypatch.setattr(torch_features.metadata, "version", lambda name: "2.11.0+cu130")
     assert torch_features.torchrun_arguments(FLAGS) == [*FLAGS[:2], *FLAGS[4:]]
-    assert not torch_features.varlen_attention_takes_enable_gqa.__wrapped__()
+    assert not torch_features.varlen_attention_asks_for_groups.__wrapped__()
     assert exact_pinned_memory({}) == {}
 
 

@@ -23,7 +23,7 @@ from torch.nn.attention import varlen
 from ctrl_megatron.models import attention_kernel
 from ctrl_megatron.models.context_parallel import over_context_ranks
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
-from ctrl_megatron.torch_features import varlen_attention_takes_enable_gqa
+from ctrl_megatron.torch_features import varlen_attention_asks_for_groups
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _APART = 256
@@ -319,7 +319,7 @@ def variable_length_attention(
         scale=factor,
         # With more keys than queries flash attention aligns a causal mask at the bottom right.
         window_size=(-1, 0) if packed.layout.causal else (-1, -1),
-        **(groups if varlen_attention_takes_enable_gqa() else {}),
+        **(groups if varlen_attention_asks_for_groups() else {}),
     )
     return out[..., : value.shape[2]]
 
