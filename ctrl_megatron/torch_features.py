@@ -13,7 +13,8 @@ from inspect import signature
 
 from packaging.version import Version
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The variables with the settings of PyTorch's allocator; the second is the older name."""
 _EXACT = "pinned_max_round_threshold_mb"
 
 
@@ -45,7 +46,7 @@ def exact_pinned_memory(environ: Mapping[str, str]) -> dict[str, str]:
 
     vLLM keeps the weights of a sleeping engine in such memory, tensor by tensor.
     """
-    name = next((name for name in _ALLOCATOR if name in environ), _ALLOCATOR[0])
+    name = next((name for name in ALLOCATOR_VARIABLES if name in environ), ALLOCATOR_VARIABLES[0])
     settings = environ.get(name, "")
     if _EXACT in settings or Version(metadata.version("torch")).release < (2, 13):
         return {}

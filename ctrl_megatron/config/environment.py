@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.errors import UserError, nearest
+from ctrl_megatron.torch_features import ALLOCATOR_VARIABLES
 
 Launcher = Literal["torchrun", "slurm", "single"]
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -21,7 +22,7 @@ _OF_LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|CTRL)_.*", re.DOTALL
 )
 _KERNEL_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"
-_ALLOCATOR, _EXPANDABLE = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+_EXPANDABLE = "expandable_segments:True"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SLURM_TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 _OURS = ("CTRL_LOG_LEVEL", "CTRL_MASTER_PORT")
@@ -159,8 +160,8 @@ def child_environment(
     """
     kept = {name: value for name, value in environ.items() if not _OF_LAUNCHER.fullmatch(name)}
     kept.pop(_KERNEL_ORDER, None)
-    if kept.get(_ALLOCATOR) == _EXPANDABLE:
-        del kept[_ALLOCATOR]
+    if kept.get(ALLOCATOR_VARIABLES[0]) == _EXPANDABLE:
+        del kept[ALLOCATOR_VARIABLES[0]]
     if devices:
         ours = environ.get("CUDA_VISIBLE_DEVICES")
         names = ours.split(",") if ours else [str(device) for device in range(max(devices) + 1)]
@@ -200,8 +201,8 @@ def set_device_variables(tensor: int, environ: MutableMapping[str, str] = os.env
     (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an engine, so it is set
     only for ``tensor`` > 1.
     """
-    if not {"PYTORCH_CUDA_ALLOC_CONF", _ALLOCATOR} & environ.keys():
-        environ[_ALLOCATOR] = _EXPANDABLE
+    if not environ.keys() & set(ALLOCATOR_VARIABLES):
+        environ[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
     if tensor > 1:
         environ.setdefault(_KERNEL_ORDER, "1")
 

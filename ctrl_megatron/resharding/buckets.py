@@ -7,7 +7,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 from math import prod
 from typing import Any, Protocol
@@ -45,6 +45,8 @@ from ctrl_megatron.types import TensorSpec
 
 Read = Callable[[int, str, Piece], torch.Tensor]
 """(worker, HF name, rectangle of it) -> the rectangle's bytes in that worker's memory."""
+Line = tuple[int, ...]
+"""Ranks through which bytes pass: the first has them, each sends them to the next."""
 _PIECE_BYTES = 8 << 20
 """Bytes that a rank passes on while the next ones arrive."""
 
@@ -103,6 +105,29 @@ class Buckets:
             self.parts[number].append(part)
         self.own = self.transfers(groups.rank)
         """The transfers of every bucket in which this rank takes part."""
+
+    @cached_property
+    def place_of(self) -> dict[str, TensorPlace]:
+        """HF name -> the tensor's place, over all buckets."""
+        return {place.spec.name: place for own in self.places for place in own}
+
+    @cached_property
+    def routes(self) -> tuple[list[list[Transfer]], list[dict[Line, list[Transfer]]]]:
+        """Bucket by bucket the transfers that this rank copies within its host, and the messages
+        between hosts in which it takes part."""
+        rank, of_rank = self._groups.rank, self._groups.hosts.of_rank
+        copied: list[list[Transfer]] = []
+        messages: list[dict[Line, list[Transfer]]] = []
+        for transfers in self.own:
+            here, lines = [], defaultdict(list)
+            for transfer in transfers:
+                if of_rank[transfer.giver] != of_rank[transfer.takers[0]]:
+                    lines[transfer.giver, *transfer.takers].append(transfer)
+                elif transfer.giver == rank:
+                    here.append(transfer)
+            copied.append(here)
+            messages.append(lines)
+        return copied, messages
 
     @property
     def size(self) -> int:
@@ -256,10 +281,9 @@ class HostBuckets:
         a bucket from its number and the index of its first memory."""
         self._buckets, self._memory, self._chunk = buckets, memory, chunk
         self._workers = buckets.plan.cut.tensor
-        self._place = {place.spec.name: place for own in buckets.places for place in own}
 
     def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
-        return self._whole(number, worker, self._place[name])[piece.hf_slices]
+        return self._whole(number, worker, self._buckets.place_of[name])[piece.hf_slices]
 
     def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self._workers > 1:
@@ -279,10 +303,6 @@ class HostBuckets:
 
     def _whole(self, number: int, worker: int, place: TensorPlace) -> torch.Tensor:
         return tensor_at(self._memory[self._first(number) + worker], place.spec, place.offset)
-
-
-Line = tuple[int, ...]
-"""Ranks through which bytes pass: the first has them, each sends them to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,17 +325,7 @@ class HostExchange:
         takers = buckets.plan.takers
         self._scattered = any(len({of_rank[taker] for taker in own}) > 1 for own in takers)
         """Whether no host has all parts of an engine on several hosts."""
-        self._here: list[list[Transfer]] = []
-        self._lines: list[dict[Line, list[Transfer]]] = []
-        for transfers in buckets.own:
-            here, lines = [], defaultdict(list)
-            for transfer in transfers:
-                if of_rank[transfer.giver] != of_rank[transfer.takers[0]]:
-                    lines[transfer.giver, *transfer.takers].append(transfer)
-                elif transfer.giver == groups.rank:
-                    here.append(transfer)
-            self._here.append(here)
-            self._lines.append(lines)
+        self._here, self._lines = buckets.routes
         self._messages: dict[int, dict[Line, torch.Tensor]] = {}
         self._arriving: dict[int, list[_Arrival]] = {}
         self._leaving: dict[int, list[Any]] = {}

@@ -128,8 +128,8 @@ class ChunkQueue:
         self._update.add_done_callback(lambda _: self._notify(requested=0))
 
     def put(self, chunk: WeightChunk) -> None:
-        # asyncio's queues are for one thread, and buckets are filled in another.
         """Give the engine the next chunk."""
+        # asyncio's queues are for one thread, and buckets are filled in another.
         self._loop.call_soon_threadsafe(self._queue.put_nowait, chunk)
 
     def wait_until_read(self, bucket: int) -> None:
