@@ -72,7 +72,7 @@ def check_model_files(
                 _check_role(config, key, path, shape, shapes.get(actor))
                 _check_context(config, purpose, key, path, shape)
                 _check_engine(config, purpose, key, path, shape)
-                if purpose == "rl":
+                if purpose == "rl" and key not in _ROLES:
                     _check_engine_takes(config, path, shape, tensors)
         except UserError as error:
             problems.append(error)
@@ -176,10 +176,11 @@ def _check_engine_takes(
         workers = rollout.tensor_model_parallel_size
         spread = bool(rollout.engine_kwargs.get("enable_expert_parallel"))
         assert isinstance(shape, ModelShape)
-        for part, width in divided_blocks(shape, workers, whole_experts=spread).items():
+        if divided := divided_blocks(shape, workers, whole_experts=spread):
+            widths = " and ".join(f"the {part} are {width} wide" for part, width in divided.items())
             raise UserError(
-                f"with {workers} tensor workers the {part} of {path} are {width} wide, which is no "
-                f"multiple of {BLOCK[0]}, the width of a block with one scale",
+                f"with {workers} tensor workers of {path} {widths}, which is no multiple of "
+                f"{BLOCK[0]}, the width of a block with one scale",
                 key="actor_rollout_ref.rollout.quantization",
                 remedy="choose another tensor_model_parallel_size, or leave quantization out",
             )

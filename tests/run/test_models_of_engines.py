@@ -1,0 +1,54 @@
+"""What engines cannot take is refused of the models that they generate with, and of no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ctrl_megatron.config import load_config
+from ctrl_megatron.errors import UserError
+from ctrl_megatron.run.checks.models import check_model_files
+from tests.mistakes.mistaken_world import write_model
+
+CUT = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 128, "vocab_size": 64}
+ROLLOUT = "actor_rollout_ref.rollout."
+EIGHT_BITS = [
+    "actor_rollout_ref.model.path=actor",
+    "actor_rollout_ref.ref.model.path=reference",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    f"{ROLLOUT}name=vllm",
+    f"{ROLLOUT}quantization=fp8",
+    "algorithm.rollout_correction.rollout_is=token",
+    "trainer.verify_weight_sync=false",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_reference_may_have_any_widths_beside_engines_in_8_bits(folder: Path) -> None:
+    write_model(folder / "actor", **CUT)
+    write_model(folder / "reference", **CUT | {"intermediate_size": 192, "head_dim": 32})
+    check_model_files(load_config(None, EIGHT_BITS, "none"), "rl")
+
+
+def test_every_part_of_an_actor_that_blocks_do_not_divide_is_named(folder: Path) -> None:
+    write_model(folder / "actor", **CUT | {"intermediate_size": 192, "head_dim": 96})
+    write_model(folder / "reference", **CUT)
+    parts = "the keys are 192 wide and the feed-forward layers are 192 wide, which is no multiple"
+    with pytest.raises(UserError, match=parts):
+        check_model_files(load_config(None, EIGHT_BITS, "none"), "rl")
+
+
+def test_a_reference_may_have_weights_in_8_bits_and_an_actor_may_not(folder: Path) -> None:
+    block = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    write_model(folder / "actor", **CUT)
+    write_model(folder / "reference", **CUT, **block)
+    check_model_files(load_config(None, EIGHT_BITS, "none"), "rl")
+    swapped = ["actor_rollout_ref.model.path=reference", "actor_rollout_ref.ref.model.path=actor"]
+    with pytest.raises(UserError, match="the weights of reference have 8 bits"):
+        check_model_files(load_config(None, [*EIGHT_BITS, *swapped], "none"), "rl")
