@@ -360,6 +360,8 @@ class SandboxClient:
                     self._silent = False
                     silence.heard()
                 if status == _UNDER_WAY and "Location" in response.headers:
+                    if not silence.left:
+                        raise TimeoutError  # also of a service that answers within the least limit
                     asking = session.get(
                         f"{endpoint.url}/jobs/{number}",
                         headers=headers,
