@@ -254,11 +254,26 @@ def test_expected_exceptions_are_raised_in_the_test(judge: Judge) -> None:
         ({"test_list": ["assert f()"], "entry_point": "f g"}, "entry_point must be"),
         ({"test_list": ["assert len(sorted([])) == 0"]}, "give provided_data.entry_point"),
         ({"test_list": ["assert True"]}, "give provided_data.entry_point"),
+        ({"test_list": ["f(2)\nassert 4 == 4"], "entry_point": "f"}, "assert constants only"),
     ],
 )
 def test_records_that_cannot_be_judged_are_refused(data: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_function_tests(data)
+
+
+@pytest.mark.parametrize(
+    ("tests", "setup"),
+    [
+        (["assert f(1) == 1", "assert True"], ""),
+        (["check(f)\nassert True"], "def check(f): assert f(1) == 1"),
+        (["try: f(1)\nexcept ValueError: pass\nelse: assert False"], ""),
+        (["if f(1) != 1: raise AssertionError\nassert True"], ""),
+    ],
+)
+def test_asserts_of_constants_beside_a_check_are_read(tests: list[str], setup: str) -> None:
+    data = {"test_list": tests, "test_setup_code": setup, "entry_point": "f"}
+    assert read_function_tests(data).tests == tuple(tests)
 
 
 def test_stubs_follow_from_the_record() -> None:

@@ -35,6 +35,10 @@ KNOWN_BAD = {
     "humanevalplus": {"HumanEval/32"},
 }
 """Set -> references that fail their own published tests here."""
+SOLUTIONS_LEFT_OUT = {704, 2690}
+"""Rows of the solutions whose recorded verdicts are not plain Python's: one takes the first of a
+set's characters, which depends on the process's seed of hashes, and one returns a generator where
+the test wants a list."""
 MOST_TESTS = 16
 """Tests per published problem: some problems of the plus sets have thousands."""
 
@@ -113,6 +117,8 @@ def solutions(data: Path) -> Iterator[Known]:
     """Solutions by models with the verdict on each test."""
     path = data / "initial_solutions" / "initial_solutions.jsonl.gz"
     for number, row in enumerate(_lines(path)):
+        if number in SOLUTIONS_LEFT_OUT:
+            continue
         words = set(re.findall(r"\w+", " ".join(row["tests"])))
         called = not words.isdisjoint([*row["stub"], "candidate"])
         tests = {
@@ -153,7 +159,7 @@ SETS: dict[str, tuple[Callable[[Path], Iterator[Known]], float]] = {
     "humanevalpack": (human_eval_pack, 1.0),
     "humanevalpack-buggy": (human_eval_pack_buggy, 1.0),
     "samples": (samples, 1.0),
-    "solutions": (solutions, 0.995),
+    "solutions": (solutions, 0.999),
 }
 """Name -> its programs and the least share of verdicts that must agree."""
 

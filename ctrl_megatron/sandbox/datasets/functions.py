@@ -19,6 +19,7 @@ from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
 from ctrl_megatron.problems.long_integers import loads, long_integers, require_few_digits
 from ctrl_megatron.sandbox.datasets.names import (
     SOLUTION_CLASS,
+    asserts_constants,
     defined_by,
     find_stubs,
     free_names,
@@ -238,6 +239,8 @@ def _read(
         setup = f"{public}\n{setup}"
         setup_tree = _parse(setup, _SETUP)
     stubs = find_stubs(entries, setup_tree, trees)
+    if "assert" not in setup and "raise" not in setup and all(map(asserts_constants, tests, trees)):
+        raise ValueError("no test checks the program: all assert constants only")
     helpers = helper_imports(free_names([setup_tree, *trees]) - stubs)
     imports = [
         node

@@ -116,6 +116,16 @@ def _refuse_names(names: Iterable[str], place: str) -> None:
             raise ValueError(f"{place} uses pytest.{name}; the judge has {known} of pytest")
 
 
+def asserts_constants(text: str, tree: ast.Module) -> bool:
+    """Whether a script asserts expressions without a name, and can fail by nothing else but an
+    exception of the program."""
+    asserts = [node for node in tree.body if isinstance(node, ast.Assert)]
+    if not asserts or text.count("assert") > len(asserts) or "raise" in text or "exit" in text:
+        return False
+    named = (part for node in asserts for part in _walk_code(node.test))
+    return not any(isinstance(part, ast.Name) for part in named)
+
+
 def find_stubs(
     entries: tuple[str, ...], setup: ast.Module, tests: Sequence[ast.Module]
 ) -> set[str]:
