@@ -28,15 +28,14 @@ from ctrl_megatron.rewards.grading import (
     RUN_TIMEOUT,
     BatchTests,
     CachedJudge,
-    Graded,
     GradingJob,
     Judge,
     RetryPolicy,
     RowTests,
     check_tests,
-    outcome_of,
     program_of,
     replace_surrogates,
+    scored,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Message, Verdict
@@ -241,10 +240,12 @@ class RewardModelForCritic:
         jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
         answers = await self._grade_all(jobs)
         self._required_judge.warn_of_refused_tests(rows, answers)
-        return [outcome_of(answer, self._score) for answer in answers]
+        return [scored(answer, self._score) for answer in answers]
 
-    def _outcome(self, item: RewardItem, program: str, answer: Graded | None) -> RewardOutcome:
-        found = outcome_of(answer, self._score, item.judgment)
+    def _outcome(
+        self, item: RewardItem, program: str, answer: RewardOutcome | None
+    ) -> RewardOutcome:
+        found = scored(answer, self._score, item.judgment)
         judged = found.verdict is not None and item.critique
         return self._limited(found, item.critique, program) if judged else found
 
@@ -270,7 +271,7 @@ class RewardModelForCritic:
     ) -> tuple[Verdict, bool]:
         return await self._required_judge.grade(tests.job(program), semaphore)
 
-    async def _grade_all(self, jobs: Sequence[GradingJob | None]) -> list[Graded | None]:
+    async def _grade_all(self, jobs: Sequence[GradingJob | None]) -> list[RewardOutcome | None]:
         """``CachedJudge.grade_all``, with a progress bar."""
         if not any(jobs):
             return [None] * len(jobs)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -287,20 +287,17 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
     return loads(row.selected_uts)
 
 
-def outcome_of(
-    answer: Graded | None, score: Callable[[Verdict], float], judgment: bool | None = None
+def scored(
+    answer: RewardOutcome | None,
+    score: Callable[[Verdict], float],
+    judgment: bool | None = None,
 ) -> RewardOutcome:
-    """The outcome whose reward is the ``score`` of the verdict; a reward of 0 where nothing ran."""
+    """The ``answer`` of ``CachedJudge.grade_all`` with the ``score`` of its verdict as reward; a
+    reward of 0 where nothing ran."""
     if answer is None:
         return RewardOutcome(reward=0.0)
-    return RewardOutcome(
-        reward=None if answer.verdict is None else score(answer.verdict),
-        judgment=judgment,
-        verdict=answer.verdict,
-        cached=answer.cached,
-        error=answer.error,
-        refused=answer.refused,
-    )
+    reward = None if answer.verdict is None else score(answer.verdict)
+    return replace(answer, reward=reward, judgment=judgment)
 
 
 async def request_verdict(judge: Judge, job: GradingJob) -> Verdict:
@@ -331,23 +328,6 @@ async def request_verdict(judge: Judge, job: GradingJob) -> Verdict:
         tests=tuple(map(name_of, cases)) if job.total is None else (),
         unjudgeable=any(map(is_unjudgeable, cases)),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
-    """The answer of a judge for one job."""
-
-    verdict: Verdict | None
-    """None where the judge failed."""
-    cached: bool = False
-    """True where the verdict, or the failure, came from the cache or from a run that another caller
-    started."""
-    error: str = ""
-    """Message of the judge's failure; empty where there is a verdict."""
-    silent: bool = False
-    """True where the judge gave no sign of life until the limit of a request."""
-    refused: bool = False
-    """True where the judge works, and judges no program on these tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +390,9 @@ class CachedJudge:
 
         return await self._cache.get(await self.key(job), run)
 
-    def warn_of_refused_tests(self, rows: Sequence[Row], answers: Sequence[Graded | None]) -> None:
+    def warn_of_refused_tests(
+        self, rows: Sequence[Row], answers: Sequence[RewardOutcome | None]
+    ) -> None:
         """Warn which rows have no reward because the judge refuses their tests and, once, of which
         rows no program could be judged."""
         pairs = [(row, a) for row, a in zip(rows, answers, strict=True) if a is not None]
@@ -429,38 +411,39 @@ class CachedJudge:
         jobs: Sequence[GradingJob | None],
         max_requests: int,
         judged: Callable[[], None] = lambda: None,
-    ) -> list[Graded | None]:
-        """The answer for every job, in order; None where there is no job. A failure of the judge is
-        an answer without a verdict.
+    ) -> list[RewardOutcome | None]:
+        """The answer for every job, in order, without a reward; None where there is no job. A
+        failure of the judge is an answer without a verdict.
 
         At most ``max_requests`` requests run at the same time. ``judged`` is called once per entry
         of ``jobs``: after the first attempt of a job, and for a None.
         """
         semaphore = asyncio.Semaphore(max_requests)
         failures: list[SandboxError | RequestRefused] = []
+        silent = set[int]()
+        """The jobs during which the judge gave no sign of life until the limit of a request."""
 
-        async def attempt(job: GradingJob) -> Graded:
+        async def attempt(number: int, job: GradingJob) -> RewardOutcome:
             try:
                 verdict, cached = await self.grade(job, semaphore)
             except (SandboxError, RequestRefused) as error:
                 text = " ".join(str(error).split()) or "no message"
-                silent = isinstance(error, SandboxSilent)
-                refused = isinstance(error, RequestRefused)
                 # All callers of a run get the same error.
                 shared = any(error is other for other in failures)
                 failures.append(error)
-                return Graded(
-                    verdict=None, cached=shared, error=text, silent=silent, refused=refused
-                )
-            return Graded(verdict=verdict, cached=cached)
+                if isinstance(error, SandboxSilent):
+                    silent.add(number)
+                refused = isinstance(error, RequestRefused)
+                return RewardOutcome(reward=None, cached=shared, error=text, refused=refused)
+            return RewardOutcome(reward=None, verdict=verdict, cached=cached)
 
-        async def first(job: GradingJob | None) -> Graded | None:
-            answer = None if job is None else await attempt(job)
+        async def first(number: int, job: GradingJob | None) -> RewardOutcome | None:
+            answer = None if job is None else await attempt(number, job)
             judged()
             one_done()
             return answer
 
-        found = await gather_results([partial(first, job) for job in jobs])
+        found = await gather_results([partial(first, *pair) for pair in enumerate(jobs)])
         patience, asked = self._patience, sum(job is not None for job in jobs)
         for retry in range(patience.retries + 1):
             failed = {
@@ -471,7 +454,7 @@ class CachedJudge:
             if not failed:
                 break
             count, (*_, last) = f"{len(failed)} of {asked} programs", failed.values()
-            again = [i for i, answer in failed.items() if not answer.silent]
+            again = [i for i in failed if i not in silent]
             enough = len(failed) <= patience.share * asked
             if enough or not again or retry == patience.retries:
                 _log.warning("%s were not judged: %s", count, last.error)
@@ -479,7 +462,7 @@ class CachedJudge:
             pause = patience.pause * 2**retry
             _log.warning("%s are judged again in %.0f s: %s", count, pause, last.error)
             await asyncio.sleep(pause)
-            calls = [partial(attempt, cast(GradingJob, jobs[i])) for i in again]
+            calls = [partial(attempt, i, cast(GradingJob, jobs[i])) for i in again]
             for i, answer in zip(again, await gather_results(calls), strict=True):
                 found[i] = answer
         return found
