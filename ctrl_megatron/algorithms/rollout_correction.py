@@ -18,7 +18,7 @@ ROLLOUT_RS = ("none", "token", "sequence", "geometric")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectedRollout:
+class CorrectedLossInputs:
     """Inputs of the policy loss after the correction."""
 
     weights: torch.Tensor | None
@@ -38,7 +38,7 @@ def correct_rollout(
     rollout_rs: str = "none",
     rollout_rs_threshold: float = 2.0,
     rollout_rs_threshold_lower: float | None = None,
-) -> CorrectedRollout:
+) -> CorrectedLossInputs:
     """Importance weights and rejection by the ratios of trainer and engine; inputs (B, R).
 
     ``rollout_is``: weights min(ratio, ``rollout_is_threshold``), of the token or of its whole row
@@ -75,7 +75,7 @@ def correct_rollout(
             )
         ratio = _ratio(log_ratio, response_mask, rollout_rs)
         kept = kept & (ratio >= lower) & (ratio <= upper)
-    return CorrectedRollout(weights=weights, response_mask=kept)
+    return CorrectedLossInputs(weights=weights, response_mask=kept)
 
 
 class MismatchSums(NamedTuple):
@@ -93,7 +93,7 @@ def mismatch_sums(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
-    correction: CorrectedRollout | None = None,
+    correction: CorrectedLossInputs | None = None,
     rollout_is_threshold: float | None = None,
 ) -> MismatchSums:
     """Sums over the tokens under the mask of (B, R) log-probs.

@@ -110,7 +110,7 @@ def size_of(file: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def read_saved(file: Path) -> bytes:
+def read_ordinary_file(file: Path) -> bytes:
     """The content of a file of a checkpoint. DamagedFiles if it is missing or no ordinary file,
     UserError if it cannot be read now.
     """
@@ -125,8 +125,8 @@ def read_saved(file: Path) -> bytes:
 
 
 def read_saved_json(file: Path) -> Any:
-    """The value in a JSON file of a checkpoint. DamagedFiles and UserError as ``read_saved``."""
-    data = read_saved(file)
+    """The value in a JSON file of a checkpoint. Raises as ``read_ordinary_file``."""
+    data = read_ordinary_file(file)
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

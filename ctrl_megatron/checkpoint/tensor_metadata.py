@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as tables
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from ctrl_megatron.checkpoint.manifest import ANOTHER, DamagedFiles, read_saved
+from ctrl_megatron.checkpoint.manifest import ANOTHER, DamagedFiles, read_ordinary_file
 
 METADATA_FILE = ".metadata"
 
@@ -75,7 +75,7 @@ def read_metadata(directory: Path) -> tables.Metadata:
     anything but a table whose files are in ``directory``; UserError if it cannot be read now.
     """
     file = directory / METADATA_FILE
-    data = read_saved(file)
+    data = read_ordinary_file(file)
     try:
         found = _TableUnpickler(io.BytesIO(data)).load()
         _require_table(found)

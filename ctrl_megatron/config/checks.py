@@ -132,8 +132,8 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
         if apart and config.trainer.min_nnodes is not None:
             raise UserError(
                 "its ranks would be others after a host is lost",
-                key=apart[0].key,
-                remedy=f"leave out trainer.min_nnodes or {apart[0].key}",
+                key=apart[0].config_key,
+                remedy=f"leave out trainer.min_nnodes or {apart[0].config_key}",
             )
         world_size -= sum(len(one.ranks) for one in apart)
     megatron = config.actor_rollout_ref.actor.megatron

@@ -26,7 +26,7 @@ ROLES: Mapping[str, tuple[Condition, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
+class SeparateRanks:
     """Ranks that have the models of some roles and nothing else."""
 
     roles: tuple[str, ...]
@@ -35,7 +35,7 @@ class Apart:
     layout: RoleLayout
 
     @property
-    def key(self) -> str:
+    def config_key(self) -> str:
         """The configuration key of the ranks."""
         return f"placement.{self.roles[0]}"
 
@@ -45,7 +45,7 @@ class Apart:
         return self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
 
 
-def roles_apart(config: Config, world_size: int) -> tuple[Apart, ...]:
+def roles_apart(config: Config, world_size: int) -> tuple[SeparateRanks, ...]:
     """The ranks of every role that does not share the actor's, of a run of ``world_size`` ranks.
 
     UserError for ranks that do not exist or belong to several roles in part, for an order of a
@@ -72,7 +72,7 @@ def roles_apart(config: Config, world_size: int) -> tuple[Apart, ...]:
             )
         found.setdefault(ranks, []).append(role)
     apart = tuple(
-        Apart(roles=tuple(roles), ranks=ranks, layout=_layout(config, roles, ranks))
+        SeparateRanks(roles=tuple(roles), ranks=ranks, layout=_layout(config, roles, ranks))
         for ranks, roles in found.items()
     )
     _check_order(apart, world_size, each)
@@ -148,14 +148,14 @@ def _layout(config: Config, roles: list[str], ranks: tuple[int, ...]) -> RoleLay
             key=" and ".join(groups),
             remedy="set both to the same sizes, or name other ranks",
         )
-    made = Apart(roles=tuple(roles), ranks=ranks, layout=layouts[0])
+    made = SeparateRanks(roles=tuple(roles), ranks=ranks, layout=layouts[0])
     data, rest = divmod(len(ranks), made.model_size)
     if rest:
         raise UserError(
             f"its {len(ranks)} ranks are not divided by {groups[0]}.tensor_model_parallel_size="
             f"{layouts[0].tensor_model_parallel_size} x pipeline_model_parallel_size="
             f"{layouts[0].pipeline_model_parallel_size}",
-            key=made.key,
+            key=made.config_key,
             remedy=f"name a multiple of {made.model_size} ranks, or change the sizes",
         )
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -163,19 +163,19 @@ def _layout(config: Config, roles: list[str], ranks: tuple[int, ...]) -> RoleLay
         raise UserError(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide over its {data} "
             "data-parallel ranks",
-            key=made.key,
+            key=made.config_key,
             remedy=f"use a multiple of {data}",
         )
     return made.layout
 
 
-def _check_order(apart: tuple[Apart, ...], world_size: int, each: int) -> None:
+def _check_order(apart: tuple[SeparateRanks, ...], world_size: int, each: int) -> None:
     of_rank = {rank: one for one in apart for rank in one.ranks}
     for rank in range(1, world_size):
         if rank % each and rank not in of_rank and (before := of_rank.get(rank - 1)):
             raise UserError(
                 f"rank {rank} of the actor comes behind rank {rank - 1} on one host, and engines "
                 "take a host's first GPUs",
-                key=before.key,
+                key=before.config_key,
                 remedy="name the last ranks of a host",
             )

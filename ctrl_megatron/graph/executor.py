@@ -30,7 +30,7 @@ from ctrl_megatron.graph.world_link import Receive, Run, Send, SingleWorld, Worl
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 
 
 class Rank(Protocol):
@@ -42,7 +42,7 @@ class Rank(Protocol):
     stop: StopFlag
 
     @property
-    def waiting(self) -> Waiting: ...
+    def waiting(self) -> WaitRules: ...
 
 
 class Executor:

@@ -111,7 +111,7 @@ def _sharded_state(shape: TransformersShape, layout: Layout, *, trained: bool) -
         untrained=4 * (own - learning),
         passing=4 * learning,
         moments=8 * learning,
-        saved=(4 + 8) * learning // layout.copies,
+        saved=(4 + 8) * learning // layout.fsdp_copies,
     )
 
 

@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class TextSink(Protocol):
+class ExampleSink(Protocol):
     """A sink that also shows examples."""
 
     def show(self, step: int, examples: Sequence[Mapping[str, Any]]) -> None:

@@ -97,12 +97,12 @@ def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
     """torch's mesh of the ranks: those that share a copy, and the copies where there are several
     (hybrid sharding)."""
     layout, device = groups.layout, groups.device.type
-    if layout.copies == 1:
+    if layout.fsdp_copies == 1:
         return DeviceMesh.from_group(groups.shards, device, mesh_dim_names=("shard",))
     return DeviceMesh.from_group(
         [groups.copies, groups.shards],
         device,
-        mesh=torch.tensor(groups.ranks).view(layout.copies, layout.copy_size),
+        mesh=torch.tensor(groups.ranks).view(layout.fsdp_copies, layout.copy_size),
         mesh_dim_names=("copy", "shard"),
     )
 

@@ -86,7 +86,7 @@ def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
     )
 
 
-def shared_memory_prefix() -> str:
+def own_segment_prefix() -> str:
     """How names that this process makes in ``SHARED_MEMORY`` begin: with its id and the namespace
     inside which ids are unique, so that others recognise what a killed process has left.
     """

@@ -126,7 +126,7 @@ class Layout:
         return self.sharded or self.tensor * self.context * self.data
 
     @property
-    def copies(self) -> int:
+    def fsdp_copies(self) -> int:
         """Number of FSDP's copies of whole modules, each shared by ``copy_size`` ranks."""
         return self.tensor * self.context * self.data // self.copy_size
 
@@ -175,7 +175,7 @@ class Layout:
             )
         if name == "module":
             return Mesh(
-                sizes=(("shard", self.copy_size), ("copy", self.copies), ("pp", self.pipeline))
+                sizes=(("shard", self.copy_size), ("copy", self.fsdp_copies), ("pp", self.pipeline))
             )
         rest = self.tensor * self.context * self.data // self.expert_ranks
         return Mesh(

@@ -29,7 +29,7 @@ class WaitedTooLong(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitRules:
     """The conditions under which all ranks wait together."""
 
     groups: RankSet

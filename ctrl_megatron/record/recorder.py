@@ -16,7 +16,7 @@ from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.picture import FILE, graph_facts, graph_tree
 from ctrl_megatron.metrics import Display, JsonlWriter, Meter, MetricsServer, Timeline, build_sinks
 from ctrl_megatron.metrics.report import write_report
-from ctrl_megatron.metrics.sinks import TextSink
+from ctrl_megatron.metrics.sinks import ExampleSink
 from ctrl_megatron.metrics.warnings import StepWarnings
 from ctrl_megatron.parallel.layout import Layout
 
@@ -95,7 +95,7 @@ class Recorder:
         for example in examples:
             self._examples.append({"step": step, **example})
         for sink in self._sinks:
-            if examples and isinstance(sink, TextSink):
+            if examples and isinstance(sink, ExampleSink):
                 sink.show(step, examples)
         if self.display is not None:
             self.display.end_step(step)

@@ -27,7 +27,7 @@ from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
 from ctrl_megatron.models.shape import AnyShape
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
 from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, NoAdapters, WeightSource
@@ -111,7 +111,7 @@ class DeviceOwner:
         loop: BackgroundLoop,
         sender: Sender,
         layout: EngineLayout,
-        waiting: Waiting,
+        waiting: WaitRules,
         *,
         directories: Mapping[Role, str | Path],
         strategy: StrategyName = "megatron",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -36,7 +36,7 @@ def push(
     engine: Engine | None,
     loop: BackgroundLoop,
     sender: Sender,
-    waiting: Waiting,
+    waiting: WaitRules,
     *,
     version: str,
     verify: bool = False,
@@ -116,7 +116,7 @@ class ChunkQueue:
         self,
         engine: Engine,
         loop: BackgroundLoop,
-        waiting: Waiting,
+        waiting: WaitRules,
         specs: Sequence[TensorSpec],
         version: str,
     ) -> None:

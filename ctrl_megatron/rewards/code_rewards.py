@@ -26,8 +26,8 @@ from ctrl_megatron.rewards.grading import (
     RequestCheck,
     RetryPolicy,
     judgeable_tests,
+    outcome_of,
     program_of,
-    scored,
 )
 from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Verdict
@@ -131,7 +131,7 @@ class CodeReward:
         answers = await self._judge.grade_all(jobs, self._max_requests)
         self._judge.warn_of_refused_tests(rows, answers)
         return [
-            scored(answer, partial(self._score, row=row))
+            outcome_of(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
         ]
 

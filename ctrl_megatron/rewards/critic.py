@@ -33,9 +33,9 @@ from ctrl_megatron.rewards.grading import (
     RetryPolicy,
     RowTests,
     check_tests,
+    outcome_of,
     program_of,
     replace_surrogates,
-    scored,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Message, Verdict
@@ -240,12 +240,12 @@ class RewardModelForCritic:
         jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
         answers = await self._grade_all(jobs)
         self._required_judge.warn_of_refused_tests(rows, answers)
-        return [scored(answer, self._score) for answer in answers]
+        return [outcome_of(answer, self._score) for answer in answers]
 
     def _outcome(
         self, item: RewardItem, program: str, answer: RewardOutcome | None
     ) -> RewardOutcome:
-        found = scored(answer, self._score, item.judgment)
+        found = outcome_of(answer, self._score, item.judgment)
         judged = found.verdict is not None and item.critique
         return self._limited(found, item.critique, program) if judged else found
 

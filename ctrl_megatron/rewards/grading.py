@@ -287,7 +287,7 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
     return loads(row.selected_uts)
 
 
-def scored(
+def outcome_of(
     answer: RewardOutcome | None,
     score: Callable[[Verdict], float],
     judgment: bool | None = None,

@@ -18,7 +18,7 @@ from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.placement import EnginePlace, EngineRole, sandbox_workers
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
@@ -161,7 +161,7 @@ class Services:
         # A start may take minutes, for which no rank must wait in one collective.
         starting = self._background.submit(all_ready()) if engines or box else None
         limit = self._config.trainer.wait_timeout
-        waiting = Waiting(groups=groups, stop=self._stop, limit=limit)
+        waiting = WaitRules(groups=groups, stop=self._stop, limit=limit)
         waiting.together(starting, "the engines and sandboxes to start")
         self._watch_services()
         addresses = {number: engine.address for number, engine in self._serving().items()}

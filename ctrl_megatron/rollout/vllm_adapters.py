@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from ctrl_megatron.models.rules import LORA_B
-from ctrl_megatron.parallel.hosts import SHARED_MEMORY, shared_memory_prefix
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY, own_segment_prefix
 from ctrl_megatron.rollout.transports import read_chunk
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
 from ctrl_megatron.rollout.weight_update import tensor_checksum
@@ -42,7 +42,7 @@ class PushedAdapters:
 
     def __init__(self, llm: AsyncLLM, lora: Lora) -> None:
         self._llm, self._lora = llm, lora
-        self._root = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(), dir=SHARED_MEMORY))
+        self._root = Path(tempfile.mkdtemp(prefix=own_segment_prefix(), dir=SHARED_MEMORY))
         self._arriving: dict[str, torch.Tensor] = {}
         self._held: dict[str, torch.Tensor] = {}
         self._number = 0

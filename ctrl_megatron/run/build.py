@@ -27,7 +27,7 @@ from ctrl_megatron.models.shape import value_shape
 from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout, engine_cut
 from ctrl_megatron.resharding.transports import sender_class
@@ -545,7 +545,7 @@ def device_owner(
         run.background,
         sender,
         layout,
-        Waiting(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
+        WaitRules(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
         directories=directories,
         strategy=family.actor.strategy,
         shared=shared,

@@ -19,7 +19,7 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.generation.checked_tests import CheckedTests, TestChecks
 from ctrl_megatron.metrics.display import work_bar
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards.build import code_judge
 from ctrl_megatron.run.inputs import RunInputs, require_a_step
 from ctrl_megatron.run.session import Session
@@ -54,7 +54,7 @@ def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
             options |= {"shared_process_graders": reward.shared_process_graders}
             checks = TestChecks(rows, Path(config.trainer.run_dir), options)
             work = _begun(run, checks, stack) if checks.missing else None
-        waiting = Waiting(groups=run.everyone, stop=run.stop, limit=math.inf)
+        waiting = WaitRules(groups=run.everyone, stop=run.stop, limit=math.inf)
         waiting.together(work, _WHAT)
     results = run.everyone.from_first(None if checks is None else checks.all())
     assert results is not None

@@ -35,7 +35,7 @@ from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.run.build import build_kl_controller, build_policies, build_value_model
-from ctrl_megatron.run.replay_comparison import Comparison, FieldGap, largest_gaps, metric_pairs
+from ctrl_megatron.run.replay_comparison import FieldGap, StepComparison, largest_gaps, metric_pairs
 from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
 from ctrl_megatron.steps.batch import data_rows_of, sample_sizes, tensor_fields
@@ -118,12 +118,14 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
     )
 
 
-def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) -> Comparison | None:
+def replay_update(
+    config: Config, graph: TaskGraph, dump: Dump, start: Start
+) -> StepComparison | None:
     """Run the nodes for which ``follows_rewards`` is true over the dumped batch, on the ranks that
     the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None if a
     signal stopped it. Collective.
     """
-    comparisons: list[Comparison] = []
+    comparisons: list[StepComparison] = []
     with session(config) as run:
         worker = _worker(run, graph, dump, start)
         indices = samples_of_rank(dump.batch, run.groups, config)
@@ -138,7 +140,7 @@ def replay_update(config: Config, graph: TaskGraph, dump: Dump, start: Start) ->
         parts = run.groups.from_data_ranks((indices, gaps))
         # A replay has no engines, so it pushes no weights.
         computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
-        comparison = Comparison(
+        comparison = StepComparison(
             metrics=metric_pairs(dump.metrics or {}, computed), fields=_by_sample(parts)
         )
         if run.groups.is_first:
@@ -249,7 +251,7 @@ class RecordedJudge:
         return await self.rewards.score(items)
 
 
-def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
+def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> StepComparison:
     """Judge the recorded texts again in this process and compare the rewards. Starts a sandbox if
     the run used its own.
 
@@ -298,7 +300,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> Comparison:
     replayed = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
     gaps = _gaps(tensor_fields(dump.batch), replayed, mask)
     gaps.pop("cached", None)  # says where a verdict came from, not what it is
-    return Comparison(metrics=(), fields=_by_sample([(range(len(mask)), gaps)]))
+    return StepComparison(metrics=(), fields=_by_sample([(range(len(mask)), gaps)]))
 
 
 def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list[Sample]:

@@ -46,7 +46,7 @@ class FieldGap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class StepComparison:
     """A recorded and a replayed step."""
 
     metrics: Sequence[MetricPair]

@@ -32,7 +32,7 @@ from ctrl_megatron.parallel.groups import Joined
 from ctrl_megatron.parallel.layout import World, world_with
 from ctrl_megatron.parallel.signed_objects import signed_pickle, verified_unpickle
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.steps.batch import join_samples, sample_sizes
 from ctrl_megatron.steps.sampling import deal_rows
 
@@ -354,7 +354,7 @@ class Worlds:
 
         groups, what = self._groups, f"the ranks of {message.source}"
         future = AbandonableCall(arrive, what).future if groups.is_leader else None
-        waiting = Waiting(groups=groups, stop=self._stop, limit=_FOREVER)
+        waiting = WaitRules(groups=groups, stop=self._stop, limit=_FOREVER)
         letters = waiting.together(future, what, stoppable=False, aloud=False)
         if groups.layout.model_size > 1:
             heads = groups.from_leader([head for head, _ in letters or ()])

@@ -21,7 +21,7 @@ from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.steps.batch import pad_rows, tensor_fields
 from ctrl_megatron.steps.performance import tokens_of
 
@@ -36,7 +36,7 @@ class SftWorker:
     groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
-    waiting: Waiting
+    waiting: WaitRules
     policy: Policy
     codec: TextCodec
     examples: list[tuple[Tokens, Tokens]]

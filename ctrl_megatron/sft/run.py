@@ -14,7 +14,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, check_together, users_input
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.kernels import kernels_line
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.record.profile import profiles
 from ctrl_megatron.record.recorder import Recorder, banner
 from ctrl_megatron.run.build import build_policy, optimizer_options
@@ -73,7 +73,9 @@ def train_sft(config: Config) -> bool:
             groups=groups,
             background=run.background,
             stop=run.stop,
-            waiting=Waiting(groups=groups, stop=run.stop, limit=config.trainer.distributed_timeout),
+            waiting=WaitRules(
+                groups=groups, stop=run.stop, limit=config.trainer.distributed_timeout
+            ),
             policy=policy,
             codec=codec,
             examples=examples,

@@ -48,7 +48,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             peak=worker.peak_flops,
         ),
         **engine_metrics(worker),
-        **proxy_metrics(worker),
+        **api_proxy_metrics(worker),
         **restart_metrics(worker),
         **engine_balance(worker.engine, worker.groups),
     }
@@ -85,7 +85,7 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
     return step_metrics(before, counted)
 
 
-def proxy_metrics(worker: DAGWorker) -> dict[str, float]:
+def api_proxy_metrics(worker: DAGWorker) -> dict[str, float]:
     """``proxy/requests``, those to servers of the proxy since the last call, and
     ``proxy/cached_rate``, the share of the revisions that needed none; nothing with another kind of
     proxy. Collective.

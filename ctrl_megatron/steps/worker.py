@@ -24,7 +24,7 @@ from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
@@ -147,10 +147,10 @@ class RolloutWorker:
         return require_here(self.owner, "the engines")
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitRules:
         """The conditions under which all ranks wait together."""
         limit = self.config.trainer.wait_timeout
-        return Waiting(groups=self.groups, stop=self.stop, limit=limit)
+        return WaitRules(groups=self.groups, stop=self.stop, limit=limit)
 
     def ask(
         self,

@@ -375,7 +375,7 @@ def _pushing(
     from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.parallel.stop import StopFlag
-    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.parallel.waiting import WaitRules
     from ctrl_megatron.resharding.plan import EngineCut, EngineLayout
     from ctrl_megatron.resharding.push import push
     from ctrl_megatron.resharding.sources import ModelSource
@@ -392,7 +392,7 @@ def _pushing(
         cut=EngineCut(**cut),
     )
     source, sender = ModelSource(policy, engines), sender_class(transport)(groups)
-    loop, waiting = BackgroundLoop(), Waiting(groups=groups, stop=StopFlag(), limit=limit)
+    loop, waiting = BackgroundLoop(), WaitRules(groups=groups, stop=StopFlag(), limit=limit)
     engine = RemoteEngine(address) if groups.is_first else None
     return _Pushing(policy, engine, loop, partial(push, source, engine, loop, sender, waiting))
 
@@ -1026,7 +1026,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from ctrl_megatron.parallel.groups import initialize
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.parallel.waiting import WaitRules
     from ctrl_megatron.rollout.engine import EngineSpec
     from ctrl_megatron.rollout.launch import EngineProcess
     from ctrl_megatron.steps.worker import RolloutWorker
@@ -1048,7 +1048,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
 
     try:
         stop = StopFlag().install()
-        waiting = Waiting(groups=groups, stop=stop, limit=60.0)
+        waiting = WaitRules(groups=groups, stop=stop, limit=60.0)
         waiting.together(background.submit(start()) if process else None, "the engine to start")
         found["start"] = time.monotonic() - began
         engine: Any = process.connect() if process else None

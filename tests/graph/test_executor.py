@@ -19,7 +19,7 @@ from ctrl_megatron.graph.executor import Executor
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.pipeline import Node, NodeStatus, NodeType, TaskGraph
 from ctrl_megatron.steps.batch import pad_rows
 
@@ -40,7 +40,7 @@ def worker() -> Iterator[Any]:
         background=background,
         timeline=Timeline(),
         stop=stop,
-        waiting=Waiting(groups=groups, stop=stop, limit=60.0),
+        waiting=WaitRules(groups=groups, stop=stop, limit=60.0),
     )
     background.close()
 

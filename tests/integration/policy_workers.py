@@ -167,7 +167,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag
-    from ctrl_megatron.parallel.waiting import Waiting
+    from ctrl_megatron.parallel.waiting import WaitRules
     from ctrl_megatron.resharding.plan import EngineLayout
     from ctrl_megatron.resharding.push import push
     from ctrl_megatron.resharding.sources import DirectorySource, ModelSource
@@ -191,7 +191,7 @@ def speak_and_listen(engine: str, model: str, prompts: list[str], count: int) ->
         process.wait_ready()
         remote, layout = process.connect(), EngineLayout(dtype="float32", bucket_bytes=64 << 20)
         sender = sender_class("shared_memory")(groups)
-        waiting = Waiting(groups=groups, stop=StopFlag(), limit=280.0)
+        waiting = WaitRules(groups=groups, stop=StopFlag(), limit=280.0)
         actor = ModelSource(policy, layout)
         proxy = DirectorySource(model, layout, groups)
         results = {}

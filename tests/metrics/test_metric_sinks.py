@@ -20,7 +20,7 @@ from rich.console import Console
 from ctrl_megatron.config import load_config
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
-from ctrl_megatron.metrics.sinks import TextSink, step_table
+from ctrl_megatron.metrics.sinks import ExampleSink, step_table
 from ctrl_megatron.record.recorder import Recorder
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
@@ -96,7 +96,7 @@ def test_tensorboard_shows_examples_as_texts(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (sink,) = build_sinks(["tensorboard"], tmp_path, CONFIG)
-    assert isinstance(sink, TextSink)
+    assert isinstance(sink, ExampleSink)
     sink.log(3, METRICS)
     sink.show(3, [{"critique": "two\nlines \ud800", "reward": 0.5}, {"critique": "other"}])
     sink.close()

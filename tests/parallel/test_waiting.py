@@ -15,7 +15,7 @@ from ctrl_megatron.background import AbandonableCall, BackgroundLoop, all_awaite
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel import waiting as waiting_file
 from ctrl_megatron.parallel.stop import StopRequested
-from ctrl_megatron.parallel.waiting import WaitedTooLong, Waiting
+from ctrl_megatron.parallel.waiting import WaitedTooLong, WaitRules
 
 ONE_RANK: Any = SimpleNamespace(
     is_first=True, on_any=lambda *flags: flags, from_all=lambda value: [value]
@@ -35,9 +35,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_file, "_SIGN_SECONDS", 0.3)
 
 
-def alone(limit: float = 60.0) -> tuple[Waiting, Any]:
+def alone(limit: float = 60.0) -> tuple[WaitRules, Any]:
     stop: Any = SimpleNamespace(is_set=False)
-    return Waiting(groups=ONE_RANK, stop=stop, limit=limit), stop
+    return WaitRules(groups=ONE_RANK, stop=stop, limit=limit), stop
 
 
 async def two_of_three(ends: asyncio.Event) -> int:
@@ -116,7 +116,7 @@ def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: Backgroun
         from_all=gathered,
         on_any=lambda *flags: tuple(map(any, zip(*gathered(flags), strict=True))),
     )
-    waiting = Waiting(groups=groups, stop=SimpleNamespace(is_set=False), limit=60.0)  # type: ignore[arg-type]
+    waiting = WaitRules(groups=groups, stop=SimpleNamespace(is_set=False), limit=60.0)  # type: ignore[arg-type]
     slow, said = loop.submit(asyncio.sleep(0.5, 3)), list[str]()
 
     def rank(work: Any) -> None:

@@ -16,7 +16,7 @@ from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.plan import EngineLayout, Rectangle, hf_specs
@@ -139,7 +139,7 @@ class Bench:
             loop,
             SharedMemorySender(groups),  # type: ignore[arg-type]
             EngineLayout(dtype="float32", bucket_bytes=64),
-            Waiting(groups=self.groups, stop=StopFlag(), limit=60.0),  # type: ignore[arg-type]
+            WaitRules(groups=self.groups, stop=StopFlag(), limit=60.0),  # type: ignore[arg-type]
             directories={"proxy": "proxy's"},
             shared=shared,
             offloaded_parts=offloaded_parts,

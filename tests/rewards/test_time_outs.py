@@ -21,7 +21,7 @@ from reward_samples import block, function_row, stdio_row
 from ctrl_megatron.background import BackgroundLoop, all_awaited
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.stop import StopRequested
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import TIMED_OUT, CachedJudge, grading_job
@@ -188,7 +188,7 @@ def test_a_stop_leaves_a_hanging_function_behind(tmp_path: Path) -> None:
     threading.Timer(0.3, setattr, (stop, "is_set", True)).start()
     began = time.monotonic()
     with pytest.raises(StopRequested):
-        Waiting(groups=alone, stop=stop, limit=60.0).together(
+        WaitRules(groups=alone, stop=stop, limit=60.0).together(
             background.submit(RewardSum({"mine": reward}).score(ITEMS)), "rewards"
         )
     background.close()

@@ -16,7 +16,7 @@ from rollout_models import shared_chunk
 from tensor_specs import spec
 
 from ctrl_megatron.parallel import hosts
-from ctrl_megatron.parallel.hosts import SHARED_MEMORY, shared_memory_prefix
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY, own_segment_prefix
 from ctrl_megatron.resharding.transports.shared_memory import (
     SharedSegment,
     remove_segment,
@@ -121,7 +121,7 @@ def test_a_container_beside_this_one_keeps_its_names(monkeypatch: pytest.MonkeyP
 
 
 def test_directories_that_a_killed_engine_has_left_are_removed() -> None:
-    left = Path(tempfile.mkdtemp(prefix=shared_memory_prefix(), dir=SHARED_MEMORY))
+    left = Path(tempfile.mkdtemp(prefix=own_segment_prefix(), dir=SHARED_MEMORY))
     (left / "1").mkdir()
     (left / "1/adapter_model.safetensors").touch()
     remove_segments(lambda pid: pid == os.getpid())

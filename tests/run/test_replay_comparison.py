@@ -14,9 +14,9 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.run.replay import find_start
 from ctrl_megatron.run.replay_comparison import (
-    Comparison,
     FieldGap,
     MetricPair,
+    StepComparison,
     largest_gaps,
     metric_pairs,
 )
@@ -53,7 +53,7 @@ def test_the_gap_of_a_row_is_its_largest_where_the_mask_is_on() -> None:
 
 def test_what_is_printed_names_the_samples() -> None:
     gaps = {0: 0.0, 3: 0.5, 1: 2.0, **dict.fromkeys(range(10, 15), 0.25)}
-    comparison = Comparison(
+    comparison = StepComparison(
         metrics=(MetricPair(name="actor/loss", recorded=1.0, replayed=1.5),),
         fields=(FieldGap(name="advantages", gaps=gaps),),
     )

@@ -45,7 +45,7 @@ from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.parallel.groups import initialize
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
 from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, WeightSource
@@ -151,7 +151,7 @@ def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     parts = [whole[: total - at] for at in range(0, total, size)]
 
     def pushed(version: str, *, verify: bool, of: WeightSource = source) -> float:
-        waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
+        waiting = WaitRules(groups=groups, stop=StopFlag(), limit=600.0)
         return push(of, engine, loop, sender, waiting, version=version, verify=verify).seconds
 
     proxies = {

@@ -40,7 +40,7 @@ from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import join_worlds
 from ctrl_megatron.parallel.layout import Layout, World
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.pipeline import NodeOutput, NodeRole, Pipeline, TaskGraph
 from ctrl_megatron.run.worlds import Worlds
 
@@ -217,7 +217,7 @@ def _rank(
         timeline=Timeline(),
         stop=stop,
         config=config,
-        waiting=Waiting(groups=joined.groups, stop=stop, limit=300.0),
+        waiting=WaitRules(groups=joined.groups, stop=stop, limit=300.0),
     )
     reports = []
     for _ in range(TRIES if what == "transfer" else 1):

@@ -34,7 +34,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.parent_watch import group_members
 from ctrl_megatron.parallel.stop import StopFlag
-from ctrl_megatron.parallel.waiting import Waiting
+from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import push
@@ -146,7 +146,7 @@ def follow_updates(
     layout = EngineLayout(dtype=dtype, bucket_bytes=128 << 20)
     sources = [DirectorySource(path, layout, groups) for path in directories]
     sender = SharedMemorySender(groups)
-    waiting = Waiting(groups=groups, stop=StopFlag(), limit=600.0)
+    waiting = WaitRules(groups=groups, stop=StopFlag(), limit=600.0)
     own, other = engine.answers(prompts, tokens), list[Completion]()
     held, back = [engine.megabytes()], list[int]()
     enough = len(prompts) if dtype == "float32" else len(prompts) // 2 + 1

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.hosts import SHARED_MEMORY, pid_namespace, shared_memory_prefix
+from ctrl_megatron.parallel.hosts import SHARED_MEMORY, own_segment_prefix, pid_namespace
 from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_host
 from ctrl_megatron.resharding.plan import one_engine_of_each_host, takers_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
@@ -226,7 +226,7 @@ def _kept(memory: HostBuckets, number: int) -> SentBucket:
 
 def segment_names(count: int) -> list[str]:
     """New names for segments of this process, by which ``remove_segments`` recognises them."""
-    base = f"{shared_memory_prefix()}{uuid.uuid4().hex[:12]}"
+    base = f"{own_segment_prefix()}{uuid.uuid4().hex[:12]}"
     return [f"{base}-{number}" for number in range(count)]
 
 

@@ -72,7 +72,7 @@ class ScriptProvider:
         """The name and the identity of the back end: different where verdicts may differ."""
         return {"provider": self.backend.name, **self.backend.identity}
 
-    def check(self, request: SubmitRequest) -> Sequence[AssertsJob | StdioJob]:
+    def check(self, request: SubmitRequest) -> Sequence[AssertsJob | StdioRun]:
         """The scripts of ``request``. Raises ``RequestRefused`` and ``ProviderSetupError`` for one
         that the provider cannot judge, whatever its program.
         """
@@ -166,7 +166,7 @@ class ScriptProvider:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StdioJob:
+class StdioRun:
     """One case of a stdin/stdout problem, for one run of the program."""
 
     code: str
@@ -207,7 +207,7 @@ def _runs_all(request: SubmitRequest) -> bool:
     return bool(request.config.extra.get("run_all_cases", False))
 
 
-def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob | StdioJob]:
+def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob | StdioRun]:
     """The scripts that judge a request, in order. Raises ``ValueError`` or
     ``ProviderSetupError``.
     """
@@ -235,7 +235,7 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
     code = extract_code(request.completion, language)
     if not function:
         return [
-            StdioJob(
+            StdioRun(
                 code=code,
                 language=language,
                 seconds=seconds,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import frames, linux, program
 from ctrl_megatron.sandbox.jail.connection import Connection
-from ctrl_megatron.sandbox.jail.surroundings import HeardOutput, ProgramSurroundings
+from ctrl_megatron.sandbox.jail.surroundings import ProgramSurroundings, RecordedOutput
 from ctrl_megatron.sandbox.limits import ANSWER_BYTES, CALL_BYTES
 
 
@@ -28,7 +28,7 @@ def serve_calls(
     then the tests' own.
     """
     linux.allow_stack(program.PYTHON_STACK)
-    outputs = program.begin_program(HeardOutput)
+    outputs = program.begin_program(RecordedOutput)
     # Not __main__: what the program does under its main guard is not judged here.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module

@@ -46,7 +46,7 @@ class JobReport(TypedDict):
     """Content of each fetched file in base64, by path."""
 
 
-class CapturedOutput:
+class LimitedOutput:
     """One output stream of the program: keeps the first ``keep`` bytes and counts the rest."""
 
     def __init__(self, keep: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from ctrl_megatron.sandbox.jail import files, frames
 from ctrl_megatron.sandbox.jail.fork_server import ForkServer
 from ctrl_megatron.sandbox.jail.isolation import Confinement
-from ctrl_megatron.sandbox.jail.job import CapturedOutput, Job, VerdictPipe
+from ctrl_megatron.sandbox.jail.job import Job, LimitedOutput, VerdictPipe
 from ctrl_megatron.sandbox.jail.trust import NEW_CANDIDATE
 from ctrl_megatron.sandbox.limits import WALL_TIME_OVER
 
@@ -111,8 +111,8 @@ class _JobRun:
         self._sockets: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         limit = confinement.limits.output_bytes
-        self._stdout = CapturedOutput(job.get("output_bytes", limit))
-        self._stderr = CapturedOutput(limit)
+        self._stdout = LimitedOutput(job.get("output_bytes", limit))
+        self._stderr = LimitedOutput(limit)
         self._verdicts = VerdictPipe()
         self._files: dict[str, str] | None = {}
         self._stopped: str | None = None
@@ -306,7 +306,7 @@ class _JobRun:
             raise ServiceGone("the service closed the connection during a job") from error
         self._stopped = "cancelled"
 
-    def _drain(self, fd: int, output: CapturedOutput) -> None:
+    def _drain(self, fd: int, output: LimitedOutput) -> None:
         data = os.read(fd, _CHUNK)
         if not data:
             self._selector.unregister(fd)

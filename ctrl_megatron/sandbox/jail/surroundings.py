@@ -304,7 +304,7 @@ class ProgramSurroundings(_Common):
             logging.root.addHandler(handler)
 
 
-class HeardOutput(io.FileIO):
+class RecordedOutput(io.FileIO):
     """An output stream of the program. ``heard`` collects the bytes that are written, unless it is
     None.
     """
