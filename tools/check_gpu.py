@@ -67,6 +67,7 @@ VARIANTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "adapters": (1, ("actor_rollout_ref.model.lora_rank=8", ENGINE + "adapter_push=true")),
     "experts": (0, ()),
     "fsdp": (0, (ACTOR + "strategy=fsdp",)),
+    "optimizer on the host": (0, (ACTOR + "compute.optimizer_cpu_offload=true",)),
     "context parallel": (2, (ACTOR + "megatron.context_parallel_size=2",)),
     "pipeline parallel": (2, (ACTOR + "megatron.pipeline_model_parallel_size=2",)),
     "nccl": (

@@ -180,6 +180,9 @@ class Compute:
     generates."""
     optimizer_offload: bool = key(False, stage="rl")
     """Keep optimizer states in host memory while the engine generates."""
+    optimizer_cpu_offload: bool = key(False)
+    """Keep optimizer states in host memory always. During a step they visit the device a part at a
+    time, which takes seconds per step and leaves the results as they are."""
     grad_offload: bool = key(False, stage="rl")
     """Free the gradient buffers while the engine generates."""
     recompute_granularity: Literal["full", "selective"] | None = None

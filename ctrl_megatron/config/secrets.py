@@ -49,53 +49,44 @@ def shown(config: Config) -> dict[str, Any]:
     return {name: hide(KEYS[name], _unresolved(config, name)) for name in KEYS}
 
 
-def hide(key: Key, value: Any) -> Any:
-    """The value of a key without what can be a secret."""
-    return _mapped(value, key.secret is not None and key.secret.whole, lambda text: None)
+def hide(key: Key, value: Any, found: Callable[[str], None] = lambda text: None) -> Any:
+    """The value of a key without what can be a secret, of which each text is given to ``found``."""
+    return _mapped(value, key.secret is not None and key.secret.whole, found)
 
 
 def secrets_in(key: Key, value: Any) -> list[str]:
     """The texts that ``hide`` takes out of the value of a key."""
     found = list[str]()
-    _mapped(value, key.secret is not None and key.secret.whole, found.append)
+    hide(key, value, found.append)
     return found
 
 
 def secrets_in_tree(tree: Any) -> list[str]:
-    """The texts that can be secrets in a configuration's tree, also at keys that do not exist."""
+    """The texts that ``hide_tree`` takes out of a configuration's tree."""
     found = list[str]()
-
-    def below(prefix: str, inner: Any) -> None:
-        if prefix in KEYS:
-            found.extend(secrets_in(KEYS[prefix], inner))
-        elif isinstance(inner, Mapping):
-            for name, value in inner.items():
-                below(f"{prefix}.{name}" if prefix else str(name), value)
-        else:
-            named = any(map(_says_secret, prefix.split(".")))
-            _mapped(inner, False, found.append, named)
-
-    below("", tree)
+    hide_tree(tree, found.append)
     return found
+
+
+def hide_tree(tree: Any, found: Callable[[str], None] = lambda text: None) -> Any:
+    """A configuration's tree without what can be a secret, also at keys that do not exist, such as
+    an older version's; each text of these is given to ``found``."""
+
+    def below(prefix: str, inner: Any) -> Any:
+        if prefix in KEYS:
+            return hide(KEYS[prefix], inner, found)
+        if isinstance(inner, Mapping):
+            return {n: below(f"{prefix}.{n}" if prefix else str(n), v) for n, v in inner.items()}
+        named = any(map(_says_secret, prefix.split(".")))
+        return _mapped(inner, False, found, named)
+
+    return below("", tree)
 
 
 def hidden_in(key: Key, value: Any) -> Iterator[str]:
     """The dotted names, from the key's own, of the parts that are hidden in ``value``, which was
     read from a file that a run has written."""
     yield from (name for name, text in _leaves(key.name, value) if HIDDEN in _parts(text))
-
-
-def hide_tree(tree: Any) -> Any:
-    """A configuration's tree, which may be an older version's, without what can be a secret."""
-
-    def below(prefix: str, inner: Any) -> Any:
-        if prefix in KEYS:
-            return hide(KEYS[prefix], inner)
-        if isinstance(inner, Mapping):
-            return {n: below(f"{prefix}.{n}" if prefix else str(n), v) for n, v in inner.items()}
-        return inner
-
-    return below("", tree)
 
 
 def hide_credentials(text: str) -> str:

@@ -25,11 +25,13 @@ from ctrl_megatron.memory.model_state import (
     ModelState,
     frozen_state,
     largest_in_layer,
+    largest_trained,
     trained_state,
 )
 from ctrl_megatron.memory.module_passes import module_inference, module_update
 from ctrl_megatron.memory.pushes import bucket_memory
 from ctrl_megatron.memory.shapes import ModelShapes
+from ctrl_megatron.models.host_state import PART_BYTES
 from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_with, worlds_of
@@ -331,7 +333,7 @@ class _Stage:
                 items[f"{name}'s parameters"] = state.parameters
             if gradients:
                 items[f"{name}'s gradients"] = state.gradients
-            if optimizer:
+            if optimizer and not self.compute.optimizer_cpu_offload:
                 items[f"{name}'s master weights"] = state.master
                 items[f"{name}'s moments"] = state.moments
         return items
@@ -378,11 +380,13 @@ class _Stage:
                     f"{name}'s gradients": state.gradients,
                 }
             )
-            before = before | {
-                f"{name}'s parameters": state.parameters,
-                f"{name}'s gradients": state.gradients,
-                f"{name}'s master weights": state.master,
-            }
+            before = before | {f"{name}'s parameters": state.parameters}
+            master = {f"{name}'s master weights": state.master}
+            if self.compute.optimizer_cpu_offload:
+                # Gradients leave before, and master weights afterwards.
+                moments.append(before | master | self._visiting(name))
+                master = {}
+            before = before | {f"{name}'s gradients": state.gradients} | master
             if name == "actor":
                 moments.append(before | self._one_used())
                 before = before | self._unchanged()
@@ -425,12 +429,25 @@ class _Stage:
                 kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
             own = {f"{name}'s gradients": self.trained[name].passing}
             passes.append({"activations": kept, "workspace": workspace} | own)
-        if self.kernels == "torch":
+        for name, state in self.trained.items():
+            visiting, stepped = {}, state.moments // 2
+            if self.compute.optimizer_cpu_offload:
+                visiting = self._visiting(name)
+                stepped = min(stepped, sum(visiting.values()) // 3)
             # torch's AdamW steps all parameters together and needs their size once more.
-            passes += [{"optimizer's workspace": s.moments // 2} for s in self.trained.values()]
+            passes.append(
+                visiting | ({"optimizer's workspace": stepped} if self.kernels == "torch" else {})
+            )
         most = max(passes, key=lambda items: sum(items.values()))
         # Megatron's buffers of gradients are resident.
         return resident | {name: size for name, size in most.items() if size}
+
+    def _visiting(self, name: str) -> dict[str, int]:
+        """Optimizer state that is on the device at one time if it rests on the host."""
+        shape, state = self.shapes[name], self.trained[name]
+        largest = 12 * largest_trained(shape, self.layout, pp=self.pp)
+        visiting = min(state.optimizer, max(PART_BYTES, largest))
+        return {f"{name}'s optimizer state of one part": visiting}
 
     def _pushing(self) -> dict[str, int]:
         held, engine = self._engine_awake(), self.engine
@@ -561,9 +578,10 @@ def _host(
             for stage in shared
             for state in (*stage.trained.values(), *stage.frozen.values())
         )
-    if compute.optimizer_offload:
+    if compute.optimizer_offload or compute.optimizer_cpu_offload:
+        away = here if compute.optimizer_cpu_offload else shared
         items["optimizer away"] = sum(
-            state.optimizer for stage in shared for state in stage.trained.values()
+            state.optimizer for stage in away for state in stage.trained.values()
         )
     same = config.trainer.critic_warmup or family.rollout.adapter_push
     if same and family.rollout.free_cache_engine:

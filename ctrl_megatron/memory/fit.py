@@ -121,6 +121,8 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
         yield budget, tokens
     if actor.compute.recompute_granularity != "full":
         yield _COMPUTE + "recompute_granularity", "full"
+    if not actor.compute.optimizer_cpu_offload:
+        yield _COMPUTE + "optimizer_cpu_offload", True
     own = rollout.log_prob_max_token_len_per_gpu
     tokens = actor.ppo_max_token_len_per_gpu if own is None else own
     while purpose == "rl" and (tokens := tokens // 2) >= longest:

@@ -162,6 +162,16 @@ def largest_in_layer(shape: AnyShape, layout: Layout) -> int:
     return max(math.prod(p.shape) for p in params if ".layers." in p.name and p.trained)
 
 
+def largest_trained(shape: AnyShape, layout: Layout, *, pp: int) -> int:
+    """Elements of the largest trained parameter of a rank of stage ``pp``."""
+    return max(
+        math.prod(param.shape)
+        for chunk in range(layout.virtual_pipeline)
+        for param in shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        if param.trained
+    )
+
+
 def engine_weight_bytes(
     shape: AnyShape, *, tensor: int, dtype: str, quantised: bool = False
 ) -> int:

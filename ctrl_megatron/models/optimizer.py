@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.utils import get_total_norm
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
+from ctrl_megatron.models.host_state import HostState
+from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.parallel.groups import ProcessGroups, as_all_ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,6 +42,8 @@ class OptimizerOptions:
     clip_grad: float = 1.0
     distributed: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    on_host: bool = False
+    """Keep master weights and moments in host memory, also during a step (``HostState``)."""
     lr_key: str = "lr"
     """The configuration key of ``lr``, for messages."""
 
@@ -90,6 +95,16 @@ def make_schedule(optimizer: Any, options: OptimizerOptions) -> tuple[OptimizerP
     return schedule, ahead
 
 
+def _make_moments(adam: Any, main: torch.Tensor) -> None:
+    """Create the moments of ``main`` as zeros."""
+    state = adam.state[main]
+    # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's FusedAdam in the
+    # group and only there.
+    if isinstance(adam, torch.optim.AdamW):
+        state["step"] = torch.zeros(())
+    state |= {name: torch.zeros_like(main) for name in MOMENTS}
+
+
 def require_finite(norm: float, *, update: int, learning_rate: str) -> None:
     """UserError if ``norm``, that of all weights after update number ``update``, is not finite;
     ``learning_rate`` is ``KEY=VALUE``.
@@ -139,7 +154,25 @@ class Optimization:
                 for group in inner.optimizer.param_groups:
                     # One pass over gradient, moments and weight instead of eight.
                     group["fused"] = True
-        self._make_moments()
+        self._pairs = {
+            id(main): (weight, start)
+            for inner in self._inner
+            for weight, main, start in self._main_params(inner)
+        }
+        """``id`` of a tensor that Adam updates -> the weight that it belongs to, and its first
+        index there."""
+        self._on_host: list[HostState] = []
+        for inner in self._inner:
+            # Adam would create the moments during its first step, in memory that activations used
+            # on a CPU; the second step would then take a tenth longer in new memory.
+            make = partial(_make_moments, inner.optimizer)
+            if options.on_host:
+                state_of = partial(self._state_of, inner.optimizer)
+                self._on_host.append(HostState(inner.optimizer, state_of, make))
+                continue
+            for group in inner.optimizer.param_groups:
+                for main in group["params"]:
+                    make(main)
         self.scheduler, self._ahead = make_schedule(self.optimizer, options)
 
     def forget_gradients(self) -> None:
@@ -166,7 +199,12 @@ class Optimization:
             parameters = inner.get_parameters()
             if parameters and self._options.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, self._options.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
+        if self._on_host:
+            for state in self._on_host:
+                state.step(self._write_weights)
+            self._gather_weights()
+        else:
+            self.optimizer.step_with_ready_grads()
         weights = float(get_total_norm([weight.detach() for weight in self._weights]))
         require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
         self.scheduler.step(increment=1)
@@ -182,6 +220,33 @@ class Optimization:
                 yield from group["params"]
             for state in inner.optimizer.state.values():
                 yield from (state[name] for name in MOMENTS)
+
+    @property
+    def on_host(self) -> list[OffloadedTensors]:
+        return [memory for state in self._on_host for memory in state.memory]
+
+    def _state_of(self, adam: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:
+        weight, _ = self._pairs[id(main)]
+        if main.dtype != weight.dtype:
+            yield main
+        yield from (adam.state[main][name] for name in MOMENTS)
+
+    def _write_weights(self, mains: Sequence[torch.Tensor]) -> None:
+        for main in mains:
+            weight, start = self._pairs[id(main)]
+            if main.dtype != weight.dtype:
+                weight.detach().view(-1)[start : start + main.numel()].copy_(main.view(-1))
+
+    def _gather_weights(self) -> None:
+        """Give every rank the weights that the others have updated. Collective."""
+        chunks: list[Any] = [
+            chunk
+            for inner in self.optimizer.chained_optimizers
+            if isinstance(inner, DistributedOptimizer)
+            for chunk in inner.model_chunks
+        ]
+        for chunk in chunks:
+            chunk.start_param_sync()
 
     def owned(self) -> Iterator[OwnedRange]:
         for inner in self._inner:
@@ -221,19 +286,6 @@ class Optimization:
     @property
     def _inner(self) -> list[Any]:
         return [o for o in self.optimizer.chained_optimizers if not o.is_stub_optimizer]
-
-    def _make_moments(self) -> None:
-        """Create the moments as zeros. Adam would create them during its first step, in memory that
-        activations used on a CPU; the second step would then take a tenth longer in new memory."""
-        for inner in self._inner:
-            adam = inner.optimizer
-            for main in (param for group in adam.param_groups for param in group["params"]):
-                state = adam.state[main]
-                # torch's AdamW counts steps per parameter, Transformer Engine's and Apex's
-                # FusedAdam in the group and only there.
-                if isinstance(adam, torch.optim.AdamW):
-                    state["step"] = torch.zeros(())
-                state |= {name: torch.zeros_like(main) for name in MOMENTS}
 
     def _steps_counted(self) -> int:
         counts = [0]

@@ -99,6 +99,8 @@ class ParallelModel:
         """Build the optimizer from the weights as they are now (it copies them in float32)."""
         if self.options.optimizer is None:
             raise ValueError("this model is frozen; give ModelOptions.optimizer to train it")
+        if self.options.optimizer.on_host:
+            self.offload("gradients")  # the master weights are made on the device
         self.optimization = self.strategy.start_optimizer()
 
     @property
@@ -127,7 +129,7 @@ class ParallelModel:
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         """Optimizer state without the weights: a float32 model has no master copy of them."""
-        if self.optimization is None:
+        if self.optimization is None or self.optimization.on_host:
             return
         device, weights = self.groups.device.type, storages_of(self.strategy.weights())
         for tensor in self.optimization.tensors():
@@ -148,7 +150,8 @@ class ParallelModel:
     def where_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
         memory."""
-        views = (tensors.host_view(tensor) for tensors in self._parts.values())
+        on_host = () if self.optimization is None else self.optimization.on_host
+        views = (part.host_view(tensor) for part in (*self._parts.values(), *on_host))
         return next((view for view in views if view is not None), tensor)
 
     def shards(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.tensor import DTensor
 
+from ctrl_megatron.models.host_state import HostState
+from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.models.optimizer import (
     MOMENTS,
     OptimizerOptions,
@@ -49,13 +51,25 @@ class ShardedAdam:
             weight_decay=options.weight_decay,
             fused=True,
         )
-        for _, shard in self._pairs:
-            state = self.adam.state[shard]
-            # The fused kernel counts steps where the weights are.
-            state["step"] = torch.zeros((), device=shard.device)
-            state |= {name: torch.zeros_like(shard) for name in MOMENTS}
+        self._on_host: HostState | None = None
+        if options.on_host:
+            self._on_host = HostState(self.adam, self._moments_of, self._make_moments)
+        else:
+            for _, shard in self._pairs:
+                self._make_moments(shard)
         self._schedule: OptimizerParamScheduler
         self._schedule, self._ahead = make_schedule(self.adam, options)
+
+    def _make_moments(self, shard: torch.Tensor) -> None:
+        # The fused kernel counts steps where the weights are.
+        step = torch.zeros((), device=shard.device)
+        self.adam.state[shard] |= {
+            "step": step,
+            **{name: torch.zeros_like(shard) for name in MOMENTS},
+        }
+
+    def _moments_of(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
+        return (self.adam.state[shard][name] for name in MOMENTS)
 
     @property
     def updates(self) -> int:
@@ -109,7 +123,10 @@ class ShardedAdam:
             for _, shard in self._pairs:
                 assert shard.grad is not None
                 shard.grad.mul_(factor)
-        self.adam.step()
+        if self._on_host is not None:
+            self._on_host.step(lambda _: None)
+        else:
+            self.adam.step()
         self.forget_gradients()
         weights = self._norm([shard for _, shard in self._pairs])
         require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
@@ -118,7 +135,11 @@ class ShardedAdam:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for _, shard in self._pairs:
-            yield from (self.adam.state[shard][name] for name in MOMENTS)
+            yield from self._moments_of(shard)
+
+    @property
+    def on_host(self) -> Sequence[OffloadedTensors]:
+        return () if self._on_host is None else self._on_host.memory
 
     def owned(self) -> Iterator[OwnedRange]:
         for _, shard in self._pairs:

@@ -13,6 +13,7 @@ import torch
 
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.micro_batch import MicroBatch
+from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.models.optimizer import OptimizerOptions, OwnedRange
 from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shards import ShardParam
@@ -74,6 +75,12 @@ class Optimizer(Protocol):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Master weights and moments, without the step counts."""
+        ...
+
+    @property
+    def on_host(self) -> Sequence[OffloadedTensors]:
+        """The memory of ``tensors`` that rests on the host between steps and visits the device
+        during one; none where the state stays on the device."""
         ...
 
     def owned(self) -> Iterator[OwnedRange]:

@@ -508,6 +508,7 @@ def optimizer_options(config: Config, lr_key: str, steps: int) -> OptimizerOptio
         min_lr_ratio=optim.min_lr_ratio,
         clip_grad=actor.grad_clip,
         distributed=actor.megatron.use_distributed_optimizer,
+        on_host=actor.compute.optimizer_cpu_offload,
     )
 
 

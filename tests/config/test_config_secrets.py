@@ -120,6 +120,10 @@ def test_a_resume_does_not_compare_secrets(tmp_path: Path) -> None:
     # As an older version wrote it.
     (tmp_path / "config.yaml").write_text(text(SECRET).replace("'***'", SECRET))
     assert config_changes(tmp_path, text("another-one", 2)) == ["trainer.seed: 1 -> 2"]
+    gone = "gone: {api_key: abc12345678, size: 3}\ntrainer: {seed: 1}\n"
+    (tmp_path / "config.yaml").write_text(gone)
+    changed = config_changes(tmp_path, "trainer: {seed: 1}\n")
+    assert changed == ["gone.size: 3 -> unset"]
 
 
 def test_a_proxys_address_may_have_a_password() -> None:

@@ -202,6 +202,22 @@ def test_an_engine_without_room_for_one_sequence_is_refused() -> None:
     )
 
 
+def test_a_7b_model_is_trained_on_one_gpu_of_80_gb_with_its_optimizer_on_the_host() -> None:
+    alone = [
+        *("trainer.nnodes=1", "trainer.n_gpus_per_node=1", f"{M}tensor_model_parallel_size=1"),
+        *(f"{R}tensor_model_parallel_size=1", f"{R}gpu_memory_utilization=0.7"),
+        *(f"{M}sequence_parallel=false", f"{M}recompute_granularity=full"),
+        *(f"{M}{key}_offload=true" for key in ("param", "optimizer", "grad")),
+    ]
+    config, shapes = example("ctrl_7b.yaml", *alone)
+    used = totals(memory_budget(config, shapes, gpu_memory=MEMORY))
+    assert used["update"] > 1.5 * MEMORY
+    config, shapes = example("ctrl_7b.yaml", *alone, f"{M}optimizer_cpu_offload=true")
+    budget = memory_budget(config, shapes, gpu_memory=MEMORY)
+    assert problem(config, budget) is None
+    assert budget.host["optimizer away"] == pytest.approx(12 * 7.6e9, rel=0.02)
+
+
 def test_the_old_7b_example_would_not_have_fitted() -> None:
     """The run had no offloading, selective recomputation and micro-batches of 16384 tokens."""
     old = [f"{M}{key}_offload=false" for key in ("param", "optimizer", "grad")]
@@ -281,6 +297,7 @@ CHOICES = st.fixed_dictionaries(
         f"{M}param_offload": st.booleans(),
         f"{M}optimizer_offload": st.booleans(),
         f"{M}grad_offload": st.booleans(),
+        f"{M}optimizer_cpu_offload": st.booleans(),
         f"{M}sequence_parallel": st.booleans(),
         f"{M}tensor_model_parallel_size": st.sampled_from([1, 2, 4]),
         f"{R}free_cache_engine": st.booleans(),
@@ -303,7 +320,8 @@ def test_more_memory_and_more_offloading_never_hurt(choices: dict[str, Any]) -> 
     larger = memory_budget(config, shapes, gpu_memory=2 * MEMORY)
     if problem(config, budget) is None:
         assert problem(config, larger) is None
-    for key in ("param_offload", "optimizer_offload", "grad_offload"):
+    keys = ("param_offload", "optimizer_offload", "grad_offload", "optimizer_cpu_offload")
+    for key in keys:
         off, on = (drawn({**choices, M + key: flag}) for flag in (False, True))
         before = totals(memory_budget(*off, gpu_memory=MEMORY))
         after = totals(memory_budget(*on, gpu_memory=MEMORY))
