@@ -18,7 +18,11 @@ from ctrl_megatron.algorithms.core_algos import (
     compute_value_loss,
     get_policy_loss,
 )
-from ctrl_megatron.algorithms.covariance import covariance_sums, over_tokens, token_lots
+from ctrl_megatron.algorithms.covariance import (
+    log_prob_and_advantage_sums,
+    scatter_selection,
+    token_random_numbers,
+)
 from ctrl_megatron.algorithms.group_advantages import (
     compute_cpgd_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -28,14 +32,14 @@ from ctrl_megatron.algorithms.group_advantages import (
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
-from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex, groups_with_signal
+from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex, rows_in_varied_groups
 from ctrl_megatron.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKLController,
     FixedKLController,
     get_kl_controller,
     kl_penalty,
-    penalise,
+    subtract_kl_penalty,
 )
 from ctrl_megatron.algorithms.masked import (
     Reduce,
@@ -55,13 +59,13 @@ from ctrl_megatron.algorithms.registry import (
     get_adv_estimator,
     register_adv_est,
     register_policy_loss,
-    required_inputs,
+    required_estimator_inputs,
 )
 from ctrl_megatron.algorithms.rollout_correction import (
-    MismatchSums,
-    correct_rollout,
-    mismatch_metrics,
-    mismatch_sums,
+    RolloutMismatchSums,
+    compute_rollout_correction,
+    rollout_mismatch_metrics,
+    rollout_mismatch_sums,
 )
 from ctrl_megatron.algorithms.token_advantages import (
     compute_gae_advantage_return,

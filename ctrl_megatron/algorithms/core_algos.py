@@ -16,14 +16,14 @@ import torch
 
 from ctrl_megatron.algorithms import covariance, policy_losses
 from ctrl_megatron.algorithms.aggregation import agg_loss
-from ctrl_megatron.algorithms.kl import KLController, penalise
+from ctrl_megatron.algorithms.kl import KLController, subtract_kl_penalty
 from ctrl_megatron.algorithms.masked import check_shapes, masked_mean
 from ctrl_megatron.algorithms.registry import (
     POLICY_LOSS_REGISTRY,
     LossScalars,
     PolicyLoss,
     PolicyLossTerms,
-    key_of,
+    registry_name,
 )
 from ctrl_megatron.algorithms.value_loss import value_loss_terms
 from ctrl_megatron.config.options import accepted_options
@@ -44,7 +44,7 @@ def get_policy_loss(name: str | Enum) -> Callable[..., LossScalars]:
     of the draw; options of the loss are keyword arguments. The function raises ValueError for
     tensors that differ in shape, and naming a key that the loss reads if ``config`` is None.
     """
-    return _whole_batch(key_of(name), POLICY_LOSS_REGISTRY.get(name))
+    return _whole_batch(registry_name(name), POLICY_LOSS_REGISTRY.get(name))
 
 
 @cache
@@ -74,12 +74,12 @@ def _whole_batch(name: str, loss: PolicyLoss) -> Callable[..., LossScalars]:
         }
         check_shapes(**tensors)
         if selection is not None and selected is None:
-            sums = covariance.covariance_sums(log_prob, advantages, response_mask)
+            sums = covariance.log_prob_and_advantage_sums(log_prob, advantages, response_mask)
             pieces = (old_log_prob, log_prob, advantages, response_mask, config, sums)
             covariances = selection.covariances(*pieces)[response_mask.bool()]
             lots = torch.rand(len(covariances), generator=generator, dtype=torch.float64)
             picked = selection.choose(covariances, config, lots.to(covariances.device))
-            tensors["selected"] = covariance.over_tokens(picked, response_mask)
+            tensors["selected"] = covariance.scatter_selection(picked, response_mask)
         offered = {**tensors, "config": config, "loss_agg_mode": loss_agg_mode, **options}
         terms = loss.function(**accepted_options(loss.function, offered))
         if not isinstance(terms, PolicyLossTerms):
@@ -172,7 +172,7 @@ def apply_kl_penalty(
     the mean of the rows' means. Raises ValueError if there is no response token.
     """
     mask, beta = data["response_mask"], kl_ctrl.value
-    rewards, kl = penalise(
+    rewards, kl = subtract_kl_penalty(
         data["token_level_scores"],
         data["old_log_probs"],
         data["ref_log_prob"],

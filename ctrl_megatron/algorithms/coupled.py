@@ -18,7 +18,7 @@ LOWEST, HIGHEST = 0.2, 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskRule:
+class CoupledMaskOptions:
     """How masks are drawn. The defaults are those of DiffuCoder's recipe."""
 
     random_masking: bool = True
@@ -31,9 +31,10 @@ class MaskRule:
         if not 0 <= self.p_mask_prompt < 1:
             raise ValueError(f"p_mask_prompt must lie in [0, 1), got {self.p_mask_prompt}")
 
-    def seed(self, run_seed: int, step: int, row: str, iteration: int) -> int:
+    def row_seed(self, run_seed: int, step: int, row: str, iteration: int) -> int:
         """63-bit seed of a row's masks. ``row`` names the row and its sample, so that masks depend
-        on no rank and no batch; ``iteration`` counts the passes over a step's samples."""
+        on no rank and no batch; ``iteration`` counts the passes over a step's samples. Without
+        ``random_masking`` neither ``step`` nor ``iteration`` counts."""
         when = (step, iteration) if self.random_masking else ()
         digest = blake2b(repr((run_seed, row, *when)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
@@ -50,16 +51,19 @@ class CoupledMasks:
     """(B,) float32: the probability with which a response token is masked in the second version."""
 
 
-def draw_masks(
-    attention_mask: torch.Tensor, width: int, seeds: Sequence[int], rule: MaskRule
+def draw_coupled_masks(
+    attention_mask: torch.Tensor,
+    response_width: int,
+    seeds: Sequence[int],
+    rule: CoupledMaskOptions,
 ) -> CoupledMasks:
-    """The masks of rows with ``attention_mask`` (B, P+R), R = ``width``, one seed per row.
+    """The masks of rows with ``attention_mask`` (B, P+R), R = ``response_width``, one seed per row.
 
     A row's masks depend on its seed and its own numbers of tokens, never on padding.
     """
     attended = attention_mask.bool().cpu()
     masked, shares = torch.zeros_like(attended), []
-    start = attended.shape[1] - width
+    start = attended.shape[1] - response_width
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.rand(1 + int(attended[row].sum()), generator=generator, dtype=torch.float64)
@@ -73,7 +77,9 @@ def draw_masks(
     return CoupledMasks(masked=masked, share=torch.stack(shares) if shares else torch.zeros(0))
 
 
-def coupled_weights(masked: torch.Tensor, share: torch.Tensor) -> tuple[float, torch.Tensor]:
+def coupled_log_prob_weights(
+    masked: torch.Tensor, share: torch.Tensor
+) -> tuple[float, torch.Tensor]:
     """(weight of the wholly masked version, weights of the partial one that masks the token), the
     latter (R,) float32 for the mask ``masked`` (R,) of the second version and its ``share`` ().
 

@@ -1,10 +1,11 @@
 """The losses clip_cov and kl_cov, which restrain the few tokens that make the entropy collapse.
 
 The covariance of a token's log-prob and advantage says how much it changes the entropy. Both losses
-select among all tokens of a mini-batch: a caller that has a piece of it adds ``covariance_sums``
-over the pieces, gathers the ``covariances`` of the loss's ``TokenSelection`` under the mask and the
-tokens' lots (``token_lots``), calls ``choose`` on the gathered tensors, and passes each piece its
-part as ``selected``. Source of everything here: arXiv 2505.22617, section 4.2.
+select among all tokens of a mini-batch: a caller that has a piece of it adds
+``log_prob_and_advantage_sums`` over the pieces, gathers the ``covariances`` of the loss's
+``TokenSelection`` under the mask and the tokens' random numbers (``token_random_numbers``), calls
+``choose`` on the gathered tensors, and passes each piece its part as ``selected``. Source of
+everything here: arXiv 2505.22617, section 4.2.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_row_sums
 from ctrl_megatron.algorithms.policy_losses import (
     apply_is_weights,
-    bounded_exp,
+    clamped_ratio,
     clip_range,
-    terms_of,
+    policy_loss_terms,
 )
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, TokenSelection, register_policy_loss
 
 
-def covariance_sums(
+def log_prob_and_advantage_sums(
     log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
 ) -> torch.Tensor:
     """(3,) float64 that add over pieces: tokens, sum of log-probs, sum of advantages.
@@ -34,7 +35,7 @@ def covariance_sums(
     Inputs (B, R). Raises ValueError for shapes that differ.
     """
     check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
-    total = [row_sums(values, response_mask).sum() for values in (log_prob, advantages)]
+    total = [masked_row_sums(values, response_mask).sum() for values in (log_prob, advantages)]
     return torch.stack([response_mask.bool().sum().double(), *total])
 
 
@@ -47,8 +48,8 @@ def token_covariances(
 ) -> torch.Tensor:
     """(log_prob - mean) (advantage - mean) of each token: (B, R) float64, 0 off the mask.
 
-    The means are those of ``sums``, the ``covariance_sums`` of the whole mini-batch. Raises
-    ValueError for shapes that differ.
+    The means are those of ``sums``, the ``log_prob_and_advantage_sums`` of the whole mini-batch.
+    Raises ValueError for shapes that differ.
     """
     check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     mean_log_prob, mean_advantage = sums[1:] / sums[0].clamp(min=1)
@@ -56,14 +57,14 @@ def token_covariances(
     return masked(product, response_mask)
 
 
-def over_tokens(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def scatter_selection(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(B, R) bool of the (N,) choice among the tokens under the mask, in row order."""
     spread = torch.zeros_like(response_mask, dtype=torch.bool)
     spread[response_mask.bool()] = selected
     return spread
 
 
-def token_lots(names: Sequence[str], response_mask: torch.Tensor) -> torch.Tensor:
+def token_random_numbers(names: Sequence[str], response_mask: torch.Tensor) -> torch.Tensor:
     """(B, R) float64 in [0, 1): a random number per token that depends only on the row's name and
     the token's position, so that a draw does not depend on ranks or order. Names must differ.
     """
@@ -97,20 +98,22 @@ def _clip_cov_covariances(
 ) -> torch.Tensor:
     """``token_covariances``, but -inf where PPO's clip has taken the gradient already."""
     low, high = clip_range(config)
-    ratio = bounded_exp(masked(log_prob - old_log_prob, response_mask))
+    ratio = clamped_ratio(masked(log_prob - old_log_prob, response_mask))
     gains = masked(advantages, response_mask)
     outside = ((gains > 0) & (ratio > 1 + high)) | ((gains < 0) & (ratio < 1 - low))
     covariances = token_covariances(log_prob, advantages, response_mask, sums)
     return covariances.masked_fill(outside, -torch.inf)
 
 
-def select_clip_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) -> torch.Tensor:
+def select_clip_cov_tokens(
+    covariances: torch.Tensor, config: Any, random_numbers: torch.Tensor
+) -> torch.Tensor:
     """(N,) bool: floor(``clip_cov_ratio`` N) tokens drawn from those with a covariance in
     [``clip_cov_lb``, ``clip_cov_ub``], all of them where there are fewer.
 
     ``covariances`` (N,) are those of all tokens of the mini-batch; -inf takes a token out of the
-    draw, in which the smallest ``lots`` (N,) win. Raises ValueError for a ratio outside [0, 1] or
-    bounds that hold nothing.
+    draw, in which the smallest ``random_numbers`` (N,) win. Raises ValueError for a ratio outside
+    [0, 1] or bounds that hold nothing.
     """
     lowest, highest = config.clip_cov_lb, config.clip_cov_ub
     if not lowest <= highest:
@@ -119,13 +122,13 @@ def select_clip_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) 
     candidates = inside.nonzero().squeeze(-1)
     count = _how_many(config.clip_cov_ratio, len(covariances), "clip_cov_ratio")
     selected = torch.zeros_like(inside)
-    selected[candidates[lots[candidates].argsort(stable=True)[:count]]] = True
+    selected[candidates[random_numbers[candidates].argsort(stable=True)[:count]]] = True
     return selected
 
 
 @register_policy_loss(
     "clip_cov",
-    selection=TokenSelection(covariances=_clip_cov_covariances, choose=select_clip_cov),
+    selection=TokenSelection(covariances=_clip_cov_covariances, choose=select_clip_cov_tokens),
 )
 def clip_cov_terms(
     old_log_prob: torch.Tensor,
@@ -146,20 +149,22 @@ def clip_cov_terms(
     selected = selected.bool() & response_mask.bool()
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
-    ratio = bounded_exp(log_ratio)
+    ratio = clamped_ratio(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     loss = apply_is_weights(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
-    return terms_of(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
+    return policy_loss_terms(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
 
 
-def select_kl_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) -> torch.Tensor:
+def select_kl_cov_tokens(
+    covariances: torch.Tensor, config: Any, random_numbers: torch.Tensor
+) -> torch.Tensor:
     """(N,) bool: the floor(``kl_cov_ratio`` N) tokens with the largest covariances.
 
     ``covariances`` (N,) are those of all tokens of the mini-batch; of equal ones those with the
-    smallest ``lots`` (N,) are taken. Raises ValueError for a ratio outside [0, 1].
+    smallest ``random_numbers`` (N,) are taken. Raises ValueError for a ratio outside [0, 1].
     """
     count = _how_many(config.kl_cov_ratio, len(covariances), "kl_cov_ratio")
-    order = lots.argsort(stable=True)
+    order = random_numbers.argsort(stable=True)
     order = order[covariances[order].argsort(descending=True, stable=True)]
     selected = torch.zeros_like(covariances, dtype=torch.bool)
     selected[order[:count]] = True
@@ -170,7 +175,7 @@ def select_kl_cov(covariances: torch.Tensor, config: Any, lots: torch.Tensor) ->
     "kl_cov",
     selection=TokenSelection(
         covariances=lambda _, new, gains, mask, __, sums: token_covariances(new, gains, mask, sums),
-        choose=select_kl_cov,
+        choose=select_kl_cov_tokens,
     ),
 )
 def kl_cov_terms(
@@ -190,5 +195,5 @@ def kl_cov_terms(
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
     penalty = config.ppo_kl_coef * masked(log_ratio.abs(), selected)
-    loss = -gains * bounded_exp(log_ratio) + penalty
-    return terms_of(apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio)
+    loss = -gains * clamped_ratio(log_ratio) + penalty
+    return policy_loss_terms(apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio)

@@ -17,16 +17,17 @@ LOWEST_LEVEL = 1e-3
 
 
 def draw_denoising_masks(
-    attention_mask: torch.Tensor, width: int, seeds: Sequence[int]
+    attention_mask: torch.Tensor, response_width: int, seeds: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(masked (B, P+R) bool, level (B,) float32) of rows with ``attention_mask`` (B, P+R), whose
-    last ``width`` columns are the response; one seed per row. Prompts and padding are never masked.
+    last ``response_width`` columns are the response; one seed per row. Prompts and padding are
+    never masked.
 
     A row's masks depend on its seed and on the number of its response tokens, never on padding.
     """
     attended = attention_mask.bool().cpu()
     masked, levels = torch.zeros_like(attended), torch.zeros(len(attended))
-    start = attended.shape[1] - width
+    start = attended.shape[1] - response_width
     for row, seed in enumerate(seeds):
         generator, here = torch.Generator().manual_seed(seed), attended[row, start:]
         numbers = torch.rand(1 + int(here.sum()), generator=generator, dtype=torch.float64)

@@ -39,7 +39,7 @@ def compute_grpo_outcome_advantage(
     advantages = group.scores - group.mean()
     if norm_adv_by_std_in_grpo:
         advantages = advantages / (group.std() + epsilon)
-    found = group.over_tokens(advantages)
+    found = group.broadcast_to_tokens(advantages)
     return found, found
 
 
@@ -63,7 +63,7 @@ def compute_grpo_passk_outcome_advantage(
     lead = group.scores - group.max(group.scores.masked_fill(best, -torch.inf))
     if norm_adv_by_std_in_grpo:
         lead = lead / (group.std() + epsilon)
-    found = group.over_tokens(torch.where(leads, lead, 0.0))
+    found = group.broadcast_to_tokens(torch.where(leads, lead, 0.0))
     return found, found
 
 
@@ -78,7 +78,7 @@ def compute_rloo_outcome_advantage(
     """
     group = GroupedScores(token_level_rewards, response_mask, index)
     others = group.sum(group.scores) - group.scores
-    found = group.over_tokens(group.scores - others / (group.count - 1))
+    found = group.broadcast_to_tokens(group.scores - others / (group.count - 1))
     return found, found
 
 
@@ -95,7 +95,7 @@ def compute_opo_outcome_advantage(
     group = GroupedScores(token_level_rewards, response_mask, index)
     lengths = response_mask.bool().sum(dim=-1).double()
     baseline = group.sum(lengths * group.scores) / group.sum(lengths)
-    found = group.over_tokens(group.scores - baseline)
+    found = group.broadcast_to_tokens(group.scores - baseline)
     return found, found
 
 
@@ -121,7 +121,9 @@ def compute_gpg_outcome_advantage(
     group = GroupedScores(token_level_rewards, response_mask, index)
     advantages = group.scores - group.mean()
     rounding = _ROUNDING * group.max(group.scores.abs())
-    returns = group.over_tokens(torch.where(advantages.abs() <= rounding, 0.0, advantages) / f_norm)
+    returns = group.broadcast_to_tokens(
+        torch.where(advantages.abs() <= rounding, 0.0, advantages) / f_norm
+    )
     telling = (returns != 0).any(dim=-1).sum()
     rows, telling = reduce(torch.stack([group.counted.sum(), telling]).double()).unbind()
     return returns * (rows / telling.clamp(min=1)), returns
@@ -152,7 +154,7 @@ def compute_cpgd_outcome_advantage(
     advantages = group.scores - group.mean()
     if weight_factor_in_cpgd == "STD_weight":
         advantages = advantages / (group.std() + epsilon)
-    returns = group.over_tokens(advantages)
+    returns = group.broadcast_to_tokens(advantages)
     if weight_factor_in_cpgd != "clip_filter_like_weight":
         return returns, returns
     share = torch.where(group.counted, 1 / group.count, 0.0)
@@ -178,5 +180,5 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     mask selects fewer than two tokens.
     """
     group = GroupedScores(token_level_rewards, response_mask, index)
-    returns = group.over_tokens(group.scores - group.mean())
+    returns = group.broadcast_to_tokens(group.scores - group.mean())
     return masked_whiten(returns, response_mask, reduce=reduce), returns

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_row_sums
 
 GroupIndex = Iterable[Hashable] | torch.Tensor
 """(B,) ids, equal for rows of a group: a list, a numpy array (of objects too), a tensor."""
@@ -27,9 +27,9 @@ class GroupedScores:
         self, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: GroupIndex
     ) -> None:
         check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
-        self._mask, self._dtype = response_mask, floating_dtype(token_level_rewards)
-        self._groups = group_numbers(index, len(response_mask)).to(response_mask.device)
-        self.scores = row_sums(token_level_rewards, response_mask)
+        self._mask, self._dtype = response_mask, advantage_dtype(token_level_rewards)
+        self._groups = group_number_of_rows(index, len(response_mask)).to(response_mask.device)
+        self.scores = masked_row_sums(token_level_rewards, response_mask)
         self.counted = response_mask.bool().any(dim=-1)
         """Rows that have tokens, (B,) bool."""
         self.count = self.sum(torch.ones_like(self.scores))
@@ -55,7 +55,7 @@ class GroupedScores:
         # Two passes: the sum of squares less the squared sum would cancel where rewards are alike.
         return (self.sum((self.scores - self.mean()).square()) / (self.count - 1)).sqrt()
 
-    def over_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
+    def broadcast_to_tokens(self, advantages: torch.Tensor) -> torch.Tensor:
         """(B, R): a row's advantage (B,) on each of its tokens, 0 off the mask, in the rewards'
         dtype.
 
@@ -65,12 +65,12 @@ class GroupedScores:
         return masked(rows.unsqueeze(-1).expand(self._mask.shape), self._mask)
 
 
-def floating_dtype(rewards: torch.Tensor) -> torch.dtype:
+def advantage_dtype(rewards: torch.Tensor) -> torch.dtype:
     """The dtype of advantages: that of the rewards, float32 where they are integers."""
     return rewards.dtype if rewards.dtype.is_floating_point else torch.float32
 
 
-def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
+def group_number_of_rows(index: GroupIndex, rows: int) -> torch.Tensor:
     """(rows,) int64, equal for equal ids, numbered by first appearance.
 
     Raises ValueError if there is not exactly one id per row, or naming a row whose id cannot be
@@ -92,7 +92,7 @@ def group_numbers(index: GroupIndex, rows: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def groups_with_signal(scores: torch.Tensor, groups: GroupIndex) -> torch.Tensor:
+def rows_in_varied_groups(scores: torch.Tensor, groups: GroupIndex) -> torch.Tensor:
     """(B,) bool: rows whose group has at least two different scores.
 
     ``scores`` (B,); ``groups`` (B,) hashable ids. A group whose scores are all equal has group-
@@ -102,7 +102,7 @@ def groups_with_signal(scores: torch.Tensor, groups: GroupIndex) -> torch.Tensor
     if bool(scores.isnan().any()):
         row = int(scores.isnan().nonzero()[0])
         raise ValueError(f"the score of row {row} is NaN; mask failed rows out before filtering")
-    numbers = group_numbers(groups, len(scores)).to(scores.device)
+    numbers = group_number_of_rows(groups, len(scores)).to(scores.device)
     return _group_max(scores, numbers) > -_group_max(-scores, numbers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bound_log_ratio, check_shapes, masked
+from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, masked
 
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
@@ -19,7 +19,7 @@ def _k2(gap: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(gap: torch.Tensor) -> torch.Tensor:
-    back = bound_log_ratio(-gap)
+    back = clamp_log_ratio(-gap)
     return (back.exp() - back - 1).clamp(max=_K3_BOUND)
 
 
@@ -73,7 +73,7 @@ def kl_penalty(
 _estimate = kl_penalty  # The name is that of an argument below.
 
 
-def penalise(
+def subtract_kl_penalty(
     token_level_scores: torch.Tensor,
     old_log_probs: torch.Tensor,
     ref_log_prob: torch.Tensor,

@@ -22,7 +22,7 @@ def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def bound_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+def clamp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """``log_ratio``, of any shape, clamped to +-20. Larger ratios carry no further information;
     their products would overflow, and a backward pass would compute inf * 0."""
     return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
@@ -53,12 +53,12 @@ def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
-def row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum of each row of (B, R) under the mask: (B,) float64, without gradient."""
     return masked(values.detach(), mask).double().sum(dim=-1)
 
 
-def moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Count, sum and sum of squares of the values under the mask: (3,) float64, without gradient.
 
     Those of the pieces of a batch add up to those of the whole.
@@ -88,7 +88,7 @@ def masked_whiten(
     ``reduce``. Without ``shift_mean`` the mean is added again. ValueError if the mask selects fewer
     than two elements in all.
     """
-    count, total, squares = reduce(moment_sums(values, mask)).unbind()
+    count, total, squares = reduce(masked_moment_sums(values, mask)).unbind()
     if count < 2:
         raise ValueError(f"a variance needs two elements under the mask, got {int(count)}")
     mean = total / count

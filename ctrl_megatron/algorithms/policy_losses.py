@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bound_log_ratio, masked
+from ctrl_megatron.algorithms.masked import clamp_log_ratio, masked
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss
 
 _LARGEST_GSPO_EXPONENT = 10.0
@@ -31,9 +31,9 @@ def clip_range(config: Any) -> tuple[float, float]:
     return low, high
 
 
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of ``log_ratio`` after ``bound_log_ratio``, of the same shape and dtype."""
-    return bound_log_ratio(log_ratio).exp()
+def clamped_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of ``log_ratio`` after ``clamp_log_ratio``, of the same shape and dtype."""
+    return clamp_log_ratio(log_ratio).exp()
 
 
 def row_means(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def apply_is_weights(
     return loss * masked(rollout_is_weights, response_mask)
 
 
-def terms_of(
+def policy_loss_terms(
     loss: torch.Tensor,
     log_ratio: torch.Tensor,
     clipped: torch.Tensor | None = None,
@@ -90,12 +90,12 @@ def vanilla_terms(
         raise ValueError(f"clip_ratio_c must be greater than 1, got {c}")
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains = masked(advantages, response_mask)
-    ratio = bounded_exp(log_ratio)
+    ratio = clamped_ratio(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     surrogate = torch.maximum(plain, clipped)
     bound = -gains * c
     loss = torch.where(gains < 0, torch.minimum(surrogate, bound), surrogate)
-    return terms_of(
+    return policy_loss_terms(
         apply_is_weights(loss, rollout_is_weights, response_mask),
         log_ratio,
         clipped > plain,
@@ -128,7 +128,7 @@ def gspo_terms(
     ratio = exponent.clamp(max=_LARGEST_GSPO_EXPONENT).exp()
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(plain, clipped)
-    return terms_of(
+    return policy_loss_terms(
         apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio, clipped > plain
     )
 
@@ -151,10 +151,10 @@ def cispo_terms(
     low, high = clip_range(config)
     log_ratio = masked(log_prob - old_log_prob, response_mask)
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
-    ratio = bounded_exp(log_ratio).detach()
+    ratio = clamped_ratio(log_ratio).detach()
     held = ratio.clamp(1 - low, 1 + high)
     loss = apply_is_weights(-held * gains * own, rollout_is_weights, response_mask)
-    return terms_of(loss, log_ratio, held != ratio)
+    return policy_loss_terms(loss, log_ratio, held != ratio)
 
 
 @register_policy_loss("cpgd")
@@ -182,7 +182,7 @@ def cpgd_terms(
     )
     clipped = (bounded != log_ratio) & (gains != 0)
     loss = apply_is_weights(-gains * bounded, rollout_is_weights, response_mask)
-    return terms_of(loss, log_ratio, clipped)
+    return policy_loss_terms(loss, log_ratio, clipped)
 
 
 @register_policy_loss("geo_mean", loss_agg_mode="seq-mean-token-mean")
@@ -211,12 +211,12 @@ def geo_mean_terms(
         torch.where(gains < 0, log_ratio.clamp(min=-low), log_ratio),
     )
     # One token that the other side leaves open must not overflow the mean of its row.
-    exponent = row_means(bound_log_ratio(held), response_mask)
+    exponent = row_means(clamp_log_ratio(held), response_mask)
     rows = -row_means(gains, response_mask) * exponent.exp()
     if rollout_is_weights is not None:
         log_weights = masked(rollout_is_weights.log(), response_mask)
         rows = rows * row_means(log_weights, response_mask).exp()
-    return terms_of(masked(rows, response_mask), log_ratio, held != log_ratio)
+    return policy_loss_terms(masked(rows, response_mask), log_ratio, held != log_ratio)
 
 
 @register_policy_loss("gpg")
@@ -234,4 +234,6 @@ def gpg_terms(
     """
     log_ratio = masked(log_prob - old_log_prob, response_mask).detach()
     gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
-    return terms_of(apply_is_weights(-gains * own, rollout_is_weights, response_mask), log_ratio)
+    return policy_loss_terms(
+        apply_is_weights(-gains * own, rollout_is_weights, response_mask), log_ratio
+    )

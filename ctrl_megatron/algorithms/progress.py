@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from ctrl_megatron.algorithms.groups import group_numbers
+from ctrl_megatron.algorithms.groups import group_number_of_rows
 
 _EQUAL = 1e-6
 """Range of distances below which they count as equal."""
@@ -19,18 +19,19 @@ def progress_rewards(
     tasks: Sequence[Hashable],
     *,
     radius: float = 0.5,
-    most: float = 0.6,
+    max_failure_reward: float = 0.6,
     steepness: float = 10.0,
 ) -> torch.Tensor:
-    """(n,) float64: 1 for a successful episode, and up to ``most`` for a failed one, the nearer its
-    embedding is to those of successful episodes of its task; 0 for a task without any.
+    """(n,) float64: 1 for a successful episode, and up to ``max_failure_reward`` for a failed one,
+    the nearer its embedding is to those of successful episodes of its task; 0 for a task without
+    any.
 
     embeddings (n, D) floating, success (n,) bool, tasks (n,) hashable. Successful episodes of a
     task form clusters: those with a neighbour within ``radius``, where every dimension is divided
     by its standard deviation, together with all neighbours of neighbours. The distance of a failed
     episode is that to the nearest cluster's mean, or to the mean of all successes where there is no
     cluster. Distances of a task are brought to [0, 1], 0.5 if all are equal, and x becomes
-    ``most`` * sigmoid(``steepness`` * (0.5 - x)).
+    ``max_failure_reward`` * sigmoid(``steepness`` * (0.5 - x)).
 
     Source: SRPO (arXiv 2511.15605), whose clusters are DBSCAN's with at least 2 members; the
     default numbers are siiRL's.
@@ -44,7 +45,7 @@ def progress_rewards(
         )
     points, won = embeddings.double(), success.bool()
     rewards = won.double()
-    of = group_numbers(tasks, len(tasks))
+    of = group_number_of_rows(tasks, len(tasks))
     for task in of.unique():
         rows = of == task
         reached, failed = points[rows & won], points[rows & ~won]
@@ -53,7 +54,7 @@ def progress_rewards(
         near = torch.cdist(failed, _centres(reached, radius)).min(dim=1).values
         low, wide = near.min(), near.max() - near.min()
         place = (near - low) / wide if wide >= _EQUAL else torch.full_like(near, 0.5)
-        rewards[rows & ~won] = most * torch.sigmoid(steepness * (0.5 - place))
+        rewards[rows & ~won] = max_failure_reward * torch.sigmoid(steepness * (0.5 - place))
     return rewards
 
 

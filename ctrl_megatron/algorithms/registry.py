@@ -30,7 +30,7 @@ class Registry(Generic[E]):
         """Decorator that registers an entry as ``name``; ValueError if another entry has it."""
 
         def keep(entry: E) -> E:
-            key = key_of(name)
+            key = registry_name(name)
             if self._entries.get(key, entry) != entry:
                 raise ValueError(f"the {self._kind} {key!r} is registered already")
             self._entries[key] = entry
@@ -40,20 +40,20 @@ class Registry(Generic[E]):
 
     def get(self, name: str | Enum) -> E:
         """The entry called ``name``; ValueError listing the known names if there is none."""
-        key = key_of(name)
+        key = registry_name(name)
         if key not in self._entries:
             hint = did_you_mean(key, self) or ";"
             raise ValueError(f"unknown {self._kind} {key!r}{hint} known: {', '.join(self)}")
         return self._entries[key]
 
     def __contains__(self, name: str | Enum) -> bool:
-        return key_of(name) in self._entries
+        return registry_name(name) in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
 
 
-def key_of(name: str | Enum) -> str:
+def registry_name(name: str | Enum) -> str:
     """The name as a configuration writes it."""
     return str(name.value) if isinstance(name, Enum) else name
 
@@ -88,10 +88,10 @@ def estimate_advantages(
     ``response_mask``.
     """
     estimator = get_adv_estimator(name)
-    if missing := required_inputs(name) - offered.keys():
+    if missing := required_estimator_inputs(name) - offered.keys():
         raise ValueError(
-            f"advantage estimator {key_of(name)!r} needs {', '.join(sorted(missing))}, which this "
-            "pipeline does not provide"
+            f"advantage estimator {registry_name(name)!r} needs {', '.join(sorted(missing))}, "
+            "which this pipeline does not provide"
         )
     given = accepted_options(estimator, offered)
     if "reduce" in named_parameters(estimator):
@@ -99,12 +99,12 @@ def estimate_advantages(
     if not is_users(estimator):
         found = estimator(**given)
     else:
-        with users_code(f"advantage estimator {key_of(name)!r} failed"):
+        with users_code(f"advantage estimator {registry_name(name)!r} failed"):
             found = estimator(**given)
-    return _checked(key_of(name), estimator, found, offered["response_mask"])
+    return _checked(registry_name(name), estimator, found, offered["response_mask"])
 
 
-def required_inputs(name: str | Enum) -> set[str]:
+def required_estimator_inputs(name: str | Enum) -> set[str]:
     """The arguments of the estimator without a default; ValueError for an unknown name."""
     named = named_parameters(get_adv_estimator(name))
     return {key for key, p in named.items() if p.default is p.empty} - {"reduce"}
@@ -166,10 +166,11 @@ class TokenSelection:
 
     covariances: Callable[..., torch.Tensor]
     """(old_log_prob, log_prob, advantages, response_mask, config, sums) -> (B, R) float64;
-    ``sums`` are the ``covariance_sums`` of the whole mini-batch."""
+    ``sums`` are the ``log_prob_and_advantage_sums`` of the whole mini-batch."""
     choose: Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
-    """(covariances of all tokens of the mini-batch, (N,); config; lots of the same tokens, (N,)) ->
-    (N,) bool."""
+    """(covariances of all tokens of the mini-batch, (N,); config; random numbers of the same, (N,))
+    -> (N,) bool.
+    """
 
 
 @dataclass(frozen=True, slots=True)

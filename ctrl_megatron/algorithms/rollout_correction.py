@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import bound_log_ratio, check_shapes, masked, row_sums
+from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, masked, masked_row_sums
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
@@ -28,7 +28,7 @@ class CorrectedLossInputs:
 
 
 @torch.no_grad()
-def correct_rollout(
+def compute_rollout_correction(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
@@ -78,7 +78,7 @@ def correct_rollout(
     return CorrectedLossInputs(weights=weights, response_mask=kept)
 
 
-class MismatchSums(NamedTuple):
+class RolloutMismatchSums(NamedTuple):
     """Statistics of the mismatch between trainer and engine in a piece of a batch."""
 
     sums: torch.Tensor
@@ -89,13 +89,13 @@ class MismatchSums(NamedTuple):
 
 
 @torch.no_grad()
-def mismatch_sums(
+def rollout_mismatch_sums(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     correction: CorrectedLossInputs | None = None,
     rollout_is_threshold: float | None = None,
-) -> MismatchSums:
+) -> RolloutMismatchSums:
     """Sums over the tokens under the mask of (B, R) log-probs.
 
     The weights are those of ``correction``, or the token ratios where it has none.
@@ -116,12 +116,12 @@ def mismatch_sums(
         *(on, difference, ratio - 1 - log_ratio),
         *(weights, weights.double().square(), cut, rejected),
     )
-    sums = torch.stack([row_sums(part, on).sum() for part in parts])
+    sums = torch.stack([masked_row_sums(part, on).sum() for part in parts])
     largest = difference.max() if difference.numel() else difference.new_zeros(())
-    return MismatchSums(sums=sums, largest=largest.double())
+    return RolloutMismatchSums(sums=sums, largest=largest.double())
 
 
-def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
+def rollout_mismatch_metrics(total: RolloutMismatchSums) -> dict[str, float]:
     """Scalars of the whole batch from the added ``sums`` and the maximum of ``largest``.
 
     - ``rollout/probs_diff_mean``, ``rollout/probs_diff_max``: of |p - q| over tokens.
@@ -149,7 +149,7 @@ def mismatch_metrics(total: MismatchSums) -> dict[str, float]:
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
-    return bound_log_ratio(masked(old - rollout, mask))
+    return clamp_log_ratio(masked(old - rollout, mask))
 
 
 def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:
@@ -159,4 +159,4 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tens
     rows = log_ratio.sum(dim=-1, keepdim=True)
     if kind == "geometric":
         rows = rows / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
-    return bound_log_ratio(rows).exp()
+    return clamp_log_ratio(rows).exp()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.groups import floating_dtype
+from ctrl_megatron.algorithms.groups import advantage_dtype
 from ctrl_megatron.algorithms.masked import (
     Reduce,
     check_shapes,
@@ -33,7 +33,7 @@ def discounted_sums(values: torch.Tensor, mask: torch.Tensor, discount: float) -
     return masked(sums.t(), mask)
 
 
-def next_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def next_token_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, R) float64: at t the value of the row's next valid token after t, 0 after the last."""
     on, own = mask.bool().t().contiguous(), masked(values, mask).double().t().contiguous()
     found = torch.zeros_like(own)
@@ -65,9 +65,9 @@ def compute_gae_advantage_return(
         response_mask=response_mask, token_level_rewards=token_level_rewards, values=values
     )
     rewards, own = (masked(x, response_mask).double() for x in (token_level_rewards, values))
-    deltas = rewards + gamma * next_values(values, response_mask) - own
+    deltas = rewards + gamma * next_token_values(values, response_mask) - own
     sums = discounted_sums(deltas, response_mask, gamma * lam)
-    dtype = floating_dtype(token_level_rewards)
+    dtype = advantage_dtype(token_level_rewards)
     advantages, returns = sums.to(dtype), (sums + own).to(dtype)
     if whiten:
         advantages = masked_whiten(advantages, response_mask, reduce=reduce)
@@ -89,7 +89,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
     sums = discounted_sums(token_level_rewards, response_mask, gamma)
-    returns = sums.to(floating_dtype(token_level_rewards))
+    returns = sums.to(advantage_dtype(token_level_rewards))
     return masked_whiten(returns, response_mask, reduce=reduce), returns
 
 
@@ -113,5 +113,5 @@ def compute_remax_outcome_advantage(
         )
     sums = discounted_sums(token_level_rewards, response_mask, 1.0)
     less = masked(sums - reward_baselines.double().unsqueeze(-1), response_mask)
-    dtype = floating_dtype(token_level_rewards)
+    dtype = advantage_dtype(token_level_rewards)
     return less.to(dtype), sums.to(dtype)

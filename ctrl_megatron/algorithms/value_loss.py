@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, moment_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_moment_sums
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12
@@ -57,8 +57,8 @@ def explained_variance_sums(
     Raises ValueError for shapes that differ.
     """
     check_shapes(response_mask=response_mask, values=values, returns=returns)
-    total = moment_sums(returns, response_mask)
-    return torch.cat([total, moment_sums(returns - values, response_mask)[1:]])
+    total = masked_moment_sums(returns, response_mask)
+    return torch.cat([total, masked_moment_sums(returns - values, response_mask)[1:]])
 
 
 def explained_variance(sums: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.coupled import coupled_weights
+from ctrl_megatron.algorithms.coupled import coupled_log_prob_weights
 from ctrl_megatron.data.packing import pack
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, micro_batch
 from ctrl_megatron.models.packed_layout import lay_out
@@ -133,7 +133,7 @@ class _Versions:
             columns = columns[self._hidden[:count]]
             weights = (1.0 / self._share).expand(len(columns))
             return self._first + columns, self._canvas[columns], columns, weights
-        weight, weights = coupled_weights(self._hidden[:count], self._share)
+        weight, weights = coupled_log_prob_weights(self._hidden[:count], self._share)
         # Numbers of the versions that mask the token: 1 or 2.
         partial = 2 - self._hidden[:count].long()
         places = self._first + columns

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms.coupled import MaskRule
+from ctrl_megatron.algorithms.coupled import CoupledMaskOptions
 from ctrl_megatron.algorithms.denoising import draw_denoising_masks
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.checkpoint.store import POLICY_FOLDER
@@ -93,7 +93,7 @@ def _masked(worker: SftWorker, batch: TensorDict, names: Sequence[str], *, step:
     """
     if worker.policy.shape.diffusion is None:
         return batch
-    seeds = [MaskRule().seed(worker.seed, step, name, 0) for name in names]
+    seeds = [CoupledMaskOptions().row_seed(worker.seed, step, name, 0) for name in names]
     width = batch["responses"].shape[1]
     batch["masked"], batch["mask_level"] = draw_denoising_masks(
         batch["attention_mask"], width, seeds

@@ -22,18 +22,18 @@ from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
     ESTIMATOR_INPUTS,
     POLICY_LOSS_REGISTRY,
-    correct_rollout,
+    compute_rollout_correction,
     estimate_advantages,
     explained_variance,
     explained_variance_sums,
     get_adv_estimator,
-    groups_with_signal,
-    mismatch_metrics,
-    mismatch_sums,
-    penalise,
-    required_inputs,
+    required_estimator_inputs,
+    rollout_mismatch_metrics,
+    rollout_mismatch_sums,
+    rows_in_varied_groups,
+    subtract_kl_penalty,
 )
-from ctrl_megatron.algorithms.rollout_correction import MismatchSums
+from ctrl_megatron.algorithms.rollout_correction import RolloutMismatchSums
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.options import own_options
 from ctrl_megatron.errors import UserError
@@ -297,7 +297,7 @@ def _needs_of_advantages(config: Config) -> dict[str, str]:
     name = config.algorithm.adv_estimator
     if name not in ADV_ESTIMATOR_REGISTRY:
         return {}  # the check of the key reports it
-    own = required_inputs(name) & {"values", "reward_baselines"}
+    own = required_estimator_inputs(name) & {"values", "reward_baselines"}
     setting = f"algorithm.adv_estimator={name}"
     return {"token_level_rewards": "", **dict.fromkeys(sorted(own), setting)}
 
@@ -482,7 +482,7 @@ def reward_spread(
         "one": earned == 1,
         "elsewhere": (earned < 0) | (earned > 1),
     }
-    signal = groups_with_signal(scores[known], groups).tolist() if groups else []
+    signal = rows_in_varied_groups(scores[known], groups).tolist() if groups else []
     same = [float(not teaches) for teaches in dict(zip(groups, signal, strict=True)).values()]
     return {f"reward_share/{name}": share.float() for name, share in shares.items()} | {
         "advantage/zero_std_rate": torch.tensor(same)
@@ -500,16 +500,16 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     keys = worker.config.algorithm.rollout_correction
     log_probs_and_mask = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
-    correction = correct_rollout(*log_probs_and_mask, **dataclasses.asdict(keys))
-    local = mismatch_sums(*log_probs_and_mask, correction, keys.rollout_is_threshold)
-    total = MismatchSums(
+    correction = compute_rollout_correction(*log_probs_and_mask, **dataclasses.asdict(keys))
+    local = rollout_mismatch_sums(*log_probs_and_mask, correction, keys.rollout_is_threshold)
+    total = RolloutMismatchSums(
         sums=worker.groups.sum_over_data(local.sums),
         largest=torch.tensor(max(worker.groups.from_data_ranks(float(local.largest)))),
     )
     fields = {"loss_mask": correction.response_mask}
     if correction.weights is not None:
         fields["rollout_is_weights"] = correction.weights.float()
-    return NodeOutput(fields=fields, metrics=mismatch_metrics(total))
+    return NodeOutput(fields=fields, metrics=rollout_mismatch_metrics(total))
 
 
 @node(reads=KL_IN_REWARD, needs=_needs_of_rewards, writes=("token_level_rewards",))
@@ -524,7 +524,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         metrics = kl_to_reference(worker, batch, batch["old_log_probs"])
     if algorithm.use_kl_in_reward:
         beta = worker.kl_controller.value
-        rewards, kl = penalise(
+        rewards, kl = subtract_kl_penalty(
             rewards,
             batch["old_log_probs"],
             batch["ref_log_prob"],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms import groups_with_signal
+from ctrl_megatron.algorithms import rows_in_varied_groups
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import (
     DRAWN,
@@ -169,7 +169,7 @@ def groups_that_teach(samples: Sequence[Sample], weights: Mapping[str, float]) -
     if not judged:
         return []
     uids = [uid for uid, _ in judged]
-    signal = groups_with_signal(torch.tensor([reward for _, reward in judged]), uids)
+    signal = rows_in_varied_groups(torch.tensor([reward for _, reward in judged]), uids)
     groups: dict[str, Group] = {
         uid: [] for uid, useful in zip(uids, signal.tolist(), strict=True) if useful
     }

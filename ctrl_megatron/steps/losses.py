@@ -19,10 +19,10 @@ from ctrl_megatron.algorithms import (
     PolicyLossTerms,
     agg_loss,
     check_shapes,
-    covariance_sums,
     kl_penalty,
-    over_tokens,
-    token_lots,
+    log_prob_and_advantage_sums,
+    scatter_selection,
+    token_random_numbers,
     value_loss_terms,
 )
 from ctrl_megatron.algorithms.registry import LossScalars
@@ -239,17 +239,17 @@ def select_tokens(
         return {}
     old, gains = rows["old_log_probs"], rows["advantages"]
     mask = rows.get("loss_mask", rows["response_mask"])
-    sums = groups.sum_over_data(covariance_sums(old, gains, mask))
+    sums = groups.sum_over_data(log_prob_and_advantage_sums(old, gains, mask))
     covariances = selection.covariances(old, old, gains, mask, actor, sums)[mask]
     draw_name = f"{worker.config.trainer.seed}/{worker.step}/{draw}"
     uids = texts(batch["uid"])
     names = row_names(uids, [f"{draw_name}/{uid}" for uid in uids])
-    lots = token_lots([names[place] for place in rows["place"].tolist()], mask)
+    lots = token_random_numbers([names[place] for place in rows["place"].tolist()], mask)
     parts = groups.from_data_ranks((covariances, lots[mask]))
     every, lots = (torch.cat(column) for column in zip(*parts, strict=True))
     chosen = selection.choose(every, actor, lots)
     first = sum(len(part) for part, _ in parts[: groups.place.dp])
-    return {"selected": over_tokens(chosen[first : first + len(covariances)], mask)}
+    return {"selected": scatter_selection(chosen[first : first + len(covariances)], mask)}
 
 
 def row_names(uids: Sequence[str], groups: Sequence[str]) -> list[str]:

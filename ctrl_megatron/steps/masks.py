@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms.coupled import MaskRule, draw_masks
+from ctrl_megatron.algorithms.coupled import CoupledMaskOptions, draw_coupled_masks
 from ctrl_megatron.config import Config
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import always, node
@@ -24,9 +24,11 @@ _OF_PASSES = (MASK_SEED, "old_log_probs", "ref_log_prob")
 _ACTOR = "actor_rollout_ref.actor."
 
 
-def mask_rule(config: Config) -> MaskRule:
+def coupled_mask_options(config: Config) -> CoupledMaskOptions:
     actor = config.actor_rollout_ref.actor
-    return MaskRule(random_masking=actor.random_masking, p_mask_prompt=actor.p_mask_prompt)
+    return CoupledMaskOptions(
+        random_masking=actor.random_masking, p_mask_prompt=actor.p_mask_prompt
+    )
 
 
 @node(
@@ -38,11 +40,11 @@ def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Columns ``mask_seed``, ``mask_seed@1``, ...: one (B,) int64 per PPO epoch, a function of the
     run's seed, the step, the row and the sample's number in its group, so that neither ranks nor
     the order of rows change the masks."""
-    config, rule = worker.config, mask_rule(worker.config)
+    config, rule = worker.config, coupled_mask_options(worker.config)
     names = row_names(texts(batch["uid"]), texts(batch["problem_id"]))
     fields = {}
     for number in range(config.actor_rollout_ref.actor.ppo_epochs):
-        seeds = [rule.seed(config.trainer.seed, worker.step, name, number) for name in names]
+        seeds = [rule.row_seed(config.trainer.seed, worker.step, name, number) for name in names]
         fields[field_of_pass(MASK_SEED, number)] = torch.tensor(seeds, dtype=torch.int64)
     return NodeOutput(fields=fields)
 
@@ -71,6 +73,6 @@ def seen_in_pass(batch: TensorDict, number: int, config: Config) -> TensorDict:
         if (own := field_of_pass(field, number)) in batch:
             seen[field] = batch[own]
     width, seeds = batch["response_mask"].shape[1], seen[MASK_SEED].tolist()
-    masks = draw_masks(batch["attention_mask"], width, seeds, mask_rule(config))
+    masks = draw_coupled_masks(batch["attention_mask"], width, seeds, coupled_mask_options(config))
     seen["masked"], seen["mask_share"] = masks.masked, masks.share
     return seen

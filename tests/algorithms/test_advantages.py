@@ -17,8 +17,8 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
     register_adv_est,
 )
-from ctrl_megatron.algorithms.groups import group_numbers
-from ctrl_megatron.algorithms.masked import moment_sums
+from ctrl_megatron.algorithms.groups import group_number_of_rows
+from ctrl_megatron.algorithms.masked import masked_moment_sums
 
 
 def random_groups(generator: torch.Generator, rows: int) -> list[str]:
@@ -102,7 +102,7 @@ def test_grpo_takes_any_kind_of_group_id() -> None:
     for index in kinds:
         got, _ = compute_grpo_outcome_advantage(rewards, mask, index)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert group_numbers(["b", "a", "b"], 3).tolist() == [0, 1, 0]
+    assert group_number_of_rows(["b", "a", "b"], 3).tolist() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("count", [2, 7, 8])
@@ -182,7 +182,7 @@ def test_gae_of_pieces_with_the_moments_of_the_whole() -> None:
     rewards, values = normal(generator, 6, 5), normal(generator, 6, 5)
     whole, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)
     raw, _ = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8, whiten=False)
-    total = moment_sums(raw, mask)
+    total = masked_moment_sums(raw, mask)
     parts = [
         compute_gae_advantage_return(rewards[s], values[s], mask[s], 0.9, 0.8, lambda _: total)[0]
         for s in (slice(0, 2), slice(2, 6))

@@ -14,15 +14,15 @@ from ctrl_megatron.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
     agg_loss,
+    compute_rollout_correction,
     compute_value_loss,
-    correct_rollout,
-    covariance_sums,
     estimate_advantages,
     explained_variance_sums,
     get_policy_loss,
     kl_penalty,
-    mismatch_sums,
-    penalise,
+    log_prob_and_advantage_sums,
+    rollout_mismatch_sums,
+    subtract_kl_penalty,
 )
 from ctrl_megatron.algorithms.covariance import token_covariances
 
@@ -33,14 +33,16 @@ DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
 def test_everything_stays_on_its_device(device: str) -> None:
     a, mask = torch.rand(4, 3, device=device), torch.ones(4, 3, device=device)
     found = [
-        *penalise(a, a, a, mask, beta=0.1),
+        *subtract_kl_penalty(a, a, a, mask, beta=0.1),
         *(kl_penalty(a, a, name, mask) for name in KL_ESTIMATORS),
         *(agg_loss(a, mask, mode) for mode in LOSS_AGG_MODES),
         *compute_value_loss(a, a, a, mask, 0.2),
         explained_variance_sums(a, a, mask),
-        token_covariances(a, a, mask, covariance_sums(a, a, mask)),
-        *mismatch_sums(a, a, mask, correct_rollout(a, a, mask, rollout_is="token"), 2.0),
-        correct_rollout(a, a, mask, rollout_rs="geometric").response_mask,
+        token_covariances(a, a, mask, log_prob_and_advantage_sums(a, a, mask)),
+        *rollout_mismatch_sums(
+            a, a, mask, compute_rollout_correction(a, a, mask, rollout_is="token"), 2.0
+        ),
+        compute_rollout_correction(a, a, mask, rollout_rs="geometric").response_mask,
     ]
     assert {x.device.type for x in found} == {device}
 

@@ -18,7 +18,7 @@ from ctrl_megatron.algorithms import (
     compute_grpo_outcome_advantage,
     get_kl_controller,
     kl_penalty,
-    penalise,
+    subtract_kl_penalty,
 )
 
 FORMULAS: dict[str, Callable[[float, float], float]] = {
@@ -144,7 +144,7 @@ def test_a_tensordict_works_and_the_controller_moves_after_use() -> None:
     assert back is data
     assert metrics["actor/kl_coef"] == 0.1
     assert control.value == pytest.approx(0.1 * (1 + 0.2 * 4 / 100))
-    rewards, kl = penalise(
+    rewards, kl = subtract_kl_penalty(
         data["token_level_scores"],
         data["old_log_probs"],
         data["ref_log_prob"],

@@ -8,7 +8,7 @@ from hypothesis import given
 from ragged_batches import normal, ragged_mask, seeds, spoil
 
 from ctrl_megatron.algorithms import masked, masked_whiten
-from ctrl_megatron.algorithms.masked import masked_mean, moment_sums, row_sums
+from ctrl_megatron.algorithms.masked import masked_mean, masked_moment_sums, masked_row_sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -37,7 +37,7 @@ def test_pieces_whiten_with_the_moments_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(3)
     mask, values = ragged_mask(generator, 6, 5), normal(generator, 6, 5)
     cuts = (slice(0, 1), slice(1, 4), slice(4, 6))
-    total = sum((moment_sums(values[s], mask[s]) for s in cuts), torch.zeros(3).double())
+    total = sum((masked_moment_sums(values[s], mask[s]) for s in cuts), torch.zeros(3).double())
     parts = [masked_whiten(values[s], mask[s], reduce=lambda _: total) for s in cuts]
     torch.testing.assert_close(torch.cat(parts), masked_whiten(values, mask))
 
@@ -68,14 +68,18 @@ def test_sums_of_every_dtype_are_exact_in_float64(
     hidden = torch.zeros(5, 14, dtype=dtype)[:, ::2]
     hidden.copy_(spoil(values, mask) if dtype.is_floating_point else values.where(mask, 10**6))
     expected = [math.fsum(selected(v, m)) for v, m in zip(values, mask, strict=True)]
-    assert row_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(expected, rel=1e-15)
+    assert masked_row_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(
+        expected, rel=1e-15
+    )
     chosen = selected(values, mask)
     moments = [len(chosen), math.fsum(chosen), math.fsum(v * v for v in chosen)]
-    assert moment_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(moments, rel=1e-14)
+    assert masked_moment_sums(hidden, mask.to(mask_dtype)).tolist() == pytest.approx(
+        moments, rel=1e-14
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_nothing_sums_to_nothing(shape: tuple[int, int]) -> None:
     nothing = torch.zeros(shape)
-    assert row_sums(nothing, nothing).tolist() == [0.0] * shape[0]
-    assert moment_sums(nothing, nothing).tolist() == [0.0, 0.0, 0.0]
+    assert masked_row_sums(nothing, nothing).tolist() == [0.0] * shape[0]
+    assert masked_moment_sums(nothing, nothing).tolist() == [0.0, 0.0, 0.0]

@@ -14,11 +14,11 @@ from ctrl_megatron.algorithms import (
     ADV_ESTIMATOR_REGISTRY,
     LOSS_AGG_MODES,
     POLICY_LOSS_REGISTRY,
-    correct_rollout,
+    compute_rollout_correction,
     estimate_advantages,
     kl_penalty,
-    mismatch_sums,
-    penalise,
+    rollout_mismatch_sums,
+    subtract_kl_penalty,
     value_loss_terms,
 )
 from ctrl_megatron.algorithms.core_algos import compute_policy_loss
@@ -118,9 +118,9 @@ def test_losses_and_their_gradients(name: str, mode: str) -> None:
 def test_rollout_correction_and_its_metrics(level: str) -> None:
     def compute(mask: torch.Tensor, old: torch.Tensor, rollout: torch.Tensor) -> Any:
         keys: dict[str, Any] = {"rollout_is": level, "rollout_rs": level}
-        correction = correct_rollout(old, rollout, mask, **keys)
+        correction = compute_rollout_correction(old, rollout, mask, **keys)
         assert correction.weights is not None
-        sums = mismatch_sums(old, rollout, mask, correction, 2.0)
+        sums = rollout_mismatch_sums(old, rollout, mask, correction, 2.0)
         return correction.weights, correction.response_mask, sums.sums, sums.largest
 
     same(compute, -noise(1).abs(), -noise(2).abs())
@@ -128,7 +128,7 @@ def test_rollout_correction_and_its_metrics(level: str) -> None:
 
 def test_kl_in_the_reward_and_values() -> None:
     def rewards(mask: torch.Tensor, scores: torch.Tensor, *log_probs: torch.Tensor) -> Any:
-        return penalise(scores * mask, *log_probs, mask, beta=0.1, kl_penalty="kl")
+        return subtract_kl_penalty(scores * mask, *log_probs, mask, beta=0.1, kl_penalty="kl")
 
     def values(mask: torch.Tensor, *given: torch.Tensor) -> Any:
         terms = value_loss_terms(*given, mask, 0.2)

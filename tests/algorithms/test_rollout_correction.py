@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
-from ctrl_megatron.algorithms import MismatchSums, correct_rollout, mismatch_metrics, mismatch_sums
+from ctrl_megatron.algorithms import (
+    RolloutMismatchSums,
+    compute_rollout_correction,
+    rollout_mismatch_metrics,
+    rollout_mismatch_sums,
+)
 from ctrl_megatron.algorithms.rollout_correction import ROLLOUT_IS, ROLLOUT_RS
 
 ratios = st.sampled_from(["token", "sequence", "geometric"])
@@ -45,7 +50,7 @@ def test_weights_equal_plain_python(seed: int, kind: str, threshold: float) -> N
     want = torch.zeros(mask.shape, dtype=torch.float64)
     for place, ratio in ratio_oracle(old, rollout, mask, kind).items():
         want[place] = min(ratio, threshold)
-    found = correct_rollout(
+    found = compute_rollout_correction(
         spoil(old, mask),
         spoil(rollout, mask),
         mask,
@@ -68,7 +73,7 @@ def test_rejection_equals_plain_python(
     want = torch.zeros_like(mask)
     for place, ratio in ratio_oracle(old, rollout, mask, kind).items():
         want[place] = floor <= ratio <= upper
-    found = correct_rollout(
+    found = compute_rollout_correction(
         spoil(old, mask),
         spoil(rollout, mask),
         mask.float(),
@@ -87,11 +92,11 @@ def test_constructed_mismatches() -> None:
     old, mask = rollout + factor.log(), torch.ones(2, 3)
 
     def weights(**options: object) -> list:
-        found = correct_rollout(old, rollout, mask, **options).weights  # type: ignore[arg-type]
+        found = compute_rollout_correction(old, rollout, mask, **options).weights  # type: ignore[arg-type]
         assert found is not None
         return found.tolist()
 
-    off = correct_rollout(old, rollout, mask)
+    off = compute_rollout_correction(old, rollout, mask)
     assert off.weights is None
     assert off.response_mask.all()
     assert weights(rollout_is="token", rollout_is_threshold=1.6)[0] == pytest.approx([1, 1.6, 0.5])
@@ -100,7 +105,7 @@ def test_constructed_mismatches() -> None:
     assert by_row[1] == pytest.approx([3.0] * 3)
 
     def kept(kind: str) -> list:
-        return correct_rollout(
+        return compute_rollout_correction(
             old, rollout, mask, rollout_rs=kind, rollout_rs_threshold=1.6
         ).response_mask.tolist()
 
@@ -121,9 +126,9 @@ def test_metrics_of_added_sums_equal_plain_python(seed: int, size: int, kind: st
     sums, largest = torch.zeros(7, dtype=torch.float64), torch.zeros(())
     for rows in pieces(6, [size]):
         dirty = spoil(old, mask)[rows], spoil(rollout, mask)[rows], mask[rows]
-        share = mismatch_sums(*dirty, correct_rollout(*dirty, **options), 1.5)
+        share = rollout_mismatch_sums(*dirty, compute_rollout_correction(*dirty, **options), 1.5)
         sums, largest = sums + share.sums, torch.maximum(largest, share.largest)
-    got = mismatch_metrics(MismatchSums(sums, largest))
+    got = rollout_mismatch_metrics(RolloutMismatchSums(sums, largest))
     each = ratio_oracle(old, rollout, mask, "token")
     gaps = [abs(math.exp(float(old[p])) - math.exp(float(rollout[p]))) for p in each]
     raw = ratio_oracle(old, rollout, mask, "sequence" if kind == "sequence" else "token")
@@ -144,7 +149,7 @@ def test_metrics_of_added_sums_equal_plain_python(seed: int, size: int, kind: st
 
 def test_agreement_is_perfect() -> None:
     log_probs, mask = torch.full((2, 3), -1.0), torch.ones(2, 3)
-    got = mismatch_metrics(mismatch_sums(log_probs, log_probs, mask))
+    got = rollout_mismatch_metrics(rollout_mismatch_sums(log_probs, log_probs, mask))
     assert got == {
         **dict.fromkeys(("rollout/probs_diff_mean", "rollout/probs_diff_max", "rollout/kl"), 0.0),
         **{"rollout/ess": 1.0, "rollout/is_mean": 1.0},
@@ -154,7 +159,7 @@ def test_agreement_is_perfect() -> None:
 
 def test_small_mismatches_are_measured_in_float32() -> None:
     rollout, mask = torch.full((1, 1000), -1.0), torch.ones(1, 1000)
-    got = mismatch_metrics(mismatch_sums(rollout + 1e-3, rollout, mask))
+    got = rollout_mismatch_metrics(rollout_mismatch_sums(rollout + 1e-3, rollout, mask))
     assert got["rollout/kl"] == pytest.approx(5e-7, rel=1e-3)
 
 
@@ -162,10 +167,12 @@ def test_impossible_log_probs_stay_finite() -> None:
     old, rollout = torch.tensor([[-1.0, -900.0]]), torch.tensor([[-900.0, -1.0]])
     mask = torch.ones(1, 2)
     for kind in ("token", "sequence"):
-        weights = correct_rollout(old, rollout, mask, rollout_is=kind).weights
+        weights = compute_rollout_correction(old, rollout, mask, rollout_is=kind).weights
         assert weights is not None
         assert torch.isfinite(weights).all()
-    assert math.isfinite(mismatch_metrics(mismatch_sums(old, rollout, mask))["rollout/kl"])
+    assert math.isfinite(
+        rollout_mismatch_metrics(rollout_mismatch_sums(old, rollout, mask))["rollout/kl"]
+    )
 
 
 def test_wrong_options_are_named() -> None:
@@ -173,7 +180,7 @@ def test_wrong_options_are_named() -> None:
 
     def refused(message: str, **options: object) -> None:
         with pytest.raises(ValueError, match=message):
-            correct_rollout(log_probs, log_probs, mask, **options)  # type: ignore[arg-type]
+            compute_rollout_correction(log_probs, log_probs, mask, **options)  # type: ignore[arg-type]
 
     refused("unknown rollout_is 'geometric'; known: none, token, seq", rollout_is="geometric")
     refused("unknown rollout_rs 'row'; known: none, token, seq", rollout_rs="row")
@@ -182,4 +189,4 @@ def test_wrong_options_are_named() -> None:
     refused("below the lower threshold 2.0", rollout_rs="token", rollout_rs_threshold=0.5)
     assert set(ROLLOUT_IS) < set(ROLLOUT_RS)
     with pytest.raises(ValueError, match="no response token"):
-        mismatch_metrics(mismatch_sums(log_probs, log_probs, torch.zeros(1, 2)))
+        rollout_mismatch_metrics(rollout_mismatch_sums(log_probs, log_probs, torch.zeros(1, 2)))

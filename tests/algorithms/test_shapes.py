@@ -16,15 +16,15 @@ from ctrl_megatron.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSS_REGISTRY,
     agg_loss,
+    compute_rollout_correction,
     compute_value_loss,
-    correct_rollout,
-    covariance_sums,
     explained_variance_sums,
     get_adv_estimator,
     get_policy_loss,
     kl_penalty,
-    mismatch_sums,
-    penalise,
+    log_prob_and_advantage_sums,
+    rollout_mismatch_sums,
+    subtract_kl_penalty,
 )
 
 # The number of rows equals that of columns, so that (4,) would broadcast with (4, 4).
@@ -102,13 +102,17 @@ OTHERS: dict[str, tuple[Call, str, tuple[str, ...]]] = {
         ("loss_mat",),
     ),
     "penalty": (
-        lambda **given: penalise(**given, beta=0.1),
+        lambda **given: subtract_kl_penalty(**given, beta=0.1),
         "response_mask",
         ("token_level_scores", "old_log_probs", "ref_log_prob"),
     ),
-    "correction": (correct_rollout, "response_mask", ("old_log_probs", "rollout_log_probs")),
-    "mismatch": (mismatch_sums, "response_mask", ("old_log_probs", "rollout_log_probs")),
-    "covariance sums": (covariance_sums, "response_mask", ("log_prob", "advantages")),
+    "correction": (
+        compute_rollout_correction,
+        "response_mask",
+        ("old_log_probs", "rollout_log_probs"),
+    ),
+    "mismatch": (rollout_mismatch_sums, "response_mask", ("old_log_probs", "rollout_log_probs")),
+    "covariance sums": (log_prob_and_advantage_sums, "response_mask", ("log_prob", "advantages")),
 }
 
 

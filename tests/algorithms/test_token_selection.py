@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged_batches import normal, pieces, ragged_mask, seeds, spoil, tokens
 
-from ctrl_megatron.algorithms import POLICY_LOSS_REGISTRY, covariance_sums, over_tokens
+from ctrl_megatron.algorithms import (
+    POLICY_LOSS_REGISTRY,
+    log_prob_and_advantage_sums,
+    scatter_selection,
+)
 from ctrl_megatron.algorithms.covariance import (
-    select_clip_cov,
-    select_kl_cov,
+    select_clip_cov_tokens,
+    select_kl_cov_tokens,
     token_covariances,
-    token_lots,
+    token_random_numbers,
 )
 
 TENSORS = ("old_log_prob", "log_prob", "advantages", "response_mask")
@@ -58,10 +62,10 @@ def selected_by(name: str, data: dict[str, torch.Tensor], seed: int = 0) -> torc
     """(B, R) bool: the choice among all tokens of ``data``, whose rows are named by number."""
     selection, mask = POLICY_LOSS_REGISTRY.get(name).selection, data["response_mask"]
     assert selection is not None
-    sums = covariance_sums(data["log_prob"], data["advantages"], mask)
+    sums = log_prob_and_advantage_sums(data["log_prob"], data["advantages"], mask)
     covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)[mask]
-    lots = token_lots(names_of(len(mask), seed), mask)[mask]
-    return over_tokens(selection.choose(covariances, CONFIG, lots), mask)
+    lots = token_random_numbers(names_of(len(mask), seed), mask)[mask]
+    return scatter_selection(selection.choose(covariances, CONFIG, lots), mask)
 
 
 def names_of(rows: int, seed: int) -> list[str]:
@@ -80,7 +84,7 @@ def test_covariances_equal_plain_python(seed: int) -> None:
     for place, value in covariance_oracle(data).items():
         want[place] = value
     dirty = (spoil(data["log_prob"], mask), spoil(data["advantages"], mask), mask)
-    got = token_covariances(*dirty, covariance_sums(*dirty))
+    got = token_covariances(*dirty, log_prob_and_advantage_sums(*dirty))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
     covariance = float(want.sum() / mask.sum())
     logs, gains = data["log_prob"][mask], data["advantages"][mask]
@@ -120,8 +124,8 @@ def test_the_draw_is_uniform_and_follows_the_lots() -> None:
     covariances = torch.tensor([2.0, 0.5, 3.0, 9.0, 4.0, float("-inf"), 2.0, 1.0])
     counts, config = torch.zeros(8), clip_cov_config(0.25, 1.0, 5.0)
     for seed in range(400):
-        lots = token_lots([str(seed)], torch.ones(1, 8, dtype=torch.bool))[0]
-        a, b = (select_clip_cov(covariances, config, lots) for _ in range(2))
+        lots = token_random_numbers([str(seed)], torch.ones(1, 8, dtype=torch.bool))[0]
+        a, b = (select_clip_cov_tokens(covariances, config, lots) for _ in range(2))
         assert torch.equal(a, b)
         assert int(a.sum()) == 2
         counts += a
@@ -136,7 +140,7 @@ def test_how_many_tokens() -> None:
     def largest(covariances: torch.Tensor, ratio: float) -> list[int]:
         config: Any = SimpleNamespace(kl_cov_ratio=ratio)
         lots = torch.arange(len(covariances), dtype=torch.float64)
-        return select_kl_cov(covariances, config, lots).nonzero().squeeze(-1).tolist()
+        return select_kl_cov_tokens(covariances, config, lots).nonzero().squeeze(-1).tolist()
 
     assert largest(values, 0.3) == [7, 8, 9]
     assert largest(values, 0.0002) == [9]
@@ -145,7 +149,7 @@ def test_how_many_tokens() -> None:
     with pytest.raises(ValueError, match=r"kl_cov_ratio must lie in \[0, 1\], got 1.5"):
         largest(values, 1.5)
     with pytest.raises(ValueError, match=r"clip_cov_lb=2.0 is above clip_cov_ub=1.0"):
-        select_clip_cov(values, clip_cov_config(0.1, 2.0, 1.0), values)
+        select_clip_cov_tokens(values, clip_cov_config(0.1, 2.0, 1.0), values)
 
 
 @given(seeds, st.sampled_from(["clip_cov", "kl_cov"]), st.integers(1, 5))
@@ -157,7 +161,10 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
     cuts = pieces(8, [size])
     shares = [{k: v[rows] for k, v in data.items()} for rows in cuts]
     sums = sum(
-        (covariance_sums(s["log_prob"], s["advantages"], s["response_mask"]) for s in shares),
+        (
+            log_prob_and_advantage_sums(s["log_prob"], s["advantages"], s["response_mask"])
+            for s in shares
+        ),
         torch.zeros(3, dtype=torch.float64),
     )
     found = [selection.covariances(*(s[k] for k in TENSORS), CONFIG, sums) for s in shares]
@@ -165,14 +172,14 @@ def test_pieces_select_like_the_whole(seed: int, name: str, size: int) -> None:
     names = names_of(len(mask), seed)
     lots = torch.cat(
         [
-            token_lots(names[rows], s["response_mask"])[s["response_mask"]]
+            token_random_numbers(names[rows], s["response_mask"])[s["response_mask"]]
             for rows, s in zip(cuts, shares, strict=True)
         ]
     )
     chosen = selection.choose(gathered, CONFIG, lots)
     parts = chosen.split([int(s["response_mask"].sum()) for s in shares])
     selected = torch.cat(
-        [over_tokens(p, s["response_mask"]) for p, s in zip(parts, shares, strict=True)]
+        [scatter_selection(p, s["response_mask"]) for p, s in zip(parts, shares, strict=True)]
     )
     assert not bool((selected & ~mask).any())
     of_whole = selected_by(name, data, seed)
@@ -197,18 +204,20 @@ def test_the_order_of_the_rows_does_not_matter(seed: int, name: str, random: Any
     random.shuffle(order)
     selection = POLICY_LOSS_REGISTRY.get(name).selection
     assert selection is not None
-    sums = covariance_sums(data["log_prob"], data["advantages"], mask)
+    sums = log_prob_and_advantage_sums(data["log_prob"], data["advantages"], mask)
     covariances = selection.covariances(*(data[k] for k in TENSORS), CONFIG, sums)
     names, wider = names_of(8, seed), torch.nn.functional.pad(mask, (0, 40))
-    lots = token_lots([names[row] for row in order], wider[order])[:, : mask.shape[1]]
+    lots = token_random_numbers([names[row] for row in order], wider[order])[:, : mask.shape[1]]
     chosen = selection.choose(covariances[order][mask[order]], CONFIG, lots[mask[order]])
-    found = over_tokens(chosen, mask[order])
+    found = scatter_selection(chosen, mask[order])
     assert torch.equal(found, selected_by(name, data, seed)[order])
 
 
 def test_lots_depend_on_the_name_alone() -> None:
-    lots = token_lots(["a", "b", "a"], torch.ones(3, 50, dtype=torch.bool))
+    lots = token_random_numbers(["a", "b", "a"], torch.ones(3, 50, dtype=torch.bool))
     assert torch.equal(lots[0], lots[2]) and not torch.equal(lots[0], lots[1])
-    assert torch.equal(token_lots(["b"], torch.ones(1, 3, dtype=torch.bool))[0], lots[1, :3])
-    assert token_lots([], torch.ones(0, 3, dtype=torch.bool)).shape == (0, 3)
+    assert torch.equal(
+        token_random_numbers(["b"], torch.ones(1, 3, dtype=torch.bool))[0], lots[1, :3]
+    )
+    assert token_random_numbers([], torch.ones(0, 3, dtype=torch.bool)).shape == (0, 3)
     assert ((lots >= 0) & (lots < 1)).all()

@@ -17,7 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-from ctrl_megatron.algorithms.coupled import MaskRule, coupled_weights, draw_masks
+from ctrl_megatron.algorithms.coupled import (
+    CoupledMaskOptions,
+    coupled_log_prob_weights,
+    draw_coupled_masks,
+)
 from ctrl_megatron.config.flags import ToolParser
 
 WORDS, MASK, LENGTH = 31, 31, 24
@@ -80,13 +84,13 @@ def estimates(
     model: torch.nn.Module, ids: torch.Tensor, draws: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(coupled, independent), each (draws, B, LENGTH): the sum of the two partial terms."""
-    rule, rows = MaskRule(), range(len(ids))
+    rule, rows = CoupledMaskOptions(), range(len(ids))
     attention = torch.ones_like(ids)
     coupled, independent = [], []
     for draw in range(draws):
         first, second = (
-            draw_masks(
-                attention, LENGTH, [rule.seed(seed, draw, f"{row}", half) for row in rows], rule
+            draw_coupled_masks(
+                attention, LENGTH, [rule.row_seed(seed, draw, f"{row}", half) for row in rows], rule
             )
             for half in range(2)
         )
@@ -94,7 +98,7 @@ def estimates(
         terms = []
         for own, share in ((mask, first.share), (~mask, 1 - first.share), (other, second.share)):
             # Twice the weight of the score, which halves everything.
-            weight = 2 * coupled_weights(torch.tensor(True), share)[1]
+            weight = 2 * coupled_log_prob_weights(torch.tensor(True), share)[1]
             terms.append(torch.where(own, log_probs(model, ids, own) * weight[:, None], 0.0))
         coupled.append(terms[0] + terms[1])
         independent.append(terms[0] + terms[2])
