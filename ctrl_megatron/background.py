@@ -60,7 +60,7 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def run_last(self, work: Coroutine[Any, Any, object]) -> None:
+    def run_before_close(self, work: Coroutine[Any, Any, object]) -> None:
         """Start ``work``, which closes connections, and wait for its end, but not for long: a loop
         that a coroutine blocks must not keep the run from ending.
         """
@@ -72,11 +72,11 @@ class BackgroundLoop:
         task = asyncio.current_task(self.loop)
         return task.get_name() if task is not None else ""
 
-    def stack(self) -> list[str]:
+    def stack_lines(self) -> list[str]:
         """The current stack of the loop's thread, as lines of a traceback."""
         return traceback.format_list(_stack_of(self._thread))
 
-    def place(self) -> str:
+    def current_line(self) -> str:
         """``FILE line N`` that the loop's thread is running."""
         return _place(self._thread)
 
@@ -128,7 +128,7 @@ class AbandonableCall(Generic[T]):
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def place(self) -> str:
+    def current_line(self) -> str:
         """``FILE line N`` that the function is running."""
         return _place(self._thread)
 
@@ -147,7 +147,7 @@ async def gather_results(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]
         raise
 
 
-class Standstill:
+class StallClock:
     """How long a counter has been the same, in seconds during which this process ran.
 
     A process that was stopped for a while has looked at nothing meanwhile, so that time is not
@@ -158,7 +158,7 @@ class Standstill:
         self._seen: object = None
         self._at, self._still = time.monotonic(), 0.0
 
-    def seconds(self, counter: int) -> float:
+    def seconds_unchanged(self, counter: int) -> float:
         """Call it every second or more often with the counter's present value."""
         now = time.monotonic()
         passed, self._at = min(now - self._at, _LONGEST_LOOK), now
@@ -209,7 +209,7 @@ _current: ContextVar[Awaited | None] = ContextVar("awaited", default=None)
 @contextmanager
 def awaited(what: str, count: int = 0, unit: str = "rows") -> Iterator[Awaited]:
     """The body waits for ``what``. Code that it calls, also in other threads and on other event
-    loops, counts its progress with ``one_done``.
+    loops, counts its progress with ``count_one_done``.
     """
     item = Awaited(what, count, unit)
     token = _current.set(item)
@@ -223,13 +223,13 @@ def awaited(what: str, count: int = 0, unit: str = "rows") -> Iterator[Awaited]:
         _current.reset(token)
 
 
-def one_done() -> None:
+def count_one_done() -> None:
     """Count one more finished thing of the innermost ``awaited`` around the caller, if any."""
     if (item := _current.get()) is not None:
         item.done += 1
 
 
-def all_awaited() -> list[str]:
+def describe_awaited() -> list[str]:
     """Descriptions of all that the process waits for, the oldest first."""
     with _lock:
         return [str(item) for item in _open]

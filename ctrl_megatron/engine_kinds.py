@@ -63,7 +63,7 @@ class EngineKind:
     """The traits of a rotary embedding with which it would rotate otherwise than the trainer; how,
     and the remedy."""
 
-    def sequences(self, gpu_memory: int | None) -> int:
+    def default_max_sequences(self, gpu_memory: int | None) -> int:
         """Sequences that it decodes concurrently where ``max_num_seqs`` says nothing, on a GPU of
         so many bytes; None is a CPU."""
         if gpu_memory is None or not self.reserves_cache:

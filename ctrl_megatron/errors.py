@@ -34,7 +34,9 @@ _SAID_FULL = "No space left on device"
 
 _NOTES, _NOTE, _NOTE_BYTES = "/dev/shm", "ctrl_running_", 300
 _running: list[str] = []
-"""Descriptions of the open ``users_code`` blocks of this process, in the order of their starts."""
+"""Descriptions of the open ``convert_user_code_errors`` blocks of this process, in the order of
+their starts.
+"""
 _note: list[int] = []
 """The descriptor of this process's note of it, if it keeps one."""
 
@@ -65,14 +67,14 @@ class UserError(ValueError):
         super().__init__(without_concealed(f"{text}; {remedy}" if remedy else text))
 
 
-def conceal(secrets: Iterable[str]) -> None:
+def conceal_in_user_errors(secrets: Iterable[str]) -> None:
     """Let no message of a UserError contain these texts from now on, in this process."""
     known = {text for text in (*_secrets, *secrets) if len(text) >= _SHORTEST_SECRET}
     _secrets[:] = sorted(known, key=len, reverse=True)
 
 
 def without_concealed(text: str) -> str:
-    """``text`` without the texts that ``conceal`` was given."""
+    """``text`` without the texts that ``conceal_in_user_errors`` was given."""
     for secret in _secrets:
         text = text.replace(secret, "***")
     return text
@@ -92,7 +94,7 @@ class ServiceLost(RuntimeError):
     """
 
 
-def user_fault(error: BaseException | None) -> UserError | None:
+def find_user_error(error: BaseException | None) -> UserError | None:
     """The user's error behind ``error``: itself or its cause; None for a fault of the package.
 
     A full disk and a path without permission count as the user's.
@@ -124,7 +126,7 @@ def _of_system(error: BaseException) -> UserError | None:
 
 
 @contextmanager
-def users_input(key: str = "") -> Iterator[None]:
+def convert_input_errors(key: str = "") -> Iterator[None]:
     """Turn ValueErrors and OSErrors of a block that only reads the user's input into UserErrors.
 
     ``key`` is prepended to messages that do not name it.
@@ -138,7 +140,7 @@ def users_input(key: str = "") -> Iterator[None]:
     except ValueError as error:
         raise UserError(str(error), key=key if key not in str(error) else "") from error
     except OSError as error:
-        fault = user_fault(error)
+        fault = find_user_error(error)
         if fault is None and not error.filename:
             raise
         raise UserError(str(fault or f"{error.filename}: {error.strerror}"), key=key) from error
@@ -158,7 +160,7 @@ def read_text(file: str | os.PathLike[str]) -> str:
 
     UserError naming the file, and the line of a byte that is not UTF-8, if it cannot be read.
     """
-    return text_of(read_bytes(file), file)
+    return decode_text(read_bytes(file), file)
 
 
 def read_bytes(file: str | os.PathLike[str]) -> bytes:
@@ -174,7 +176,7 @@ def read_bytes(file: str | os.PathLike[str]) -> bytes:
         raise UserError(f"cannot read {os.fspath(file)}: {error.strerror}") from error
 
 
-def text_of(data: bytes, file: str | os.PathLike[str]) -> str:
+def decode_text(data: bytes, file: str | os.PathLike[str]) -> str:
     """``read_text`` of the bytes ``data``, which were read from ``file``."""
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode()
@@ -193,14 +195,14 @@ def read_json(file: str | os.PathLike[str]) -> Any:
         raise UserError(f"{os.fspath(file)} is not valid JSON: {error}") from error
 
 
-def all_of(problems: list[UserError]) -> None:
+def raise_all(problems: list[UserError]) -> None:
     """Raise the problems as one error with a line for each; return if there are none."""
     lines = dict.fromkeys(line for problem in problems for line in str(problem).splitlines())
     if lines:
         raise UserError("\n".join(lines))
 
 
-def check_together(*checks: Callable[[], object]) -> None:
+def run_all_checks(*checks: Callable[[], object]) -> None:
     """Run all checks and raise the UserErrors of those that fail as one."""
     problems = []
     for check in checks:
@@ -208,16 +210,16 @@ def check_together(*checks: Callable[[], object]) -> None:
             check()
         except UserError as error:
             problems.append(error)
-    all_of(problems)
+    raise_all(problems)
 
 
 @contextmanager
-def users_code(what: str) -> Iterator[None]:
+def convert_user_code_errors(what: str) -> Iterator[None]:
     """Turn what a block of the user's code raises into a UserError that names the line.
 
     This includes ``sys.exit``, which would end the thread or the event loop that runs the block. A
     KeyboardInterrupt on the main thread is a Ctrl-C and passes. For code that ends the process,
-    see ``users_code_of``.
+    see ``user_code_running_in``.
     """
     _running.append(what)
     _note_running()
@@ -229,7 +231,7 @@ def users_code(what: str) -> Iterator[None]:
         on_main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and on_main:
             raise
-        line = line_of(error)
+        line = user_line_of(error)
         place = f" ({line})" if line else ""
         if isinstance(error, SystemExit):
             problem = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
@@ -241,8 +243,8 @@ def users_code(what: str) -> Iterator[None]:
         _note_running()
 
 
-def note_users_code() -> Callable[[], None]:
-    """Let ``users_code_of`` work for this process, until the returned function is called."""
+def record_running_user_code() -> Callable[[], None]:
+    """Let ``user_code_running_in`` work for this process, until the returned function is called."""
     for old in Path(_NOTES).glob(f"{_NOTE}*"):
         if not Path("/proc", old.name.removeprefix(_NOTE)).exists():
             with suppress(OSError):  # another user's
@@ -259,9 +261,9 @@ def note_users_code() -> Callable[[], None]:
     return end
 
 
-def users_code_of(pid: int) -> str:
+def user_code_running_in(pid: int) -> str:
     """``, while this ran: WHAT`` of a process of this user and host that has ended within
-    ``users_code``, for the end of a message; empty if it did not, or noted nothing.
+    ``convert_user_code_errors``, for the end of a message; empty if it did not, or noted nothing.
     """
     path, flags = Path(_NOTES, f"{_NOTE}{pid}"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -280,7 +282,7 @@ def _note_running() -> None:
         os.pwrite(descriptor, text[:_NOTE_BYTES].ljust(_NOTE_BYTES), 0)
 
 
-def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def nearest_name(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name that is most like ``name``; None where the similarity of all of them, from 0
     to 1 (``difflib``), is below ``cutoff``.
     """
@@ -289,17 +291,17 @@ def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str |
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the end of a message; empty where no known name is similar."""
-    near = nearest(name, known)
+    near = nearest_name(name, known)
     return "" if near is None else f"; did you mean {near!r}?"
 
 
-def is_users(function: object) -> bool:
+def is_user_defined(function: object) -> bool:
     """Whether a function or class is defined outside this package."""
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.partition(".")[0] != __name__.partition(".")[0]
 
 
-def place_of(function: object) -> str:
+def describe_location(function: object) -> str:
     """``NAME (FILE line N)`` of a function, a class or a callable object; only the name if its
     source is not known.
     """
@@ -312,7 +314,7 @@ def place_of(function: object) -> str:
         return name
 
 
-def line_of(error: BaseException) -> str:
+def user_line_of(error: BaseException) -> str:
     """``FILE line N`` of the innermost frame outside this package and libraries, or ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename} line {error.lineno}"
@@ -323,13 +325,13 @@ def line_of(error: BaseException) -> str:
     return found
 
 
-def is_users_mistake(error: BaseException) -> bool:
+def is_user_code_mistake(error: BaseException) -> bool:
     """Whether ``error`` comes from code outside this package, or from a library that it calls, and
     another start would meet it again: no error of this package's kinds, no failure of the system
     (``OSError``), of memory, or of torch's communication, which fails where another process has
     died.
     """
-    if not is_users(type(error)) or isinstance(error, (OSError, MemoryError)):
+    if not is_user_defined(type(error)) or isinstance(error, (OSError, MemoryError)):
         return False
     own = os.path.dirname(__file__)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

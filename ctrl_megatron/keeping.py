@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-from ctrl_megatron.background import BackgroundLoop, Standstill
+from ctrl_megatron.background import BackgroundLoop, StallClock
 
 _ASK_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
@@ -24,7 +24,7 @@ class Service(Protocol):
 
     name: str
 
-    def died(self) -> str | None:
+    def death_message(self) -> str | None:
         """A message about the death of the process, with the end of its output; None while it is
         alive."""
         ...
@@ -49,18 +49,19 @@ class SilenceProbe(Protocol):
         """A message about the fault; None while the service answers."""
         ...
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Another process of the service runs from now on."""
         ...
 
 
-class Keeper:
+class ServiceKeeper:
     """Starts a service again when it has died, when it is silent and when it is of no use.
 
-    Where it dies more than ``most`` times within an hour, ``died`` and ``hangs`` report its last
-    end. The pause before a restart is doubled each time, from one second on. With ``waits`` a
-    restart comes no sooner than ``allow`` asks for it, because others use the service's devices
-    until then; they wait until it is up, so that starts which fail need no further permission.
+    Where it dies more than ``most`` times within an hour, ``final_death_message`` and
+    ``final_silence_message`` report its last end. The pause before a restart is doubled each time,
+    from one second on. With ``waits`` a restart comes no sooner than ``allow_restart`` asks for it,
+    because others use the service's devices until then; they wait until it is up, so that starts
+    which fail need no further permission.
     """
 
     def __init__(self, service: Service, *, most: int, waits: bool = False) -> None:
@@ -79,34 +80,34 @@ class Keeper:
         )
         self._thread: threading.Thread | None = None
 
-    def begin(self, silence: SilenceProbe) -> None:
+    def watch(self, silence: SilenceProbe) -> None:
         """Watch the service, which is ready, from now on."""
         keep = partial(self._keep, silence)
         self._thread = threading.Thread(target=keep, name="keeper", daemon=True)
         self._thread.start()
 
-    def died(self) -> str | None:
-        """The end after which it is not started again, for ``FailureWatch.guard``; before ``begin``
+    def final_death_message(self) -> str | None:
+        """The end after which it is not started again, for ``FailureWatch.guard``; before ``watch``
         any."""
         if self._thread is None:
-            return self.service.died()
+            return self.service.death_message()
         return self.failure if self.failure and not self._hangs else None
 
-    def hangs(self) -> str | None:
+    def final_silence_message(self) -> str | None:
         """The same for a service that was alive and silent."""
         return self.failure if self._hangs else None
 
     @property
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         """Whether it is not known to be lost."""
         return not (self._doubt or self._down)
 
-    def doubt(self, cause: str, restarts: int) -> None:
+    def request_restart(self, cause: str, restarts: int) -> None:
         """Have it started again because of ``cause``, unless it was since it had ``restarts``."""
         if restarts == self.restarts:
             self._doubt = cause
 
-    def allow(self) -> None:
+    def allow_restart(self) -> None:
         """The devices of the service are free for its restart."""
         self._allowed.set()
 
@@ -125,13 +126,13 @@ class Keeper:
 
     def _watch(self, silence: SilenceProbe) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
-            cause = self.service.died() or self._doubt
+            cause = self.service.death_message() or self._doubt
             silent = None if cause else silence()
             if cause or silent:
                 self._down = True
                 if not self._again(cause or silent or "", hangs=silent is not None):
                     return
-                silence.begin_again()
+                silence.reset()
                 self._down, self._doubt = False, ""
                 self._allowed.clear()
 
@@ -178,7 +179,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def child_died(
+def child_death_message(
     name: str, pid: int, alive: Callable[[], bool], last_words: Callable[[], str]
 ) -> str | None:
     """A message about the death of a child process, with the end of its output; None while it is
@@ -189,28 +190,28 @@ def child_died(
     return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
 
 
-class Probed(Protocol):
+class ProbedService(Protocol):
     """A service that is asked for signs of life, on an event loop of its own."""
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         """Ask once. False where the service is not reached."""
         ...
 
     async def close(self) -> None: ...
 
-    def silent(self, seconds: float) -> str:
+    def silence_message(self, seconds: float) -> str:
         """The error for a service that runs but has not answered for ``seconds``."""
         ...
 
 
-class SilentService:
+class SilenceDetector:
     """Notices a service whose process is alive but which does not answer any more. It is asked
     every two seconds.
     """
 
-    def __init__(self, service: Probed, probes: BackgroundLoop, limit: float) -> None:
+    def __init__(self, service: ProbedService, probes: BackgroundLoop, limit: float) -> None:
         self._service, self._limit = service, limit
-        self._answers, self._standstill = 0, Standstill()
+        self._answers, self._standstill = 0, StallClock()
         self._asking = probes.submit(self._ask())
 
     async def _ask(self) -> None:
@@ -219,18 +220,18 @@ class SilentService:
                 # A connection to an earlier process may stay open for ever.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._limit):
-                        self._answers += await self._service.answers()
+                        self._answers += await self._service.is_answering()
                 await asyncio.sleep(_ASK_SECONDS)
         finally:
             await self._service.close()
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Count from now on: another process runs."""
-        self._standstill = Standstill()
+        self._standstill = StallClock()
 
     def __call__(self) -> str | None:
         """A message about the fault, or None; call it every second or more often."""
         if self._asking.done() and not self._asking.cancelled():
             return f"a service is no longer watched: {self._asking.exception()!r}"
-        silent = self._standstill.seconds(self._answers)
-        return self._service.silent(silent) if silent > self._limit else None
+        silent = self._standstill.seconds_unchanged(self._answers)
+        return self._service.silence_message(silent) if silent > self._limit else None

@@ -87,8 +87,8 @@ class SamplingParams:
     log_probs: bool = True
     """Whether the engine computes log-probs of the generated tokens."""
 
-    def names(self, prompts: int) -> tuple[str | int, ...]:
-        return self.rows or tuple(range(prompts))
+    def prompt_names(self, num_prompts: int) -> tuple[str | int, ...]:
+        return self.rows or tuple(range(num_prompts))
 
     def group_by_prompt(self, completions: Sequence[Completion]) -> list[list[Completion]]:
         """The completions of all prompts, in order, as ``n`` for each prompt."""
@@ -177,7 +177,7 @@ class Lora:
     """Seed of the initial A; B is zero at first."""
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Lora:
+    def from_json(cls, fields: Mapping[str, Any]) -> Lora:
         """The adapters whose fields were written as JSON. TypeError or KeyError for others."""
         return cls(**{**fields, "targets": tuple(fields["targets"])})
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.table import Table
 
-from ctrl_megatron.checkpoint.files import remove_own_files
+from ctrl_megatron.checkpoint.files import remove_tool_files
 from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run = run_of(options.seed)
     if options.fresh:
-        remove_own_files(ROOT / DATA, "prepare_mutants")
+        remove_tool_files(ROOT / DATA, "prepare_mutants")
         for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
             shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}

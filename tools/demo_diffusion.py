@@ -23,7 +23,11 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console
 from rich.table import Table
 
-from ctrl_megatron.checkpoint.files import new_files, remove_own_files, write_whole
+from ctrl_megatron.checkpoint.files import (
+    remove_tool_files,
+    tool_output_files,
+    write_text_atomically,
+)
 from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.config import load_config
 from ctrl_megatron.config.flags import count, new_path
@@ -153,7 +157,7 @@ def write_files(folder: Path, tokenizer: Path, canvas: int) -> None:
     ]
     Random(0).shuffle(short)
     unseen, seen = short[::EVERY], [p for n, p in enumerate(short) if n % EVERY]
-    with new_files(folder, FILES, _TOOL, overwrite=True) as work:
+    with tool_output_files(folder, FILES, _TOOL, overwrite=True) as work:
         examples = [
             SftExample(id=problem.id, prompt=messages(problem), response=answer(problem))
             for problem in seen
@@ -218,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_files(ROOT / sizes.data, ROOT / MODEL, config.data.max_response_length)
         return 0
     if options.fresh:
-        remove_own_files(ROOT / sizes.data, _TOOL)
+        remove_tool_files(ROOT / sizes.data, _TOOL)
         for folder in (sizes.tuned.parent, sizes.run):
             shutil.rmtree(ROOT / folder, ignore_errors=True)
     console, took = Console(), {}
@@ -260,7 +264,7 @@ def _summary(console: Console, sizes: Sizes) -> None:
     bands = [None if e.low is None or e.high is None else (e.low, e.high) for e in curve]
     points = [(step, estimate.value) for step, estimate in enumerate(curve, start=1)]
     figure = run / "reward.svg"
-    write_whole(figure, curve_svg({"reward": points}, bands={"reward": bands}))
+    write_text_atomically(figure, curve_svg({"reward": points}, bands={"reward": bands}))
     console.print(f"reward by step with 90 % intervals: {figure}")
     console.print(f"report: {run / 'report.html'}")
 

@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--overwrite", action="store_true", help="replace files that this tool wrote to --out"
     )
     options = parser.parse_args(arguments)
-    from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
+    from ctrl_megatron.checkpoint.diffusion_start import hf_to_masked_diffusion
 
     with byte_bar() as progress:
-        shape = make_diffusion_start(
+        shape = hf_to_masked_diffusion(
             options.hf,
             options.out,
             mask_token=options.mask_token,

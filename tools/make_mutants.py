@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import given_path, new_path
 from ctrl_megatron.errors import UserError
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "not written",
             remedy="give problems with stricter tests",
         )
-    write_whole(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
+    write_text_atomically(options.out, "".join(json.dumps(asdict(m)) + "\n" for m in found))
     part.unlink()
     harmless = len(mutants) - len(found)
     print(

@@ -18,7 +18,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ctrl_megatron.checkpoint.files import new_files, require_own_files
+from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, share
 from ctrl_megatron.data.rows import write_rows
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
+    require_replaceable_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
     problems = {
         problem.id: replace(problem, time_limit=TIME_LIMIT)
         for problem in read_problems(options.problems)
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(
             f"--longest-attempt={options.longest_attempt}: no such mutant passes so few tests"
         )
-    with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
+    with tool_output_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
         write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
         write_examples(
             folder / "critic_sft.parquet", critic_examples(train, problems, options.seed)

@@ -13,7 +13,13 @@ import torch
 
 from ctrl_megatron.algorithms.masked import Reduce, nothing_to_add
 from ctrl_megatron.config.options import accepted_options, named_parameters
-from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
+from ctrl_megatron.errors import (
+    UserError,
+    convert_user_code_errors,
+    describe_location,
+    did_you_mean,
+    is_user_defined,
+)
 
 E = TypeVar("E")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,10 +102,10 @@ def estimate_advantages(
     given = accepted_options(estimator, offered)
     if "reduce" in named_parameters(estimator):
         given["reduce"] = reduce
-    if not is_users(estimator):
+    if not is_user_defined(estimator):
         found = estimator(**given)
     else:
-        with users_code(f"advantage estimator {registry_name(name)!r} failed"):
+        with convert_user_code_errors(f"advantage estimator {registry_name(name)!r} failed"):
             found = estimator(**given)
     return _checked(registry_name(name), estimator, found, offered["response_mask"])
 
@@ -113,7 +119,7 @@ def required_estimator_inputs(name: str | Enum) -> set[str]:
 def _checked(
     name: str, estimator: AdvEstimator, found: Any, response_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    who, place = f"advantage estimator {name!r}", place_of(estimator)
+    who, place = f"advantage estimator {name!r}", describe_location(estimator)
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         kind = type(found).__name__
         raise UserError(f"{who} returns {kind}, not (advantages, returns): {place}")
@@ -124,7 +130,7 @@ def _checked(
                 f"{who} returns {what} of shape {None if shape is None else tuple(shape)}; "
                 f"expected {tuple(expected)}, the shape of response_mask: {place}"
             )
-        if is_users(estimator) and not tensor[response_mask.bool()].isfinite().all():
+        if is_user_defined(estimator) and not tensor[response_mask.bool()].isfinite().all():
             raise UserError(f"{who} returns {what} that are not finite: {place}")
     return found[0], found[1]
 

@@ -18,22 +18,31 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from ctrl_megatron.checkpoint.files import new_directory, require_own, require_space
-from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
+from ctrl_megatron.checkpoint.files import (
+    require_free_disk_bytes,
+    require_replaceable_directory,
+    tool_output_directory,
+)
+from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfDirectoryWriter, copy_side_files
 from ctrl_megatron.checkpoint.peft import (
     AdapterDescription,
-    base_of,
-    read_adapters,
-    require_base,
+    base_identity,
+    read_adapter_description,
+    require_same_base,
     write_peft,
 )
-from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors, save_tensors, saved_tensors
+from ctrl_megatron.checkpoint.sharded import (
+    TensorParts,
+    load_tensors,
+    save_tensors,
+    saved_tensor_metadata,
+)
 from ctrl_megatron.checkpoint.store import (
     HF_FOLDER,
     POLICY_FOLDER,
     STATE_FILE,
     VALUE_FOLDER,
-    verify_alone,
+    verify_in_one_process,
 )
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
@@ -62,7 +71,7 @@ def hf_to_megatron(
     Raises UserError for a model that is not supported, for an ``out`` that this tool did not write
     (its own output is replaced with ``overwrite``), and for a disk that is too small.
     """
-    require_own(out, "convert_hf_to_megatron", overwrite=overwrite)
+    require_replaceable_directory(out, "convert_hf_to_megatron", overwrite=overwrite)
     shape = read_shape(hf, None)
     folder = VALUE_FOLDER if shape.value_head else POLICY_FOLDER
     config = json.loads((hf / "config.json").read_text())
@@ -82,8 +91,8 @@ def hf_to_megatron(
         progress(done, total)
         return tensor
 
-    require_space(out, total, "the checkpoint")
-    with new_directory(out, "convert_hf_to_megatron", overwrite=overwrite) as work:
+    require_free_disk_bytes(out, total, "the checkpoint")
+    with tool_output_directory(out, "convert_hf_to_megatron", overwrite=overwrite) as work:
         (work / folder).mkdir()
         tensors = {s.name: _FileTensor(s.name, s.shape, types[s.name], read) for s in specs}
         save_tensors(tensors, work / folder, None)
@@ -129,7 +138,7 @@ def megatron_to_hf(
     default the directory beside whose weights they were trained. Raises UserError for a checkpoint
     that is damaged, for a ``base`` with other weights, and for ``out`` as ``hf_to_megatron`` does.
     """
-    require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
+    require_replaceable_directory(out, "convert_megatron_to_hf", overwrite=overwrite)
     source = _source(checkpoint, folder)
     side, shape, dtype = checkpoint / HF_FOLDER, source.shape.base, source.dtype
     read = partial(_read_whole, folder=source.folder)
@@ -139,15 +148,15 @@ def megatron_to_hf(
         raise UserError(f"{source.folder} has whole weights", key="--base", remedy="leave it out")
     places = place_in_buckets(hf_specs(shape, dtype), file_bytes)
     done, total = 0, sum(spec_bytes(place.spec) for place in places)
-    require_space(out, total, "the model")
-    with new_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
-        files = HfFiles(work)
+    require_free_disk_bytes(out, total, "the model")
+    with tool_output_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
+        files = HfDirectoryWriter(work)
         for _, bucket in groupby(places, key=lambda place: place.bucket):
             specs = [place.spec for place in bucket]
-            files.add(read(specs))
+            files.write_weights_file(read(specs))
             done += sum(spec_bytes(spec) for spec in specs)
             progress(done, total)
-        files.finish(side, dtype, shape)
+        files.write_side_files(side, dtype, shape)
 
 
 def megatron_to_peft(
@@ -155,7 +164,7 @@ def megatron_to_peft(
 ) -> None:
     """Export the adapters of a checkpoint's ``folder`` as PEFT's files. Raises UserError for a
     model without adapters, and as ``megatron_to_hf``."""
-    require_own(out, "convert_megatron_to_hf", overwrite=overwrite)
+    require_replaceable_directory(out, "convert_megatron_to_hf", overwrite=overwrite)
     source = _source(checkpoint, folder)
     if source.adapters is None:
         raise UserError(
@@ -164,8 +173,8 @@ def megatron_to_peft(
             remedy="leave it out",
         )
     specs = hf_specs(source.shape, source.dtype, "trained")
-    require_space(out, sum(map(spec_bytes, specs)), "the adapters")
-    with new_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
+    require_free_disk_bytes(out, sum(map(spec_bytes, specs)), "the adapters")
+    with tool_output_directory(out, "convert_megatron_to_hf", overwrite=overwrite) as work:
         write_peft(
             work,
             source.adapters.lora,
@@ -196,10 +205,10 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
     shape = read_shape(side, None)
     if model == VALUE_FOLDER and not shape.value_head:
         shape = value_shape(shape)
-    verify_alone(checkpoint)
-    adapters = read_adapters(folder)
+    verify_in_one_process(checkpoint)
+    adapters = read_adapter_description(folder)
     shape = shape_with_adapters(shape, adapters and adapters.lora)
-    held, first = saved_tensors(folder), hf_specs(shape, "float32", "trained")[0].name
+    held, first = saved_tensor_metadata(folder), hf_specs(shape, "float32", "trained")[0].name
     if first not in held:
         raise UserError(f"{folder} does not fit {side}/config.json: no {first}")
     dtype = str(held[first].properties.dtype).removeprefix("torch.")
@@ -220,7 +229,7 @@ class _Merging:
                 key="--base",
                 remedy="name the directory with the same safetensors files",
             )
-        require_base(saved, base_of(directory, None), source.folder, key="--base")
+        require_same_base(saved, base_identity(directory, None), source.folder, key="--base")
         self._source, self._scale = source, source.adapters.lora.scale
         self._base = SafetensorsDirectory(directory, mapped=False)
         self._trained = {s.name: s for s in hf_specs(source.shape, source.dtype, "trained")}

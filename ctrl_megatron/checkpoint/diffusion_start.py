@@ -12,8 +12,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ctrl_megatron.checkpoint.convert import Progress
-from ctrl_megatron.checkpoint.files import new_directory, require_own, require_space
-from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfFiles, copy_side_files
+from ctrl_megatron.checkpoint.files import (
+    require_free_disk_bytes,
+    require_replaceable_directory,
+    tool_output_directory,
+)
+from ctrl_megatron.checkpoint.hf import FILE_BYTES, HfDirectoryWriter, copy_side_files
 from ctrl_megatron.data.tokens import MaskToken, add_mask_token
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
@@ -30,7 +34,7 @@ _TOOL = "make_diffusion_start"
 _BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def make_diffusion_start(
+def hf_to_masked_diffusion(
     hf: Path,
     out: Path,
     *,
@@ -47,7 +51,7 @@ def make_diffusion_start(
     for a model of another family, for a directory without a tokenizer, and for ``out`` as
     ``convert.hf_to_megatron`` does.
     """
-    require_own(out, _TOOL, overwrite=overwrite)
+    require_replaceable_directory(out, _TOOL, overwrite=overwrite)
     source = read_model_shape(hf)
     if source.family not in STARTS or source.value_head:
         kind = "a value model" if source.value_head else f"of the {source.family} family"
@@ -70,16 +74,16 @@ def make_diffusion_start(
         shape = parse_model_shape(config, str(hf / "config.json"))
         specs = hf_specs(shape, dtype)
         total, done = sum(map(spec_bytes, specs)), 0
-        require_space(out, total, "the model")
+        require_free_disk_bytes(out, total, "the model")
         read = _Reader(tensors, mask)
-        with new_directory(out, _TOOL, overwrite=overwrite) as work:
-            files = HfFiles(work)
+        with tool_output_directory(out, _TOOL, overwrite=overwrite) as work:
+            files = HfDirectoryWriter(work)
             for _, bucket in groupby(place_in_buckets(specs, file_bytes), key=lambda p: p.bucket):
                 placed = [place.spec for place in bucket]
-                files.add({spec.name: read.tensor(spec) for spec in placed})
+                files.write_weights_file({spec.name: read.tensor(spec) for spec in placed})
                 done += sum(map(spec_bytes, placed))
                 progress(done, total)
-            files.finish(side, dtype, shape)
+            files.write_side_files(side, dtype, shape)
     return shape
 
 

@@ -22,7 +22,7 @@ from ctrl_megatron.errors import UserError, name_file_in_errors
 
 
 @contextmanager
-def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path]:
+def atomic_directory(target: str | Path, *, active: bool = True) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its name when the block succeeds.
 
     An existing ``target`` is replaced, and incomplete copies of a killed process are removed.
@@ -52,33 +52,33 @@ def whole_directory(target: str | Path, *, active: bool = True) -> Iterator[Path
 
 
 def _left_behind(target: Path, ending: str) -> list[Path]:
-    """Directories beside ``target`` with the names that ``whole_directory`` gives."""
+    """Directories beside ``target`` with the names that ``atomic_directory`` gives."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}{re.escape(ending)}")
     beside = target.parent.glob(f".{glob.escape(target.name)}.*")
     return [path for path in beside if name.fullmatch(path.name) and path.is_dir()]
 
 
 @contextmanager
-def new_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
-    """``whole_directory`` for the output of ``tool``, with a manifest.
+def tool_output_directory(target: Path, tool: str, *, overwrite: bool) -> Iterator[Path]:
+    """``atomic_directory`` for the output of ``tool``, with a manifest.
 
-    Raises the UserErrors of ``require_own``.
+    Raises the UserErrors of ``require_replaceable_directory``.
     """
-    require_own(target, tool, overwrite=overwrite)
-    with whole_directory(target) as work:
+    require_replaceable_directory(target, tool, overwrite=overwrite)
+    with atomic_directory(target) as work:
         yield work
         write_manifest(work, tool)
 
 
 @contextmanager
-def new_files(
+def tool_output_files(
     folder: Path, names: Collection[str], tool: str, *, overwrite: bool
 ) -> Iterator[Path]:
     """A new directory whose files, some of ``names``, move to ``folder`` when the block succeeds.
 
-    Raises the UserErrors of ``require_own_files``; other files of ``folder`` stay.
+    Raises the UserErrors of ``require_replaceable_files``; other files of ``folder`` stay.
     """
-    require_own_files(folder, names, tool, overwrite=overwrite)
+    require_replaceable_files(folder, names, tool, overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / f".{tool}.{uuid.uuid4().hex[:8]}"
     work.mkdir()
@@ -92,7 +92,7 @@ def new_files(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def own_files_whole(folder: Path, tool: str) -> bool:
+def tool_files_unchanged(folder: Path, tool: str) -> bool:
     """Whether ``tool`` wrote files into ``folder`` and all of them exist unchanged."""
     wrote = _written_by(tool, folder)
     there = {name: folder / name for name in wrote}
@@ -101,7 +101,7 @@ def own_files_whole(folder: Path, tool: str) -> bool:
     )
 
 
-def remove_own_files(folder: Path, tool: str) -> None:
+def remove_tool_files(folder: Path, tool: str) -> None:
     """Remove the files that ``tool`` wrote into ``folder`` and that are unchanged."""
     for name, size in _written_by(tool, folder).items():
         path = folder / name
@@ -111,7 +111,9 @@ def remove_own_files(folder: Path, tool: str) -> None:
         (folder / MARKER).unlink()
 
 
-def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwrite: bool) -> None:
+def require_replaceable_files(
+    folder: Path, names: Collection[str], tool: str, *, overwrite: bool
+) -> None:
     """UserError if ``folder`` is no directory, or has one of ``names``; with ``overwrite``, only if
     ``tool`` did not write that file as it is.
     """
@@ -128,7 +130,7 @@ def require_own_files(folder: Path, names: Collection[str], tool: str, *, overwr
             raise UserError(f"--out: {there} is there; --overwrite replaces it")
 
 
-def require_replaceable(
+def require_replaceable_file(
     out: Path, text: str, is_own: Callable[[Path], bool], *, overwrite: bool
 ) -> None:
     """UserError unless ``out`` is new, has the content ``text`` or, with ``overwrite``, is a file
@@ -142,7 +144,7 @@ def require_replaceable(
         raise UserError(f"--out: {out} is there and differs; --overwrite replaces it")
 
 
-def require_own(target: Path, tool: str, *, overwrite: bool) -> None:
+def require_replaceable_directory(target: Path, tool: str, *, overwrite: bool) -> None:
     """UserError unless ``target`` is new or an empty directory or, with ``overwrite``, has exactly
     the files that ``tool`` wrote, unchanged.
     """
@@ -182,7 +184,7 @@ def _written_by(tool: str, directory: Path) -> Mapping[str, int]:
     return manifest.sizes if manifest is not None and manifest.tool == tool else {}
 
 
-def free_space(directory: Path) -> int:
+def free_disk_bytes(directory: Path) -> int:
     """Free bytes on the disk of ``directory``, which need not exist."""
     for place in (directory, *directory.absolute().parents):
         with suppress(FileNotFoundError):
@@ -190,9 +192,9 @@ def free_space(directory: Path) -> int:
     raise FileNotFoundError(directory)
 
 
-def require_space(directory: Path, num_bytes: int, what: str) -> None:
+def require_free_disk_bytes(directory: Path, num_bytes: int, what: str) -> None:
     """UserError if ``num_bytes`` do not fit on the disk of ``directory``, which may not exist."""
-    free = free_space(directory)
+    free = free_disk_bytes(directory)
     if num_bytes > free:
         raise UserError(
             f"{what} needs {num_bytes / 2**20:.1f} MiB ({num_bytes} bytes), the disk of "
@@ -201,7 +203,7 @@ def require_space(directory: Path, num_bytes: int, what: str) -> None:
         )
 
 
-def write_whole(path: str | Path, text: str) -> None:
+def write_text_atomically(path: str | Path, text: str) -> None:
     """Replace the content of a file atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def hash_files(paths: Iterable[Path], threads: int) -> list[str | OSError]:
         return list(pool.map(hashed, paths))
 
 
-class HashedFile(RawIOBase):
+class HashingFile(RawIOBase):
     """A new file whose content ``aside``, a pool of threads, hashes while it is written."""
 
     def __init__(self, path: Path, aside: ThreadPoolExecutor) -> None:
@@ -70,7 +70,7 @@ class HashedFile(RawIOBase):
             raise
 
     @contextmanager
-    def own_faults(self) -> Iterator[None]:
+    def reraise_write_errors(self) -> Iterator[None]:
         """Let the OSError of a failed ``write`` leave the block, whatever a library that called it
         raises in its place."""
         try:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ctrl_megatron.checkpoint.files import whole_directory
-from ctrl_megatron.checkpoint.manifest import TRAINER, Origin, write_manifest
-from ctrl_megatron.checkpoint.peft import base_of, write_peft
+from ctrl_megatron.checkpoint.files import atomic_directory
+from ctrl_megatron.checkpoint.manifest import TRAINER, RunOrigin, write_manifest
+from ctrl_megatron.checkpoint.peft import base_identity, write_peft
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_shape
@@ -57,7 +57,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     tensors = SafetensorsDirectory(directory)
     tensors.check(saved_shape)
     if model.shape.lora is not None:
-        model.base = base_of(Path(directory), model.groups)
+        model.base = base_identity(Path(directory), model.groups)
     there, own = hf_shapes(saved_shape), hf_shapes(model.shape)
     seed = model.shape.lora.seed if model.shape.lora else 0
     with torch.no_grad():
@@ -80,7 +80,7 @@ def save_hf(
     *,
     side_files: str | Path,
     file_bytes: int = FILE_BYTES,
-    origin: Origin | None = None,
+    origin: RunOrigin | None = None,
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
@@ -94,23 +94,23 @@ def save_hf(
     model.onload("weights")
     layout = EngineLayout(dtype=dtype, bucket_bytes=file_bytes)
     with (
-        whole_directory(directory, active=groups.is_first) as folder,
+        atomic_directory(directory, active=groups.is_first) as folder,
         SharedMemorySender(groups).send(ModelSource(model, layout)) as buckets,
     ):
-        files = HfFiles(folder)
+        files = HfDirectoryWriter(folder)
         for bucket in buckets:
             if groups.is_first:
-                files.add(dict(bucket.tensors))
+                files.write_weights_file(dict(bucket.tensors))
         if groups.is_first:
-            files.finish(Path(side_files), dtype, model.shape)
+            files.write_side_files(Path(side_files), dtype, model.shape)
             if not model.shape.value_head:
-                name_turn_end(folder)
+                add_turn_end_to_generation_config(folder)
             write_manifest(folder, TRAINER, origin=origin)
     groups.barrier()
 
 
 def save_adapters(
-    model: ParallelModel, directory: str | Path, *, origin: Origin | None = None
+    model: ParallelModel, directory: str | Path, *, origin: RunOrigin | None = None
 ) -> None:
     """Write the adapters as PEFT's files. Collective. The directory appears completely or not at
     all, with a manifest as in ``save_hf``."""
@@ -120,7 +120,7 @@ def save_adapters(
     model.onload("weights")
     layout = EngineLayout(dtype=dtype, bucket_bytes=FILE_BYTES, sends="trained")
     with (
-        whole_directory(directory, active=groups.is_first) as folder,
+        atomic_directory(directory, active=groups.is_first) as folder,
         SharedMemorySender(groups).send(ModelSource(model, layout)) as buckets,
     ):
         for bucket in buckets:
@@ -133,14 +133,14 @@ def save_adapters(
     groups.barrier()
 
 
-class HfFiles:
+class HfDirectoryWriter:
     """The files of an HF directory, written one after another into ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of: dict[str, str] = {}
 
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+    def write_weights_file(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write the next file; the tensors are in host memory and are not copied."""
         number = len(set(self._file_of.values())) + 1
         path = self._folder / f"model-{number:05d}.safetensors"
@@ -150,7 +150,7 @@ class HfFiles:
         path.chmod(mode)  # safetensors creates files that only their owner can read
         self._file_of |= dict.fromkeys(tensors, path.name)
 
-    def finish(self, side_files: Path, dtype: str, shape: AnyShape) -> None:
+    def write_side_files(self, side_files: Path, dtype: str, shape: AnyShape) -> None:
         """Write the files beside the weights: index, config.json, the tokenizer's files."""
         folder, files = self._folder, sorted(set(self._file_of.values()))
         if len(files) == 1:
@@ -174,7 +174,7 @@ class HfFiles:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def name_turn_end(folder: Path) -> None:
+def add_turn_end_to_generation_config(folder: Path) -> None:
     """Let ``generation_config.json`` name the token with which the chat template ends an answer, so
     that other programs stop at it too: a model that was fine-tuned writes no other.
     """

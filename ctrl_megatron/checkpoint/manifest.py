@@ -38,13 +38,13 @@ class DamagedFiles(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RunOrigin:
     """The run that wrote a checkpoint, by its identity (``run_identity``), and the step."""
 
     run: str
     step: int
 
-    def header(self) -> bytes:
+    def first_line(self) -> bytes:
         """The first line of a file of tensors."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
@@ -58,7 +58,7 @@ class Manifest:
     """Bytes of every file, by relative path; an empty directory ends with a slash."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """BLAKE3 of every file; empty if an older version wrote the manifest."""
-    origin: Origin | None = None
+    origin: RunOrigin | None = None
 
 
 def write_manifest(
@@ -66,7 +66,7 @@ def write_manifest(
     tool: str,
     *,
     known: Mapping[str, str] | None = None,
-    origin: Origin | None = None,
+    origin: RunOrigin | None = None,
 ) -> None:
     """Write the manifest of all files in ``directory``; ``known`` are hashes by relative path, the
     other files are read.
@@ -98,7 +98,7 @@ def unreadable_error(file: Path, error: OSError) -> UserError:
     )
 
 
-def size_of(file: Path) -> int | None:
+def ordinary_file_size(file: Path) -> int | None:
     """Bytes of an ordinary file; None if there is none. UserError if that cannot be seen now."""
     try:
         found = file.stat()
@@ -124,7 +124,7 @@ def read_ordinary_file(file: Path) -> bytes:
         raise unreadable_error(file, error) from error
 
 
-def read_saved_json(file: Path) -> Any:
+def read_checkpoint_json(file: Path) -> Any:
     """The value in a JSON file of a checkpoint. Raises as ``read_ordinary_file``."""
     data = read_ordinary_file(file)
     try:
@@ -138,10 +138,10 @@ def read_manifest(directory: Path) -> Manifest | None:
     changed; UserError if it cannot be read now.
     """
     file = directory / MARKER
-    if not os.path.lexists(file) and size_of(file) is None:
+    if not os.path.lexists(file) and ordinary_file_size(file) is None:
         return None
     try:
-        record = read_saved_json(file)
+        record = read_checkpoint_json(file)
         hashed = _SEAL in record or _HASHES in record
         if hashed and record.pop(_SEAL, None) != _seal(record):
             raise ValueError("its content is not that which was written")
@@ -151,7 +151,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         for name in (*sizes, *hashes):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"it lists {name!r}, which is not below its directory")
-        origin = Origin(record["run"], record["step"]) if "run" in record else None
+        origin = RunOrigin(record["run"], record["step"]) if "run" in record else None
         return Manifest(tool=record["tool"], sizes=sizes, hashes=hashes, origin=origin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
@@ -178,7 +178,7 @@ def file_sizes(directory: Path) -> dict[str, int]:
     return sizes
 
 
-def find_resized(directory: Path, manifest: Manifest) -> dict[str, str]:
+def find_resized_files(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> reason of every file of the manifest that is missing or has another size. UserError
     if that cannot be seen now.
     """
@@ -187,7 +187,7 @@ def find_resized(directory: Path, manifest: Manifest) -> dict[str, str]:
         path = directory / name
         if name.endswith("/"):
             continue
-        if (there := size_of(path)) is None:
+        if (there := ordinary_file_size(path)) is None:
             found[name] = "is missing"
         elif there != size:
             origin = _other_origin(path, manifest)
@@ -195,7 +195,9 @@ def find_resized(directory: Path, manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def find_changed(directory: Path, manifest: Manifest, names: Collection[str]) -> dict[str, str]:
+def find_changed_files(
+    directory: Path, manifest: Manifest, names: Collection[str]
+) -> dict[str, str]:
     """Name -> reason of those of ``names`` whose content is not what was written. Reads them;
     UserError for one that cannot be read now.
     """
@@ -213,7 +215,7 @@ def find_changed(directory: Path, manifest: Manifest, names: Collection[str]) ->
     return found
 
 
-def find_added(directory: Path, manifest: Manifest) -> list[str]:
+def find_added_files(directory: Path, manifest: Manifest) -> list[str]:
     return [name for name in file_sizes(directory) if name not in manifest.sizes]
 
 
@@ -225,20 +227,20 @@ def require_undamaged(directory: Path, reasons: Mapping[str, str], remedy: str) 
         raise DamagedFiles(reason + more, file=directory / name, remedy=remedy)
 
 
-def verify(directory: Path, *, remedy: str) -> Manifest | None:
+def verify_manifest(directory: Path, *, remedy: str) -> Manifest | None:
     """Compare every file with the manifest, which is returned; None without hashes. DamagedFiles
     for the first one that differs, UserError if one cannot be read now.
     """
     manifest = read_manifest(directory)
     if manifest is None or not manifest.hashes:
         return None
-    wrong = find_resized(directory, manifest)
-    wrong |= find_changed(directory, manifest, [n for n in manifest.hashes if n not in wrong])
+    wrong = find_resized_files(directory, manifest)
+    wrong |= find_changed_files(directory, manifest, [n for n in manifest.hashes if n not in wrong])
     require_undamaged(directory, wrong, remedy)
     return manifest
 
 
-def in_shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+def split_by_bytes(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """The names in ``count`` shares of about the same number of bytes."""
     shares: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -259,7 +261,7 @@ def _other_origin(path: Path, manifest: Manifest) -> str:
     return f"is of step {theirs.step}, not of step {expected.step}"
 
 
-def _origin_in(path: Path) -> Origin | None:
+def _origin_in(path: Path) -> RunOrigin | None:
     """The origin in a JSON file, or in the first line of another one."""
     try:
         if path.suffix == ".json":
@@ -267,6 +269,6 @@ def _origin_in(path: Path) -> Origin | None:
         else:
             with open(path, "rb") as file:
                 facts = json.loads(file.readline(_HEADER_BYTES))
-        return Origin(str(facts["run"]), int(facts["step"]))
+        return RunOrigin(str(facts["run"]), int(facts["step"]))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None

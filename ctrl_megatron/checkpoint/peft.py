@@ -17,7 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
-from ctrl_megatron.checkpoint.manifest import DamagedFiles, in_shares, read_saved_json, size_of
+from ctrl_megatron.checkpoint.manifest import (
+    DamagedFiles,
+    ordinary_file_size,
+    read_checkpoint_json,
+    split_by_bytes,
+)
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
 from ctrl_megatron.models.rules import ADAPTED
@@ -44,23 +49,23 @@ class AdapterDescription:
         (folder / ADAPTERS_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def read_adapters(folder: Path) -> AdapterDescription | None:
+def read_adapter_description(folder: Path) -> AdapterDescription | None:
     """The description of a model's adapters in its folder; None for a model without. DamagedFiles
     if the file cannot be read."""
     file = folder / ADAPTERS_FILE
-    if size_of(file) is None:
+    if ordinary_file_size(file) is None:
         return None
-    found = read_saved_json(file)
+    found = read_checkpoint_json(file)
     try:
-        return AdapterDescription(lora=Lora.read(found["lora"]), base=Base(**found["base"]))
+        return AdapterDescription(lora=Lora.from_json(found["lora"]), base=Base(**found["base"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 
 
-def require_same(folder: Path, shape: AnyShape, base: Base | None) -> None:
+def require_same_adapters(folder: Path, shape: AnyShape, base: Base | None) -> None:
     """UserError unless the adapters in a checkpoint's ``folder`` are those of a model of ``shape``
     beside the weights ``base``."""
-    saved = read_adapters(folder)
+    saved = read_adapter_description(folder)
     if saved is None and shape.lora is None:
         return
     if saved is None or shape.lora is None:
@@ -83,10 +88,10 @@ def require_same(folder: Path, shape: AnyShape, base: Base | None) -> None:
                 remedy="resume with the value that saved them",
             )
     if base is not None:
-        require_base(saved.base, base, folder)
+        require_same_base(saved.base, base, folder)
 
 
-def require_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) -> None:
+def require_same_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) -> None:
     """UserError unless the directory ``found`` has the weights of ``saved``."""
     if saved.hashes != found.hashes:
         raise UserError(
@@ -97,12 +102,12 @@ def require_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) ->
         )
 
 
-def base_of(directory: Path, groups: ProcessGroups | None) -> Base:
+def base_identity(directory: Path, groups: ProcessGroups | None) -> Base:
     """The identity of a directory's weights. Collective: each rank reads a share of the files; one
     process reads them alone for None."""
     sizes = {path.name: path.stat().st_size for path in directory.glob(_WEIGHTS)}
     world, rank = (1, 0) if groups is None else (groups.size, groups.rank)
-    mine = in_shares(sizes, world)[rank]
+    mine = split_by_bytes(sizes, world)[rank]
     found = dict[str, str]()
     hashes = hash_files([directory / name for name in mine], hashing_threads())
     for name, one in zip(mine, hashes, strict=True):

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.config.flags import require_writable
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.parallel.parent_watch import process_start
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
@@ -33,7 +33,7 @@ _SILENT_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LockHolder:
     """The process that owns a lock. No clock that can be set is part of it."""
 
     host: str
@@ -44,11 +44,11 @@ class Holder:
     """Clock ticks from the boot to the start of the process, because process ids are reused."""
 
     @staticmethod
-    def here() -> Holder:
+    def this_process() -> LockHolder:
         pid = os.getpid()
-        return Holder(socket.gethostname(), _boot(), pid, process_start(pid) or 0)
+        return LockHolder(socket.gethostname(), _boot(), pid, process_start(pid) or 0)
 
-    def lives(self, lock: Path) -> bool:
+    def is_alive(self, lock: Path) -> bool:
         """Whether the process still runs or, on another host, whether it renews the lock.
 
         A container with process ids of its own shares the boot of its host: there, the lock of the
@@ -60,15 +60,15 @@ class Holder:
 
 
 class RunLock:
-    """The first rank's lock from ``take`` to ``release``, renewed for readers on other hosts."""
+    """The first rank's lock from ``acquire`` to ``release``, renewed for readers on other hosts."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._file = run_dir / LOCK_FILE, -1
-        self.holder = Holder.here()
+        self.holder = LockHolder.this_process()
         self._ended = threading.Event()
         self._lost: UserError | None = None
 
-    def take(self) -> RunLock:
+    def acquire(self) -> RunLock:
         """Acquire the lock. UserError if another run has it, or for files of other programs."""
         directory = self._path.parent
         check_run_directory(directory)
@@ -76,7 +76,7 @@ class RunLock:
         self._file = _open_locked(self._path)
         # Another run may have taken and left it since the check; this one waits for no answer.
         before = _holder(self._path)
-        if before is not None and before.boot != self.holder.boot and before.lives(self._path):
+        if before is not None and before.boot != self.holder.boot and before.is_alive(self._path):
             os.close(self._file)
             raise _in_use(directory, before)
         self._write(0)
@@ -84,7 +84,7 @@ class RunLock:
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
         return self
 
-    def lost(self) -> UserError | None:
+    def lost_error(self) -> UserError | None:
         """Why this run must not write any more; None as long as it owns the directory."""
         return self._lost
 
@@ -120,7 +120,7 @@ def run_identity(run_dir: Path) -> str:
     identity = marker.read_text().strip() if marker.is_file() else ""
     if not identity:
         identity = uuid.uuid4().hex[:16]
-        write_whole(marker, identity + "\n")
+        write_text_atomically(marker, identity + "\n")
     return identity
 
 
@@ -133,7 +133,9 @@ def removed_directory_error(run_dir: Path) -> UserError:
     )
 
 
-def require_shared(directory: Path, holder: Holder, seconds: float = _SEEN_SECONDS) -> None:
+def require_shared_directory(
+    directory: Path, holder: LockHolder, seconds: float = _SEEN_SECONDS
+) -> None:
     """UserError if this rank does not see the lock of ``holder``, another rank: then the hosts have
     different directories of this name, and a checkpoint would be scattered over them.
     """
@@ -153,14 +155,14 @@ def check_run_directory(directory: Path, key: str = "trainer.default_local_dir")
     """UserError if a run cannot write to ``directory``: another run does, it has files of other
     programs, or the system refuses. ``key`` names the directory in messages. Writes nothing.
     """
-    with users_input(key):
+    with convert_input_errors(key):
         require_writable(directory)
     if not directory.is_dir():
         if directory.exists():
             raise UserError(f"{directory} is no directory", key=key)
         return
     holder = _holder(directory / LOCK_FILE)
-    if holder is not None and holder.lives(directory / LOCK_FILE):
+    if holder is not None and holder.is_alive(directory / LOCK_FILE):
         raise _in_use(directory, holder)
     if not _is_ours(directory):
         foreign = next((name for name in _WRITTEN if (directory / name).exists()), None)
@@ -180,7 +182,7 @@ def _is_ours(directory: Path) -> bool:
         return False
 
 
-def _in_use(directory: Path, holder: Holder | None) -> UserError:
+def _in_use(directory: Path, holder: LockHolder | None) -> UserError:
     who = f"the run with pid {holder.pid} on {holder.host}" if holder else "a run that begins"
     return UserError(
         f"{directory} is in use by {who}",
@@ -192,11 +194,11 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _holder(lock: Path) -> Holder | None:
+def _holder(lock: Path) -> LockHolder | None:
     """The owner in the lock file; None without a file, or if it is incomplete."""
     try:
         found = json.loads(lock.read_text())
-        return Holder(**{field.name: found[field.name] for field in fields(Holder)})
+        return LockHolder(**{field.name: found[field.name] for field in fields(LockHolder)})
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None
 

@@ -36,17 +36,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ctrl_megatron.checkpoint.hashes import HashedFile
+from ctrl_megatron.checkpoint.hashes import HashingFile
 from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
     DamagedFiles,
-    Origin,
-    read_saved_json,
-    size_of,
+    RunOrigin,
+    ordinary_file_size,
+    read_checkpoint_json,
 )
-from ctrl_megatron.checkpoint.peft import AdapterDescription, require_same
-from ctrl_megatron.checkpoint.tensor_metadata import TableReader, read_metadata
-from ctrl_megatron.errors import UserError, name_file_in_errors, user_fault
+from ctrl_megatron.checkpoint.peft import AdapterDescription, require_same_adapters
+from ctrl_megatron.checkpoint.tensor_metadata import LoadedMetadataReader, read_tensor_metadata
+from ctrl_megatron.errors import UserError, find_user_error, name_file_in_errors
 from ctrl_megatron.models.optimizer import OwnedRange
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
@@ -114,7 +114,7 @@ class Snapshot:
         return sum(t.nbytes for whole in self.tensors.values() for t in whole.parts.values())
 
 
-def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
+def take_snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     """This rank's part of a checkpoint, as views of the model or, with ``copy``, in host memory:
     then training may continue while the snapshot is written. Collective.
     """
@@ -136,7 +136,7 @@ def snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
 
 
 def write_snapshot(
-    taken: Snapshot, directory: Path, groups: ProcessGroups, origin: Origin | None = None
+    taken: Snapshot, directory: Path, groups: ProcessGroups, origin: RunOrigin | None = None
 ) -> dict[str, str]:
     """Write all ranks' snapshots into the existing, empty ``directory``. Collective.
 
@@ -152,7 +152,7 @@ def write_snapshot(
 
 def save_sharded(model: ParallelModel, directory: Path) -> None:
     """Write the model into the existing, empty ``directory``. Collective."""
-    write_snapshot(snapshot(model, copy=False), directory, model.groups)
+    write_snapshot(take_snapshot(model, copy=False), directory, model.groups)
 
 
 def load_sharded(model: ParallelModel, directory: Path) -> None:
@@ -166,7 +166,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
             f"{directory} holds weights only and training cannot resume from it; convert it with "
             "ctrl-convert-megatron-to-hf and give the result as the model's path"
         )
-    require_same(directory, model.shape, model.base)
+    require_same_adapters(directory, model.shape, model.base)
     load_tensors(state_tensors(model, saving=False), directory, model.groups)
     if model.optimization is not None and steps is not None:
         model.optimization.set_steps(**steps)
@@ -269,8 +269,8 @@ class _Saving(DefaultSavePlanner):
 class _HashedFiles(FileSystem):
     """A file system that hashes what is written to it; files of tensors begin with the origin."""
 
-    def __init__(self, origin: Origin | None, aside: ThreadPoolExecutor) -> None:
-        self._header, self._aside = b"" if origin is None else origin.header(), aside
+    def __init__(self, origin: RunOrigin | None, aside: ThreadPoolExecutor) -> None:
+        self._header, self._aside = b"" if origin is None else origin.first_line(), aside
         self.hashes: dict[str, str] = {}
         """BLAKE3 of every file that is complete, by name."""
 
@@ -279,8 +279,8 @@ class _HashedFiles(FileSystem):
         # torch's error for a failed write does not mention the disk.
         with (
             name_file_in_errors(path),
-            closing(HashedFile(Path(path), self._aside)) as stream,
-            stream.own_faults(),
+            closing(HashingFile(Path(path), self._aside)) as stream,
+            stream.reraise_write_errors(),
         ):
             if Path(path).suffix == PARTS_SUFFIX:
                 stream.write(self._header)
@@ -296,7 +296,9 @@ class _Writer(FileSystemWriter):
     """Writes each rank's items in files of bounded size. Host memory has the tensors of one file,
     copied from the device or read from elsewhere, until the file is complete."""
 
-    def __init__(self, directory: Path, origin: Origin | None, aside: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, directory: Path, origin: RunOrigin | None, aside: ThreadPoolExecutor
+    ) -> None:
         super().__init__(directory)
         self.fs = self.hashed = _HashedFiles(origin, aside)
 
@@ -339,7 +341,7 @@ def save_tensors(
     tensors: Mapping[str, TensorParts],
     directory: Path,
     groups: ProcessGroups | None,
-    origin: Origin | None = None,
+    origin: RunOrigin | None = None,
 ) -> dict[str, str]:
     """Write every rank's parts; together they must be whole. Collective, or alone for None.
 
@@ -365,7 +367,7 @@ def load_tensors(
 
     ValueError if a tensor is missing there or has another shape or type.
     """
-    table = read_metadata(directory)
+    table = read_tensor_metadata(directory)
     held = _tensors_in(table)
     for name, whole in tensors.items():
         found = held.get(name)
@@ -380,16 +382,16 @@ def load_tensors(
     with _one_error("reading", directory), _alone() if groups is None else nullcontext():
         load(
             dict(tensors),
-            storage_reader=TableReader(directory, table),
+            storage_reader=LoadedMetadataReader(directory, table),
             planner=_Loading(),
             process_group=None if groups is None else groups.host,
             no_dist=groups is None,
         )
 
 
-def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+def saved_tensor_metadata(directory: Path) -> dict[str, TensorStorageMetadata]:
     """Every tensor in ``directory``, by name; UserError if it is no checkpoint."""
-    return _tensors_in(read_metadata(directory))
+    return _tensors_in(read_tensor_metadata(directory))
 
 
 def _tensors_in(table: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -397,15 +399,15 @@ def _tensors_in(table: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: t for name, t in held.items() if isinstance(t, TensorStorageMetadata)}
 
 
-def require_whole(directory: Path) -> None:
+def require_complete_files(directory: Path) -> None:
     """DamagedFiles unless every file in the checkpoint's metadata exists with its full size."""
     _steps(directory)
     ends: dict[str, int] = {}
-    for stored in read_metadata(directory).storage_data.values():
+    for stored in read_tensor_metadata(directory).storage_data.values():
         end = stored.offset + stored.length
         ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     for name, size in ends.items():
-        there = size_of(directory / name) or 0
+        there = ordinary_file_size(directory / name) or 0
         if there < size:
             raise DamagedFiles(
                 f"has {there} of {size} bytes: the checkpoint is not whole",
@@ -417,9 +419,9 @@ def require_whole(directory: Path) -> None:
 def _steps(directory: Path) -> dict[str, int] | None:
     """The number of optimizer steps; None for a checkpoint of weights alone."""
     file = directory / STEPS_FILE
-    if size_of(file) is None:
+    if ordinary_file_size(file) is None:
         return None
-    found = read_saved_json(file)
+    found = read_checkpoint_json(file)
     if not isinstance(found, dict) or not all(type(found.get(n)) is int for n in _COUNTED):
         raise DamagedFiles("holds no counted steps", file=file, remedy=ANOTHER)
     return {name: found[name] for name in _COUNTED}
@@ -433,7 +435,7 @@ def _one_error(doing: str, directory: Path) -> Iterator[None]:
         # torch's CheckpointException is no Exception, and lists the tracebacks of all ranks.
         causes = sorted(error.failures.items(), key=lambda item: item[0])
         for _, (cause, _) in causes:
-            if user_fault(cause) is not None:
+            if find_user_error(cause) is not None:
                 raise cause from None
         rank, (cause, _) = causes[0]
         raise RuntimeError(f"{doing} {directory} failed on rank {rank}: {cause!r}") from cause

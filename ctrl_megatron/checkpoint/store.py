@@ -17,25 +17,29 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
-from ctrl_megatron.checkpoint.hf import copy_side_files, name_turn_end, save_hf
+from ctrl_megatron.checkpoint.files import (
+    atomic_directory,
+    require_free_disk_bytes,
+    write_text_atomically,
+)
+from ctrl_megatron.checkpoint.hf import add_turn_end_to_generation_config, copy_side_files, save_hf
 from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
     MARKER,
     TRAINER,
     DamagedFiles,
     Manifest,
-    Origin,
-    find_added,
-    find_changed,
-    find_resized,
-    in_shares,
+    RunOrigin,
+    find_added_files,
+    find_changed_files,
+    find_resized_files,
+    ordinary_file_size,
+    read_checkpoint_json,
     read_manifest,
-    read_saved_json,
     require_undamaged,
-    size_of,
+    split_by_bytes,
     unreadable_error,
-    verify,
+    verify_manifest,
     write_manifest,
 )
 from ctrl_megatron.checkpoint.run_directory import run_identity
@@ -43,8 +47,8 @@ from ctrl_megatron.checkpoint.sharded import (
     PARTS_SUFFIX,
     Snapshot,
     load_sharded,
-    require_whole,
-    snapshot,
+    require_complete_files,
+    take_snapshot,
     write_snapshot,
 )
 from ctrl_megatron.checkpoint.tensor_metadata import METADATA_FILE
@@ -77,7 +81,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that is loaded."""
 
     checkpoint: Checkpoint
@@ -152,19 +156,19 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._writing: futures.Future[SaveReport] | None = None
 
-    def all(self) -> list[Checkpoint]:
+    def finished_checkpoints(self) -> list[Checkpoint]:
         """Finished checkpoints, oldest first."""
         return checkpoints_in(self.directory)
 
-    def find(self, resume_mode: str, models: Collection[str] = ()) -> Checkpoint | None:
-        """The first of ``candidates`` that is undamaged as far as ``look_at`` sees, given the
-        ``models`` of the run; None if there are no candidates. Raises UserError if all are damaged,
-        or if one cannot be read now, and as ``candidates``.
+    def find_undamaged(self, resume_mode: str, models: Collection[str] = ()) -> Checkpoint | None:
+        """The first of ``resume_candidates`` that is undamaged as far as ``verify_without_tensors``
+        sees, given the ``models`` of the run; None if there are no candidates. Raises UserError if
+        all are damaged, or if one cannot be read now, and as ``resume_candidates``.
         """
         damages = list[DamagedFiles]()
-        for checkpoint in self.candidates(resume_mode):
+        for checkpoint in self.resume_candidates(resume_mode):
             try:
-                manifest = look_at(checkpoint.path)
+                manifest = verify_without_tensors(checkpoint.path)
                 _require_models(checkpoint.path, models, whole=manifest is not None)
             except DamagedFiles as error:
                 damages.append(error)
@@ -172,7 +176,7 @@ class CheckpointStore:
                 return checkpoint
         return _none_whole(damages)
 
-    def candidates(self, resume_mode: str) -> list[Checkpoint]:
+    def resume_candidates(self, resume_mode: str) -> list[Checkpoint]:
         """The checkpoints to continue from, the first that is whole: the newest (``auto``) and
         those before it, none (``disable``), or a path.
 
@@ -182,7 +186,7 @@ class CheckpointStore:
         """
         if resume_mode == "disable":
             return []
-        newest_first = self.all()[::-1]
+        newest_first = self.finished_checkpoints()[::-1]
         if resume_mode == "auto":
             return newest_first
         path, began = Path(resume_mode), self.directory / _BEGAN_FILE
@@ -190,7 +194,7 @@ class CheckpointStore:
         # Checkpoints that existed before and are not ahead of the path are older than it.
         step = _step_of(path)
         own = [one for one in newest_first if same and step is not None and one.step > step]
-        if step is not None and size_of(path / STATE_FILE) is not None:
+        if step is not None and ordinary_file_size(path / STATE_FILE) is not None:
             return [*own, Checkpoint(path=path, step=step)]
         if own:
             return own
@@ -199,15 +203,16 @@ class CheckpointStore:
             f"directory {_PREFIX}N that holds {STATE_FILE}"
         )
 
-    def begin(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
-        """Set aside checkpoints of later steps than ``checkpoint``, the result of ``find``.
+    def set_aside_later(self, resume_mode: str, checkpoint: Checkpoint | None) -> list[Path]:
+        """Set aside checkpoints of later steps than ``checkpoint``, the result of
+        ``find_undamaged``.
 
         Otherwise ``auto`` would continue from them, and they would be kept instead of this run's.
         Returns their new paths. Called on one rank.
         """
         began, start = self.directory / _BEGAN_FILE, checkpoint.step if checkpoint else 0
         aside, places = self.directory / LEFT_FOLDER, list[Path]()
-        for ahead in (one.path for one in self.all() if one.step > start):
+        for ahead in (one.path for one in self.finished_checkpoints() if one.step > start):
             aside.mkdir(exist_ok=True)
             path = aside / ahead.name
             if path.exists():
@@ -217,7 +222,7 @@ class CheckpointStore:
         if resume_mode == "disable":
             began.unlink(missing_ok=True)
         elif resume_mode != "auto":
-            write_whole(began, str(Path(resume_mode).resolve()))
+            write_text_atomically(began, str(Path(resume_mode).resolve()))
         return places
 
     def save(self, models: Mapping[str, ParallelModel], step: int, state: dict[str, Any]) -> None:
@@ -226,17 +231,17 @@ class CheckpointStore:
         Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
         only when all ranks have written all files. With ``asynchronous`` this rank's part is copied
         to host memory and written by a thread while training continues, after the previous save has
-        ended. ``take_report`` and ``wait`` return its report.
+        ended. ``take_save_report`` and ``wait_for_save`` return its report.
         """
-        self.wait()
+        self.wait_for_save()
         start = time.monotonic()
-        taken = {name: snapshot(m, copy=self._asynchronous) for name, m in models.items()}
+        taken = {name: take_snapshot(m, copy=self._asynchronous) for name, m in models.items()}
         groups = self._everyone or next(iter(models.values())).groups
         shares = groups.from_all(sum(one.num_bytes for one in taken.values()))
         num_bytes = max(shares)
         if groups.is_first:
-            require_space(self.directory, sum(shares), f"a checkpoint of step {step}")
-        origin = Origin(self._run(groups), step)
+            require_free_disk_bytes(self.directory, sum(shares), f"a checkpoint of step {step}")
+        origin = RunOrigin(self._run(groups), step)
         text = json.dumps({**asdict(origin), **state}, indent=1)
         blocked = time.monotonic() - start
         target = self.directory / f"{_PREFIX}{step}"
@@ -257,7 +262,7 @@ class CheckpointStore:
 
         self._writing = _in_thread(write) if self._asynchronous else _done(write())
 
-    def take_report(self) -> SaveReport | None:
+    def take_save_report(self) -> SaveReport | None:
         """The report of the save that has ended since the last call, on this rank.
 
         Raises the RuntimeError or OSError of an asynchronous save that failed.
@@ -267,17 +272,17 @@ class CheckpointStore:
         writing, self._writing = self._writing, None
         return writing.result()
 
-    def wait(self) -> SaveReport | None:
-        """Wait for the save that is being written; its ``take_report``."""
+    def wait_for_save(self) -> SaveReport | None:
+        """Wait for the save that is being written; its ``take_save_report``."""
         if self._writing is not None:
             futures.wait([self._writing])
-        return self.take_report()
+        return self.take_save_report()
 
     def _write(
         self,
         taken: Mapping[str, Snapshot],
         target: Path,
-        origin: Origin,
+        origin: RunOrigin,
         state: str,
         groups: RankSet,
         of_models: Mapping[str, ProcessGroups],
@@ -287,13 +292,13 @@ class CheckpointStore:
             # Incomplete checkpoints of a run that was killed.
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
-        with whole_directory(target, active=groups.is_first) as work:
+        with atomic_directory(target, active=groups.is_first) as work:
             work = groups.from_first(work)
             if groups.is_first:
                 for name in names:
                     (work / name).mkdir()
                 copy_side_files(self._side_files, work / HF_FOLDER)
-                name_turn_end(work / HF_FOLDER)
+                add_turn_end_to_generation_config(work / HF_FOLDER)
             groups.barrier()
             hashes = dict[str, str]()
             for name, one in taken.items():
@@ -302,12 +307,12 @@ class CheckpointStore:
             everyone = groups.from_all(hashes)
             if groups.is_first:
                 for name in names:
-                    require_whole(work / name)
+                    require_complete_files(work / name)
                 (work / STATE_FILE).write_text(state)
                 known = {file: found for part in everyone for file, found in part.items()}
                 write_manifest(work, TRAINER, known=known, origin=origin)
         if groups.is_first and self._keep > 0:
-            for old in self.all()[: -self._keep]:
+            for old in self.finished_checkpoints()[: -self._keep]:
                 _remove(old.path)
         groups.barrier()
 
@@ -315,12 +320,12 @@ class CheckpointStore:
         """The identity of the run. Collective."""
         return groups.from_first(run_identity(self.directory.parent) if groups.is_first else "")
 
-    def export(self, models: Mapping[str, ParallelModel], step: int) -> Path:
+    def export_hf(self, models: Mapping[str, ParallelModel], step: int) -> Path:
         """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has
         ``_value`` added) beside the checkpoints' directory; returns the policy's. Collective."""
         target = self.directory.parent / EXPORT_FOLDER / f"{_PREFIX}{step}"
         groups = self._everyone or next(iter(models.values())).groups
-        origin = Origin(self._run(groups), step)
+        origin = RunOrigin(self._run(groups), step)
         for name, model in models.items():
             folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
             save_hf(model, folder, side_files=self._side_files, origin=origin)
@@ -328,16 +333,16 @@ class CheckpointStore:
 
     def load_newest(
         self, models: Mapping[str, ParallelModel], resume_mode: str, *, parts: Collection[str]
-    ) -> Loaded | None:
-        """``load`` the first of ``candidates`` that is whole; None if there are no candidates.
-        Collective.
+    ) -> LoadedCheckpoint | None:
+        """``load`` the first of ``resume_candidates`` that is whole; None if there are no
+        candidates. Collective.
 
-        Raises UserError if all are damaged, and as ``candidates`` and ``load``.
+        Raises UserError if all are damaged, and as ``resume_candidates`` and ``load``.
         """
         groups = self._everyone or next(iter(models.values())).groups
         damages = list[DamagedFiles]()
         # One rank decides, because a shared file system may show other ranks an older state.
-        for checkpoint in groups.from_first(self.candidates(resume_mode)):
+        for checkpoint in groups.from_first(self.resume_candidates(resume_mode)):
             try:
                 loaded = self.load(models, checkpoint, parts=parts, everyone=groups)
             except DamagedFiles as error:
@@ -354,7 +359,7 @@ class CheckpointStore:
         *,
         parts: Collection[str] = (),
         everyone: RankSet | None = None,
-    ) -> Loaded:
+    ) -> LoadedCheckpoint:
         """Fill the models and their optimizers; the trainer's small state has the named ``parts``.
         Collective.
 
@@ -362,14 +367,14 @@ class CheckpointStore:
         parts, and DamagedFiles, on all ranks, if a file is not as it was saved.
         """
         groups = everyone or next(iter(models.values())).groups
-        remarks = verify_together(checkpoint.path, groups)
-        state = read_state(checkpoint, models, parts)
+        remarks = verify_across_ranks(checkpoint.path, groups)
+        state = read_trainer_state(checkpoint, models, parts)
         for name, model in models.items():
             load_sharded(model, checkpoint.path / name)
-        return Loaded(checkpoint=checkpoint, state=state, remarks=remarks)
+        return LoadedCheckpoint(checkpoint=checkpoint, state=state, remarks=remarks)
 
 
-def look_at(path: Path) -> Manifest | None:
+def verify_without_tensors(path: Path) -> Manifest | None:
     """The manifest of the checkpoint ``path``; None if an older version, without hashes, saved it.
 
     Raises DamagedFiles for what can be seen without reading tensors: files that are missing or of
@@ -386,9 +391,9 @@ def look_at(path: Path) -> Manifest | None:
     named = path.name.startswith(_PREFIX)
     if named and origin is not None and path.name != f"{_PREFIX}{origin.step}":
         raise DamagedFiles(f"{path} is the checkpoint of step {origin.step}", remedy=ANOTHER)
-    wrong = find_resized(path, manifest)
+    wrong = find_resized_files(path, manifest)
     small = [name for name in manifest.hashes if name not in wrong and not _is_large(name)]
-    require_undamaged(path, wrong | find_changed(path, manifest, small), ANOTHER)
+    require_undamaged(path, wrong | find_changed_files(path, manifest, small), ANOTHER)
     _names_run(path / STATE_FILE)
     _require_tables(path)
     return manifest
@@ -397,7 +402,7 @@ def look_at(path: Path) -> Manifest | None:
 def _names_run(state: Path) -> bool:
     """Whether a trainer's state names its run, which the checkpoints of older versions do not.
     DamagedFiles if it is no state."""
-    found = read_saved_json(state)
+    found = read_checkpoint_json(state)
     if not isinstance(found, dict):
         raise DamagedFiles("is no state of a trainer", file=state, remedy=ANOTHER)
     return "run" in found
@@ -406,7 +411,7 @@ def _names_run(state: Path) -> bool:
 def _require_tables(path: Path) -> None:
     """DamagedFiles unless the table of every model's tensors agrees with its files."""
     for table in sorted(path.glob(f"*/{METADATA_FILE}")):
-        require_whole(table.parent)
+        require_complete_files(table.parent)
 
 
 def _require_models(path: Path, models: Collection[str], *, whole: bool) -> None:
@@ -414,7 +419,7 @@ def _require_models(path: Path, models: Collection[str], *, whole: bool) -> None
     ``whole``, so that the rest may not have been copied.
     """
     for name in models:
-        if size_of(path / name / METADATA_FILE) is None:
+        if ordinary_file_size(path / name / METADATA_FILE) is None:
             problem = f"{path} holds no {name}/: a run without that model saved it"
             if whole:
                 raise UserError(problem, remedy=_ANEW)
@@ -425,15 +430,15 @@ def _is_large(name: str) -> bool:
     return name.endswith(PARTS_SUFFIX) or name.startswith(f"{HF_FOLDER}/")
 
 
-def verify_alone(path: Path) -> Manifest | None:
+def verify_in_one_process(path: Path) -> Manifest | None:
     """The manifest of the checkpoint ``path``, with which every file agrees; None if an older
     version, without hashes, saved it. Raises DamagedFiles for the first file that differs.
     """
-    look_at(path)
-    return verify(path, remedy=ANOTHER)
+    verify_without_tensors(path)
+    return verify_manifest(path, remedy=ANOTHER)
 
 
-def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
+def verify_across_ranks(path: Path, groups: RankSet) -> tuple[str, ...]:
     """Compare every file with the manifest, each on one rank; returns what is worth a line in the
     log. Collective. Raises DamagedFiles, on all ranks, for the first file that differs, UserError
     for one that cannot be read now.
@@ -441,7 +446,7 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
     manifest, fault = None, None
     if groups.is_first:
         try:
-            manifest = look_at(path)
+            manifest = verify_without_tensors(path)
         except UserError as error:
             fault = error
     manifest, fault = groups.from_first((manifest, fault))
@@ -450,9 +455,9 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
     if manifest is None:
         return (f"{path} has no hashes, because an older version saved it: it is not verified",)
     large = {name: manifest.sizes[name] for name in manifest.hashes if _is_large(name)}
-    mine = in_shares(large, groups.size)[groups.rank]
+    mine = split_by_bytes(large, groups.size)[groups.rank]
     try:
-        seen = find_changed(path, manifest, mine)
+        seen = find_changed_files(path, manifest, mine)
     except UserError as error:
         seen = error
     wrong = {}
@@ -461,7 +466,7 @@ def verify_together(path: Path, groups: RankSet) -> tuple[str, ...]:
             raise part
         wrong |= part
     require_undamaged(path, wrong, ANOTHER)
-    others = find_added(path, manifest) if groups.is_first else []
+    others = find_added_files(path, manifest) if groups.is_first else []
     return (f"{path} also holds {', '.join(others)}, which is not used",) if others else ()
 
 
@@ -473,16 +478,16 @@ def _none_whole(damages: list[DamagedFiles]) -> None:
         raise DamagedFiles(f"{damages[0]}" + (f"; {others} damaged too" if older else ""))
 
 
-def read_state(
+def read_trainer_state(
     checkpoint: Checkpoint, models: Collection[str], parts: Collection[str] = ()
 ) -> dict[str, Any]:
     """The trainer's small state; UserError unless the checkpoint is complete, with all models and,
     if any are named, exactly these parts of the state. Reads no tensor.
     """
-    verified = look_at(checkpoint.path) is not None
+    verified = verify_without_tensors(checkpoint.path) is not None
     _require_models(checkpoint.path, models, whole=verified)
     file = checkpoint.path / STATE_FILE
-    state = read_saved_json(file)
+    state = read_checkpoint_json(file)
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         raise UserError("holds no number of steps", file=file, remedy=_ANEW)
     if state.get("weights_only") and models:

@@ -58,8 +58,8 @@ class _TableUnpickler(_Unpickler):
     dispatch = {**_Unpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
 
 
-class TableReader(FileSystemReader):
-    """torch's reader of a checkpoint's files, with a table that ``read_metadata`` has read."""
+class LoadedMetadataReader(FileSystemReader):
+    """torch's reader of a checkpoint's files, with the table of ``read_tensor_metadata``."""
 
     def __init__(self, directory: Path, table: tables.Metadata) -> None:
         super().__init__(directory)
@@ -70,7 +70,7 @@ class TableReader(FileSystemReader):
         return self._table
 
 
-def read_metadata(directory: Path) -> tables.Metadata:
+def read_tensor_metadata(directory: Path) -> tables.Metadata:
     """The table of the tensors in ``directory``. DamagedFiles if it is missing, cut off, or
     anything but a table whose files are in ``directory``; UserError if it cannot be read now.
     """

@@ -64,7 +64,8 @@ def add_tensor_flag(parser: CommandParser) -> None:
 def chat_sources(
     options: argparse.Namespace, *, required: str
 ) -> tuple[dict[str, ChatSource], EngineOptions]:
-    """The source of each role, and options of their engines. Raises UserError for wrong sources."""
+    """The source of each role, and options of their engines. A role without a model of its own gets
+    the source of the role ``required``. Raises UserError for wrong sources."""
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
 
     engines = EngineOptions(
@@ -89,7 +90,7 @@ def chat_sources(
 
 
 @contextmanager
-def service_faults(out: Path) -> Iterator[None]:
+def convert_service_faults(out: Path) -> Iterator[None]:
     """Turn the failure of a server or sandbox into a UserError that points to ``out``."""
     from ctrl_megatron.generation.chat import ChatError
     from ctrl_megatron.sandbox import SandboxError
@@ -101,15 +102,15 @@ def service_faults(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def sandbox_of(flag: str) -> Iterator[Judge | None]:
+def open_flagged_sandbox(flag: str) -> Iterator[Judge | None]:
     """The sandbox of ``--sandbox``: None for ``none``; if the flag is empty, start one."""
-    from ctrl_megatron.errors import users_input
+    from ctrl_megatron.errors import convert_input_errors
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
     if flag == "none":
         yield None
     elif flag:
-        with users_input("--sandbox"):
+        with convert_input_errors("--sandbox"):
             client = SandboxClient(flag)
         yield client
     else:

@@ -10,7 +10,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.checkpoint.manifest import MARKER, DamagedFiles, Manifest, find_added, verify
+from ctrl_megatron.checkpoint.manifest import (
+    MARKER,
+    DamagedFiles,
+    Manifest,
+    find_added_files,
+    verify_manifest,
+)
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import given_path
 from ctrl_megatron.errors import UserError
@@ -29,11 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "directories", nargs="+", type=given_path, metavar="DIR", help="checkpoint, model or run"
     )
     options = parser.parse_args(arguments)
-    found = [place for given in options.directories for place in written_in(given)]
+    found = [
+        place for given in options.directories for place in find_checkpoints_and_exports(given)
+    ]
     return max([_report(place) for place in found])
 
 
-def written_in(directory: Path) -> list[Path]:
+def find_checkpoints_and_exports(directory: Path) -> list[Path]:
     """The checkpoints and exported models in ``directory``, which may be one itself; those that a
     run has set aside are left out. UserError if there are none.
     """
@@ -73,17 +81,17 @@ def _report(directory: Path) -> int:
 def _verified(directory: Path) -> Manifest | None:
     """The manifest, with which all files agree; None without hashes."""
     if (directory / _STATE).is_file():
-        from ctrl_megatron.checkpoint.store import verify_alone
+        from ctrl_megatron.checkpoint.store import verify_in_one_process
 
-        return verify_alone(directory)
-    return verify(directory, remedy=_AGAIN)
+        return verify_in_one_process(directory)
+    return verify_manifest(directory, remedy=_AGAIN)
 
 
 def _facts(directory: Path, manifest: Manifest, start: float) -> str:
     origin, size = manifest.origin, sum(manifest.sizes.values())
     seconds = time.monotonic() - start
     who = f"step {origin.step} of run {origin.run}" if origin else f"by {manifest.tool}"
-    others = find_added(directory, manifest)
+    others = find_added_files(directory, manifest)
     beside = f"; it also holds {', '.join(others)}" if others else ""
     return f"{who}, {len(manifest.hashes)} files, {size / 2**20:.1f} MiB in {seconds:.1f} s{beside}"
 

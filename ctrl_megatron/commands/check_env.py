@@ -53,7 +53,7 @@ Status = Literal["pass", "warn", "FAIL", "skip"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class EnvironmentFinding:
     """One line of the check."""
 
     status: Status
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())
         {"rl": train_rl, "sft": train_sft}[options.purpose].check_inputs(config)
     failed = False
-    for finding in findings(launch, config, options.nproc_per_node or 1):
+    for finding in environment_findings(launch, config, options.nproc_per_node or 1):
         failed = failed or finding.status == "FAIL"
         if launch.local_rank == 0:
             print(finding, flush=True)
@@ -97,25 +97,27 @@ def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Con
     return None if path is None else checked_config(path, overrides, purpose)
 
 
-def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[Finding]:
+def environment_findings(
+    launch: Launch, config: Config | None, ranks: int = 1
+) -> Iterator[EnvironmentFinding]:
     """Every line, in order; a run has ``ranks`` on this machine. Collective under a launcher, since
     machines compare their clocks.
 
     A check that breaks is a line that failed, and the next one follows.
     """
-    yield Finding("pass", "machine", f"{socket.gethostname()}, rank {launch.rank}")
-    checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "packages": packages,
-        "torch": lambda: torch_and_gpus(ranks),
-        "GPUs": gpus,
-        "NCCL": nccl,
-        "weights": lambda: weights(config),
-        "kernels": lambda: kernels(config),
-        "/dev/shm": shared_memory,
-        "limits": limits,
-        "processors": processors,
-        "sandbox": lambda: sandbox(config),
-        "ranks": lambda: check_meeting_and_clocks(launch),
+    yield EnvironmentFinding("pass", "machine", f"{socket.gethostname()}, rank {launch.rank}")
+    checks: dict[str, Callable[[], Iterator[EnvironmentFinding]]] = {
+        "packages": package_findings,
+        "torch": lambda: torch_gpu_findings(ranks),
+        "GPUs": gpu_findings,
+        "NCCL": nccl_findings,
+        "weights": lambda: weight_transport_findings(config),
+        "kernels": lambda: kernel_findings(config),
+        "/dev/shm": shared_memory_findings,
+        "limits": limit_findings,
+        "processors": processor_findings,
+        "sandbox": lambda: sandbox_findings(config),
+        "ranks": lambda: meeting_and_clock_findings(launch),
     }
     if launch.local_rank > 0:  # the first rank of the machine checks the rest
         checks = {"ranks": checks["ranks"]}
@@ -124,38 +126,42 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
             yield from check()
         except Exception as error:
             text = str(error).strip().splitlines()
-            yield Finding("FAIL", item, f"{type(error).__name__}: {text[0] if text else ''}")
+            yield EnvironmentFinding(
+                "FAIL", item, f"{type(error).__name__}: {text[0] if text else ''}"
+            )
 
 
-def packages() -> Iterator[Finding]:
+def package_findings() -> Iterator[EnvironmentFinding]:
     """The package's requirements, then optional libraries that a run uses if they are installed."""
     from packaging.requirements import Requirement
 
-    for text in requirements():
+    for text in package_requirements():
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        have = version(wanted.name)
+        have = installed_version(wanted.name)
         if have is None:
-            yield Finding("FAIL", wanted.name, "not installed", _ENV)
+            yield EnvironmentFinding("FAIL", wanted.name, "not installed", _ENV)
         elif not wanted.specifier.contains(have, prereleases=True):
-            yield Finding("FAIL", wanted.name, f"{have}, wanted {wanted.specifier}", _ENV)
+            yield EnvironmentFinding(
+                "FAIL", wanted.name, f"{have}, wanted {wanted.specifier}", _ENV
+            )
         else:
-            yield Finding("pass", wanted.name, have)
+            yield EnvironmentFinding("pass", wanted.name, have)
     for name in LIBRARIES:
-        have = version(name)
+        have = installed_version(name)
         if name == "apex" and have is not None and not _has("apex.optimizers"):
-            yield Finding(
+            yield EnvironmentFinding(
                 "FAIL",
                 name,
                 f"{have} is PyPI's web toolkit, not NVIDIA Apex",
                 "pip uninstall apex",
             )
         else:
-            yield Finding("pass" if have else "skip", name, have or "not installed")
+            yield EnvironmentFinding("pass" if have else "skip", name, have or "not installed")
 
 
-def requirements() -> Sequence[str]:
+def package_requirements() -> Sequence[str]:
     """The package's requirements, from its installation or from the checkout."""
     try:
         return metadata.requires(PACKAGE) or ()
@@ -164,7 +170,7 @@ def requirements() -> Sequence[str]:
         return tomllib.loads(project.read_text())["project"]["dependencies"]
 
 
-def version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """The installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
@@ -179,33 +185,35 @@ def _has(module: str) -> bool:
         return False
 
 
-def torch_and_gpus(ranks: int = 1) -> Iterator[Finding]:
+def torch_gpu_findings(ranks: int = 1) -> Iterator[EnvironmentFinding]:
     """Whether torch finds a GPU for each rank of this machine."""
     import torch
 
     from ctrl_megatron.parallel.devices import gpus_here, unreached_gpus
 
     if fault := unreached_gpus():
-        yield Finding("FAIL", "torch and GPUs", fault)
+        yield EnvironmentFinding("FAIL", "torch and GPUs", fault)
     elif torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
         found = f"{count} x {name}, CUDA {torch.version.cuda}"
         if count < ranks:
             remedy = "take the machine out of service, or start fewer ranks (--nproc-per-node)"
-            yield Finding("FAIL", "torch and GPUs", f"{found}, for {ranks} ranks", remedy)
+            yield EnvironmentFinding(
+                "FAIL", "torch and GPUs", f"{found}, for {ranks} ranks", remedy
+            )
         else:
-            yield Finding("pass", "torch and GPUs", found)
+            yield EnvironmentFinding("pass", "torch and GPUs", found)
     else:
         why = "hidden by CUDA_VISIBLE_DEVICES" if gpus_here() else "no GPU"
-        yield Finding("skip", "torch and GPUs", f"{why}: runs go over gloo on the CPU")
+        yield EnvironmentFinding("skip", "torch and GPUs", f"{why}: runs go over gloo on the CPU")
 
 
-def gpus() -> Iterator[Finding]:
+def gpu_findings() -> Iterator[EnvironmentFinding]:
     """The driver; for each GPU the memory in use and its memory errors (nvidia-smi)."""
     import torch
 
     if shutil.which("nvidia-smi") is None:
-        yield Finding("skip", "driver", "no nvidia-smi")
+        yield EnvironmentFinding("skip", "driver", "no nvidia-smi")
         return
     fields = "index,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
     done = subprocess.run(
@@ -217,46 +225,52 @@ def gpus() -> Iterator[Finding]:
     if done.returncode != 0:
         words = (done.stdout + done.stderr).strip().splitlines()
         remedy = "load the NVIDIA driver, or take the machine out of service"
-        yield Finding("FAIL", "driver", words[0] if words else "nvidia-smi failed", remedy)
+        yield EnvironmentFinding(
+            "FAIL", "driver", words[0] if words else "nvidia-smi failed", remedy
+        )
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
     driver = rows[0][1] if rows else "no GPU listed"
     needed = _DRIVERS.get((torch.version.cuda or "").partition(".")[0])
     if needed and int(driver.partition(".")[0]) < needed:
         remedy = f"CUDA {torch.version.cuda} needs driver {needed} or newer"
-        yield Finding("FAIL", "driver", driver, remedy)
+        yield EnvironmentFinding("FAIL", "driver", driver, remedy)
     else:
-        yield Finding("pass", "driver", driver)
+        yield EnvironmentFinding("pass", "driver", driver)
     for index, _, total, used, errors in rows:
         found = f"{used} of {total} MiB in use, {errors} uncorrected memory errors"
         if errors.isdigit() and int(errors):
             remedy = "reset the GPU, or take the machine out of service"
-            yield Finding("FAIL", f"GPU {index}", found, remedy)
+            yield EnvironmentFinding("FAIL", f"GPU {index}", found, remedy)
         elif used.isdigit() and int(used) > _IN_USE_MIB:
             remedy = "end what another job left there (nvidia-smi lists its processes)"
-            yield Finding("FAIL", f"GPU {index}", found, remedy)
+            yield EnvironmentFinding("FAIL", f"GPU {index}", found, remedy)
         else:
-            yield Finding("pass", f"GPU {index}", found)
+            yield EnvironmentFinding("pass", f"GPU {index}", found)
 
 
-def nccl() -> Iterator[Finding]:
+def nccl_findings() -> Iterator[EnvironmentFinding]:
     """The NCCL that torch would use."""
     import torch
     from torch.cuda import nccl as library
 
     if not torch.cuda.is_available():
-        yield Finding("skip", "NCCL", "no GPU for it")
+        yield EnvironmentFinding("skip", "NCCL", "no GPU for it")
         return
-    installed = [name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version(name)]
+    installed = [
+        name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if installed_version(name)
+    ]
     number = ".".join(map(str, library.version()))
     if len(installed) > 1:
         remedy = f"keep the one of torch's CUDA {torch.version.cuda}: pip uninstall the other"
-        yield Finding("FAIL", "NCCL", f"{number}, but {' and '.join(installed)} overlap", remedy)
+        yield EnvironmentFinding(
+            "FAIL", "NCCL", f"{number}, but {' and '.join(installed)} overlap", remedy
+        )
     else:
-        yield Finding("pass", "NCCL", number)
+        yield EnvironmentFinding("pass", "NCCL", number)
 
 
-def weights(config: Config | None) -> Iterator[Finding]:
+def weight_transport_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
     """The medium that brings weights to engines; for ``nccl`` whether the engines' interpreter has
     the trainer's NCCL."""
     import torch
@@ -269,10 +283,10 @@ def weights(config: Config | None) -> Iterator[Finding]:
     needs = {"cuda_ipc": "engines on the ranks' GPUs", "nccl": "one NCCL on both sides"}
     found = f"over {medium}" + (f": {needs[medium]}" if medium in needs else "")
     if medium != "nccl" or rollout.python is None:
-        yield Finding("pass", item, found)
+        yield EnvironmentFinding("pass", item, found)
         return
     if not torch.cuda.is_available():
-        yield Finding("skip", item, f"{found}; no GPU for it")
+        yield EnvironmentFinding("skip", item, f"{found}; no GPU for it")
         return
     asked = "from torch.cuda import nccl; print('.'.join(map(str, nccl.version())))"
     done = subprocess.run(
@@ -282,10 +296,12 @@ def weights(config: Config | None) -> Iterator[Finding]:
     theirs = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2] or "no answer"
     remedy = "install the same nvidia-nccl in both environments, or choose another transport"
     status: Status = "pass" if theirs == own else "FAIL"
-    yield Finding(status, item, f"over nccl: {own} here, {theirs} in {rollout.python}", remedy)
+    yield EnvironmentFinding(
+        status, item, f"over nccl: {own} here, {theirs} in {rollout.python}", remedy
+    )
 
 
-def kernels(config: Config | None = None) -> Iterator[Finding]:
+def kernel_findings(config: Config | None = None) -> Iterator[EnvironmentFinding]:
     """The libraries that provide the kernels of a model on this machine."""
     import torch
 
@@ -295,10 +311,10 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
     dtype = "bfloat16" if config is None else config.actor_rollout_ref.model.dtype
     for kernel, provider in providers(dtype).items():
         if kernel == "attention" and (note := attention_note(dtype)):
-            yield Finding("warn", f"kernel: {kernel}", provider, note)
+            yield EnvironmentFinding("warn", f"kernel: {kernel}", provider, note)
             continue
         ours = slow and not provider.startswith(("transformer_engine", "megatron.core.extensions"))
-        yield Finding(
+        yield EnvironmentFinding(
             "warn" if ours else "pass",
             f"kernel: {kernel}",
             provider,
@@ -306,48 +322,48 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
         )
 
 
-def shared_memory() -> Iterator[Finding]:
+def shared_memory_findings() -> Iterator[EnvironmentFinding]:
     """Free space in /dev/shm for NCCL and vLLM. Buckets of weights need none."""
     free = shutil.disk_usage("/dev/shm").free
     found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
     remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
-    yield Finding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
+    yield EnvironmentFinding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
 
 
-def limits() -> Iterator[Finding]:
+def limit_findings() -> Iterator[EnvironmentFinding]:
     """Limits of open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     enough = hard == resource.RLIM_INFINITY or hard >= _MIN_FILES
     remedy = f"let the hard limit be {_MIN_FILES} (limits.conf, or slurmd's LimitNOFILE)"
     found = f"{soft}, at most {most}"
-    yield Finding("pass" if enough else "FAIL", "ulimit: open files", found, remedy)
+    yield EnvironmentFinding("pass" if enough else "FAIL", "ulimit: open files", found, remedy)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked == resource.RLIM_INFINITY:
-        yield Finding("pass", "ulimit: locked memory", "unlimited")
+        yield EnvironmentFinding("pass", "ulimit: locked memory", "unlimited")
     else:
         remedy = "InfiniBand needs unlimited (limits.conf, or slurmd's LimitMEMLOCK)"
-        yield Finding("warn", "ulimit: locked memory", f"{locked >> 10} KiB", remedy)
+        yield EnvironmentFinding("warn", "ulimit: locked memory", f"{locked >> 10} KiB", remedy)
 
 
-def processors() -> Iterator[Finding]:
+def processor_findings() -> Iterator[EnvironmentFinding]:
     """Processors that this process and its children may use."""
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     found, item = f"{usable} of {there} usable", "processors"
     if usable < there and usable < 2:
         remedy = "srun --cpu-bind=none --cpus-per-task=$SLURM_CPUS_ON_NODE"
-        yield Finding("FAIL", item, found, remedy)
+        yield EnvironmentFinding("FAIL", item, found, remedy)
     else:
-        yield Finding("pass", item, found)
+        yield EnvironmentFinding("pass", item, found)
 
 
-def sandbox(config: Config | None) -> Iterator[Finding]:
+def sandbox_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
     """The isolation of untrusted programs here, as reported by a service started for this check."""
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
     wanted = "standard" if config is None else config.sandbox.isolation
     if config is not None and (config.sandbox.endpoint or config.reward.provider != "local"):
-        yield Finding("skip", "sandbox", "elsewhere (sandbox.endpoint, reward.provider)")
+        yield EnvironmentFinding("skip", "sandbox", "elsewhere (sandbox.endpoint, reward.provider)")
         return
 
     async def reached(endpoint: str) -> str:
@@ -359,14 +375,14 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
         level = asyncio.run(reached(service.endpoint))
     remedy = "strict needs unprivileged user namespaces (docs/sandbox.md)"
     status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
-    yield Finding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
+    yield EnvironmentFinding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 
 
-def check_meeting_and_clocks(launch: Launch) -> Iterator[Finding]:
+def meeting_and_clock_findings(launch: Launch) -> Iterator[EnvironmentFinding]:
     """A finding whether the ranks connect to each other, and one for how far their clocks differ.
     Collective."""
     if launch.launcher == "single":
-        yield Finding("skip", "ranks meet", "not under srun or torchrun")
+        yield EnvironmentFinding("skip", "ranks meet", "not under srun or torchrun")
         return
     import torch.distributed as dist
 
@@ -383,10 +399,12 @@ def check_meeting_and_clocks(launch: Launch) -> Iterator[Finding]:
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
         text = str(error).strip().splitlines()[0]
-        yield Finding("FAIL", "ranks meet", f"not at {where}: {text}", remedy)
+        yield EnvironmentFinding("FAIL", "ranks meet", f"not at {where}: {text}", remedy)
         return
     seconds = time.monotonic() - begun
-    yield Finding("pass", "ranks meet", f"{launch.world_size} at {where} in {seconds:.1f} s")
+    yield EnvironmentFinding(
+        "pass", "ranks meet", f"{launch.world_size} at {where} in {seconds:.1f} s"
+    )
     # All ranks leave the barrier within the latency of a message.
     dist.barrier()
     clocks: list[tuple[float, str]] = [(0.0, "")] * launch.world_size
@@ -397,7 +415,7 @@ def check_meeting_and_clocks(launch: Launch) -> Iterator[Finding]:
     if last - first > _MAX_SKEW:
         found += f", {fast} is ahead of {slow}"
     status: Status = "pass" if last - first <= _MAX_SKEW else "FAIL"
-    yield Finding(status, "clocks", found, "let chrony or ntpd set them")
+    yield EnvironmentFinding(status, "clocks", found, "let chrony or ntpd set them")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count, given_file, new_path, temperature
 from ctrl_megatron.config.secrets import hide_credentials
-from ctrl_megatron.errors import STOPPED, UserError, all_of
+from ctrl_megatron.errors import STOPPED, UserError, raise_all
 
 if TYPE_CHECKING:
     from ctrl_megatron.eval.results import CriticResult
@@ -156,7 +156,7 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
             problems.append(UserError(problem, key="--rows"))
         else:
             overrides[name].append(f"data.val_files={json.dumps([file])}")
-    all_of(problems)
+    raise_all(problems)
     return overrides
 
 
@@ -187,7 +187,7 @@ def _configs(
         except UserError as error:
             lines = str(error).splitlines()
             problems += [UserError(line, key=f"--proxy {name}") for line in lines]
-    all_of(problems)
+    raise_all(problems)
     return configs
 
 

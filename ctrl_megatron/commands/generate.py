@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.chat_flags import (
     add_chat_flags,
     chat_sources,
-    sandbox_of,
-    service_faults,
+    convert_service_faults,
+    open_flagged_sandbox,
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
 from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.data.rows import read_rows, require_columns
-from ctrl_megatron.errors import STOPPED, UserError, users_input
+from ctrl_megatron.errors import STOPPED, UserError, convert_input_errors
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Problem, SamplingParams
 
@@ -53,7 +53,7 @@ _TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 102
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, grow. Exit codes: 0 done, 2 wrong input or a service failed, 130 stopped."""
     options = _parser().parse_args(arguments)
-    with users_input("--problems"):
+    with convert_input_errors("--problems"):
         problems = _read(options.problems)[: options.limit]
     tree = _tree_options(options)
     sources, engines = chat_sources(options, required="generator")
@@ -201,7 +201,7 @@ def _directory(out: Path, settings: Mapping[str, Any]) -> Iterator[None]:
                     remedy="name another directory",
                 )
         else:
-            write_whole(file, json.dumps(settings, indent=1) + "\n")
+            write_text_atomically(file, json.dumps(settings, indent=1) + "\n")
         yield
 
 
@@ -219,7 +219,11 @@ def _grow(
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn())
     bars = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
-    with sandbox_of(options.sandbox) as judge, open_chats(sources, engines) as chats, bars:
+    with (
+        open_flagged_sandbox(options.sandbox) as judge,
+        open_chats(sources, engines) as chats,
+        bars,
+    ):
 
         async def run() -> None:
             tree = SearchTree(
@@ -233,7 +237,7 @@ def _grow(
                 if isinstance(judge, SandboxClient):
                     await judge.close()
 
-        with service_faults(options.out):
+        with convert_service_faults(options.out):
             asyncio.run(run())
 
 
@@ -267,7 +271,7 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
             "prompt_tokens": total(s.prompt_tokens for s in scores.values()),
         }
     summary["sandbox_seconds"] = tree.sandbox_seconds
-    write_whole(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text_atomically(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")
     _show(summary["turns"], summary.get("best_of_n", {}))
     print(f"{options.out}/nodes.parquet: {len(nodes)} nodes of {summary['problems']} problems")
 

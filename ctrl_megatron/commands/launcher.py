@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import psutil
 
 from ctrl_megatron.config.environment import count_restart, make_run_key, read_launch
-from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, users_code_of
+from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, user_code_running_in
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.torch_features import torchrun_arguments
 
@@ -40,8 +40,9 @@ _SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
-class Restarts:
-    """How often the ranks of a run are started again after a failure."""
+class RestartLimit:
+    """How often in a row, without a new checkpoint, the ranks of a run are started again after a
+    failure."""
 
     most: int
     """Restarts in a row without a new checkpoint."""
@@ -58,10 +59,10 @@ class LaunchEnd:
     killed it."""
     rank: int = 0
     ran: str = ""
-    """The user's code that the rank was in (``users_code_of``)."""
+    """The user's code that the rank was in (``user_code_running_in``)."""
 
     @property
-    def restarts(self) -> bool:
+    def may_restart(self) -> bool:
         """Whether the same command may succeed if it is started again.
 
         Not after the work is done, a stop, or an error of the user's input or code. A signal that
@@ -99,7 +100,7 @@ def start_ranks(
     ranks: int,
     arguments: Sequence[str],
     *,
-    restarts: Restarts | None = None,
+    restarts: RestartLimit | None = None,
     expected: Collection[int] = (),
 ) -> int:
     """Run this program again as ``ranks`` processes under torch's launcher and return its exit
@@ -107,13 +108,13 @@ def start_ranks(
     ``expected``, or they refuse their input or were stopped.
     """
 
-    return end_code(name, lambda: _start_once(ranks, arguments), restarts, expected)
+    return run_with_restarts(name, lambda: _start_once(ranks, arguments), restarts, expected)
 
 
-def end_code(
+def run_with_restarts(
     name: str,
     once: Callable[[], LaunchEnd],
-    restarts: Restarts | None = None,
+    restarts: RestartLimit | None = None,
     expected: Collection[int] = (),
 ) -> int:
     """The exit code of the ranks that ``once`` starts and waits for, reported as in
@@ -150,14 +151,14 @@ def _exit_code(name: str, start: Callable[[], LaunchEnd], expected: Collection[i
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: Restarts) -> LaunchEnd:
+def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: RestartLimit) -> LaunchEnd:
     """Start the ranks by ``once`` until they end in a way that no restart changes, or until there
     have been too many restarts in a row.
     """
     _adopt_orphans()
     others = set(psutil.Process().children(recursive=True))
     total, in_a_row, newest = 0, 0, restarts.saved()
-    while (end := once()).restarts:
+    while (end := once()).may_restart:
         step = restarts.saved()
         in_a_row, newest = (1, step) if step > newest else (in_a_row + 1, newest)
         if in_a_row > restarts.most:
@@ -188,10 +189,10 @@ def _start_once(ranks: int, arguments: Sequence[str]) -> LaunchEnd:
     flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as under nohup
         flags += ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
-    return _torchrun([*flags, *program(), *arguments])
+    return _torchrun([*flags, *own_command(), *arguments])
 
 
-def program() -> list[str]:
+def own_command() -> list[str]:
     """This program, as arguments of Python."""
     spec = sys.modules["__main__"].__spec__  # set by python -m
     return [sys.argv[0]] if spec is None else ["-m", spec.name]
@@ -219,7 +220,7 @@ def _torchrun(words: Sequence[str]) -> LaunchEnd:
             run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return LaunchEnd(failure.exitcode, rank, users_code_of(failure.pid))
+        return LaunchEnd(failure.exitcode, rank, user_code_running_in(failure.pid))
     return LaunchEnd()
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ctrl_megatron.checkpoint.files import require_replaceable, write_whole
-from ctrl_megatron.commands.chat_flags import service_faults
+from ctrl_megatron.checkpoint.files import require_replaceable_file, write_text_atomically
+from ctrl_megatron.commands.chat_flags import convert_service_faults
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_path, new_path
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import (
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-difficulty", type=int, choices=range(5))
     parser.add_argument("--needs-reference", action="store_true")
     options = parser.parse_args(arguments)
-    with users_input("--input"):
+    with convert_input_errors("--input"):
         problems, dropped = read_published(
             options.format,
             options.input,
@@ -93,13 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no problem is left of {', '.join(map(str, options.input))} ({reasons or 'no rows'})"
         )
     # Before the check, which keeps its results beside the file.
-    require_replaceable(options.out, "", _own_file, overwrite=True)
+    require_replaceable_file(options.out, "", _own_file, overwrite=True)
     if not options.unchecked:
         kept = _checked(kept, options.out, dropped, skip=options.skip_malformed)
     lines = [json.dumps(own_record(problem), ensure_ascii=False) for problem in kept]
     text = "\n".join(lines) + "\n"
-    require_replaceable(options.out, text, _own_file, overwrite=options.overwrite)
-    write_whole(options.out, text)
+    require_replaceable_file(options.out, text, _own_file, overwrite=options.overwrite)
+    write_text_atomically(options.out, text)
     _show(options.out, len(kept), dropped)
     return 0
 
@@ -108,7 +108,7 @@ def _checked(
     problems: Sequence[Problem], out: Path, dropped: Dropped, *, skip: bool
 ) -> list[Problem]:
     """The problems on which programs can be judged. UserError for another one unless ``skip``."""
-    with service_faults(out.parent):
+    with convert_service_faults(out.parent):
         kept, left_out = checked_problems(problems, out, out.parent)
     if left_out and (not skip or not kept):
         raise UserError(
@@ -129,7 +129,7 @@ def _test_sets(given: Sequence[str], formats: Sequence[str]) -> list[Problem]:
             raise UserError(
                 f"--against: {text!r} is not FORMAT=FILE; formats are {', '.join(formats)}"
             )
-        with users_input("--against"):
+        with convert_input_errors("--against"):
             problems += read_published(kind, [Path(file)], check=False)[0]
     return problems
 

@@ -23,14 +23,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.commands.launcher import SHUTDOWN_SECONDS, LaunchEnd, Restarts, end_code, program
+from ctrl_megatron.commands.launcher import (
+    SHUTDOWN_SECONDS,
+    LaunchEnd,
+    RestartLimit,
+    own_command,
+    run_with_restarts,
+)
 from ctrl_megatron.config.environment import (
     machine_environment,
     make_run_key,
     read_ray_address,
     sent_environment,
 )
-from ctrl_megatron.errors import FAILED, STOPPED, UserError, users_code_of
+from ctrl_megatron.errors import FAILED, STOPPED, UserError, user_code_running_in
 
 _PLACED_SECONDS = 60.0
 """Seconds in which the cluster must have room for all actors."""
@@ -46,7 +52,7 @@ Said = str | LaunchEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroup:
+class MachineRanks:
     """The ranks of one machine."""
 
     first: int
@@ -56,7 +62,7 @@ class RankGroup:
     """Where rank 0 serves the store, with ``port``."""
     port: int
 
-    def environ(self, local_rank: int) -> dict[str, str]:
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
         """The variables from which a rank reads its place, as torchrun sets them."""
         return {
             "RANK": str(self.first + local_rank),
@@ -85,7 +91,7 @@ class MachineActor:
             return address, server.getsockname()[1]
 
     def run(
-        self, words: Sequence[str], folder: str, environ: Mapping[str, str], group: RankGroup
+        self, words: Sequence[str], folder: str, environ: Mapping[str, str], group: MachineRanks
     ) -> Iterator[Said]:
         """Start the ranks; yield what they print, and at last how they ended. After the first one
         that fails, the others of the machine are asked to stop, as torchrun does.
@@ -97,7 +103,7 @@ class MachineActor:
             process = subprocess.Popen(
                 words,
                 cwd=folder,
-                env={**environ, **own, **group.environ(local_rank)},
+                env={**environ, **own, **group.rank_environment(local_rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -116,7 +122,7 @@ class MachineActor:
                 open_ranks.remove(local_rank)
                 process = self._ranks[local_rank]
                 if process.returncode and not end.code:
-                    rank, ran = group.first + local_rank, users_code_of(process.pid)
+                    rank, ran = group.first + local_rank, user_code_running_in(process.pid)
                     end, deadline = (
                         LaunchEnd(process.returncode, rank, ran),
                         time.monotonic() + 30.0,
@@ -165,7 +171,7 @@ def start_on_ray(
     arguments: Sequence[str],
     *,
     gpus: int,
-    restarts: Restarts | None = None,
+    restarts: RestartLimit | None = None,
 ) -> int:
     """As ``launcher.start_ranks``, with ``ranks`` on each of ``hosts`` machines of the cluster of
     ``RAY_ADDRESS``, or of a cluster on this machine that ends with the command. An actor asks for
@@ -176,7 +182,7 @@ def start_on_ray(
         def start() -> LaunchEnd:
             return _start_once(name, hosts, ranks, gpus, arguments)
 
-        return end_code(name, start, restarts)
+        return run_with_restarts(name, start, restarts)
 
 
 @contextmanager
@@ -212,12 +218,12 @@ def _start_once(
     try:
         places = ray.get([actor.meeting_place.remote() for actor in actors])
         address, port = places[0]
-        words = [sys.executable, *program(), *arguments]
+        words = [sys.executable, *own_command(), *arguments]
         environ = sent_environment()
         make_run_key(environ)
         if ranks > 1:
             environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun
-        first = RankGroup(
+        first = MachineRanks(
             first=0, count=ranks, world_size=hosts * ranks, address=address, port=port
         )
         groups = [replace(first, first=host * ranks) for host in range(hosts)]
@@ -268,7 +274,7 @@ def _listen(
     name: str,
     where: str,
     host: int,
-    group: RankGroup,
+    group: MachineRanks,
     stream: Any,
     said: queue.SimpleQueue[tuple[int, Said]],
 ) -> None:

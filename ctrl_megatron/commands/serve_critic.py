@@ -16,10 +16,10 @@ import os
 import socket
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, sandbox_of
+from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, open_flagged_sandbox
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_file, port
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 
 
 @command("serve_critic")
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from ctrl_megatron.sandbox.access import read_token, require_safe_address
 
-    with users_input("--token-file"):
+    with convert_input_errors("--token-file"):
         token = read_token(options.token_file) if options.token_file else None
-    with users_input("--host"):
+    with convert_input_errors("--host"):
         require_safe_address(options.host, token, allow_open=options.allow_open)
     _require_free(options.host, options.port)
     _serve(options, token)
@@ -61,7 +61,7 @@ def _serve(options: argparse.Namespace, token: str | None) -> None:
     from ctrl_megatron.generation.critic_service import CriticService, serve_forever
     from ctrl_megatron.generation.sources import open_chats
 
-    with sandbox_of(options.sandbox) as judge, open_chats(sources, engines) as chats:
+    with open_flagged_sandbox(options.sandbox) as judge, open_chats(sources, engines) as chats:
         service = CriticService(
             chats["critic"],
             chats["generator"],

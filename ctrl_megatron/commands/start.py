@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from ctrl_megatron.commands.launcher import Restarts, ranks_to_start, start_ranks
+from ctrl_megatron.commands.launcher import RestartLimit, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.elastic import on_started
 from ctrl_megatron.config.environment import (
@@ -33,7 +33,7 @@ from ctrl_megatron.config.environment import (
     set_device_variables,
 )
 from ctrl_megatron.config.flags import CommandParser, count
-from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, user_fault
+from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, find_user_error
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
 warnings.filterwarnings("ignore", module=r"megatron|torch")
@@ -78,7 +78,7 @@ def command(
                     if isinstance(error, OSError) and _unread():
                         return _OUTPUT_CLOSED
                     # A signal in the middle of an import may be raised as another exception.
-                    fault = None if received else _output_fault(error) or user_fault(error)
+                    fault = None if received else _output_fault(error) or find_user_error(error)
                     if not received and fault is None:
                         try:
                             _let_rank_0_speak(launcher)
@@ -197,7 +197,7 @@ def _output_fault(error: BaseException) -> UserError | None:
         sys.stdout.flush()
     except OSError:
         _give_up_output()
-        return user_fault(error)
+        return find_user_error(error)
     return None
 
 
@@ -336,7 +336,7 @@ def _placed(config: Config) -> tuple[Config, str]:
     )
 
 
-def _restarts(config: Config, most: int) -> Restarts:
+def _restarts(config: Config, most: int) -> RestartLimit:
     """At most so many restarts in a row. UserError if a restarted run would not resume."""
     if config.trainer.resume_mode == "disable":
         raise UserError(
@@ -351,7 +351,7 @@ def _restarts(config: Config, most: int) -> Restarts:
     def saved() -> int:
         return max((one.step for one in checkpoints_in(checkpoints)), default=0)
 
-    return Restarts(most=most, saved=saved)
+    return RestartLimit(most=most, saved=saved)
 
 
 @contextmanager

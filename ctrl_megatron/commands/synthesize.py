@@ -38,13 +38,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ctrl_megatron.checkpoint.files import new_files, own_files_whole, require_own_files
+from ctrl_megatron.checkpoint.files import (
+    require_replaceable_files,
+    tool_files_unchanged,
+    tool_output_files,
+)
 from ctrl_megatron.commands.chat_flags import (
     DTYPES,
     MOST_THREADS,
     SERVERS,
     add_tensor_flag,
-    service_faults,
+    convert_service_faults,
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import (
@@ -58,7 +62,7 @@ from ctrl_megatron.config.flags import (
 )
 from ctrl_megatron.config.secrets import hide_flags
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
@@ -82,7 +86,7 @@ _ROLES = ("solver", "critic", "reviser")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, run what is left, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     options = _parse(arguments)
-    with users_input("--problems"):
+    with convert_input_errors("--problems"):
         problems = read_problems(options.problems)
     known = {problem.id for problem in problems}
     hardest = 4 if options.max_difficulty is None else options.max_difficulty
@@ -97,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if journal is None:
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
-    with service_faults(options.out):
+    with convert_service_faults(options.out):
         problems, left_out = checked_problems(problems, options.problems, options.out)
     for text in left_out:
         print(f"left out: {text}", file=sys.stderr)
@@ -106,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     attempts = [
         replace(a, problem=usable[a.problem.id]) for a in attempts if a.problem.id in usable
     ]
-    with _bars() as progress, service_faults(options.out):
+    with _bars() as progress, convert_service_faults(options.out):
         stages = SynthesisStages(
             journal=journal,
             chats={role: opener(source, engines) for role, source in sources.items()},
@@ -115,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         recipe = _recipe(options, shares)
         files = asyncio.run(make_training_files(stages, problems, attempts, dropped, recipe))
-        with new_files(options.out, FILES, _TOOL, overwrite=True) as folder:
+        with tool_output_files(options.out, FILES, _TOOL, overwrite=True) as folder:
             files.write(folder)
     counts = {"problems": {"kept": len(problems), "left out": len(left_out)}, **files.counts}
     _show(options.out, counts)
@@ -247,13 +251,13 @@ def _open_journal(
     """The journal of ``--out``; None where an earlier call has finished everything."""
     folder = options.out / _JOURNAL
     begun = folder.is_dir()
-    require_own_files(options.out, FILES, _TOOL, overwrite=options.overwrite or begun)
+    require_replaceable_files(options.out, FILES, _TOOL, overwrite=options.overwrite or begun)
     if options.overwrite:
         shutil.rmtree(folder, ignore_errors=True)
     for left in options.out.glob(f".{_TOOL}.*"):  # of a call that was killed while it wrote files
         shutil.rmtree(left)
     journal = StageJournal(folder, settings)
-    done = not options.overwrite and begun and own_files_whole(options.out, _TOOL)
+    done = not options.overwrite and begun and tool_files_unchanged(options.out, _TOOL)
     return None if done else journal
 
 

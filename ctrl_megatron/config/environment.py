@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ctrl_megatron.errors import UserError, nearest
+from ctrl_megatron.errors import UserError, nearest_name
 from ctrl_megatron.torch_features import ALLOCATOR_VARIABLES
 
 Launcher = Literal["torchrun", "slurm", "single"]
@@ -123,7 +123,7 @@ def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     """``CTRL_LOG_LEVEL``, by default WARNING; UserError for any other name with ``CTRL_``."""
     for name in environ:
         if name.startswith("CTRL_") and name not in (*_OURS, _OF_SCRIPTS, _RESTARTS, _RUN_KEY):
-            near = nearest(name, _OURS, cutoff=0.0)
+            near = nearest_name(name, _OURS, cutoff=0.0)
             raise UserError(f"unknown environment variable {name}; did you mean {near}?")
     level = environ.get("CTRL_LOG_LEVEL", "WARNING").upper()
     if level not in _LEVELS:

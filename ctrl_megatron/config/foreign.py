@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ctrl_megatron.config.keys import field_types
-from ctrl_megatron.errors import nearest
+from ctrl_megatron.errors import nearest_name
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
@@ -261,12 +261,12 @@ def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
         return foreign
     prefix, _, last = name.rpartition(".")
     siblings = list(field_types(group))
-    if near := nearest(last, siblings):
+    if near := nearest_name(last, siblings):
         candidates = [f"{prefix}.{near}" if prefix else near]
     elif last in RENAMED:  # a name without groups, as TRL has them
         return f"unknown key {name!r}: here that is {RENAMED[last]}"
     else:
-        elsewhere = nearest(last, {k.rpartition(".")[2] for k in keys})
+        elsewhere = nearest_name(last, {k.rpartition(".")[2] for k in keys})
         candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]
     where = f"{prefix} has the keys" if prefix else "the groups are"
     hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""

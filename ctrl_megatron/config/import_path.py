@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
-from ctrl_megatron.errors import UserError, line_of
+from ctrl_megatron.errors import UserError, user_line_of
 
 _SIIRL = (
     "siiRL's names are here in ctrl_megatron.pipeline (Pipeline, NodeType, DAGWorker.generate) and "
@@ -45,7 +45,7 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
     try:
         found: Any = _module_at(Path(module)) if is_file else importlib.import_module(module)
     except (ImportError, FileNotFoundError) as error:
-        line, hint = line_of(error), ""
+        line, hint = user_line_of(error), ""
         place = f" ({line})" if line else ""
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "siirl":
             hint = f"; {_SIIRL}"

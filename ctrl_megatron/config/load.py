@@ -33,7 +33,13 @@ from ctrl_megatron.config.secrets import (
     secrets_in_tree,
     shown,
 )
-from ctrl_megatron.errors import UserError, all_of, conceal, nearest, users_input
+from ctrl_megatron.errors import (
+    UserError,
+    conceal_in_user_errors,
+    convert_input_errors,
+    nearest_name,
+    raise_all,
+)
 
 _NUMBERS = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -120,7 +126,7 @@ def _at(tree: Any, name: str) -> Any:
 
 def _conceal(tree: Any) -> None:
     """Keep the secrets of ``tree`` out of messages, which have to name a server."""
-    conceal(text for text in secrets_in_tree(tree) if not _SERVER.fullmatch(text))
+    conceal_in_user_errors(text for text in secrets_in_tree(tree) if not _SERVER.fullmatch(text))
 
 
 def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:
@@ -136,7 +142,7 @@ def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:
                     remedy=f"give the value again, {name}=VALUE; {instead_of(key)}",
                 )
             )
-    all_of(problems)
+    raise_all(problems)
 
 
 @contextmanager
@@ -178,7 +184,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     except UserError:
         # Text that is not YAML has no parts of which some could be shown.
         declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
-        conceal(secrets_in(declared, value) if declared else ())
+        conceal_in_user_errors(secrets_in(declared, value) if declared else ())
         return key, read_yaml(value, f"override {text!r}")[0]
 
 
@@ -292,10 +298,10 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
         raise UserError(f"the configuration file {path} is a directory; name a file in it")
     if not path.is_file():
         names = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        near = nearest(path.name, names)
+        near = nearest_name(path.name, names)
         hint = f"; did you mean {path.parent / near}?" if near else ""
         raise UserError(f"the configuration file {path} does not exist{hint}")
-    with users_input(f"the configuration file {path}"):
+    with convert_input_errors(f"the configuration file {path}"):
         text = path.read_text(encoding="utf-8")
     tree, places = read_yaml(text, str(path))
     if tree is not None and not isinstance(tree, dict):

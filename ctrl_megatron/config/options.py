@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from ctrl_megatron.config.coerce import Place, coerce
-from ctrl_megatron.errors import UserError, all_of, did_you_mean, place_of
+from ctrl_megatron.errors import UserError, describe_location, did_you_mean, raise_all
 
 _LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -53,7 +53,7 @@ def own_options(
     was written, begins the messages about values.
     """
     options = {name: p for name, p in named_parameters(function).items() if name not in inputs}
-    any_name, who = takes_any_name(function), place_of(function)
+    any_name, who = takes_any_name(function), describe_location(function)
     before = "" if place is None else f"{place}: "
     problems, found = [], dict[str, Any]()
     for name, value in values.items():
@@ -71,7 +71,7 @@ def own_options(
     for name, parameter in options.items():
         if parameter.default is parameter.empty and name not in values:
             problems.append(UserError(f"{key}.{name} is not set; {who} requires it"))
-    all_of(problems)
+    raise_all(problems)
     return found
 
 

@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.errors import UserError, read_bytes, text_of
+from ctrl_megatron.errors import UserError, decode_text, read_bytes
 from ctrl_megatron.problems.long_integers import loads, long_integers
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -28,7 +28,7 @@ def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
         data = gzip.decompress(data) if file.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error}") from error
-    text = text_of(data, file)
+    text = decode_text(data, file)
     found = []
     # Not splitlines(): JSON strings may contain U+2028 and similar, which do not end a line.
     for number, line in enumerate(text.split("\n"), start=1):

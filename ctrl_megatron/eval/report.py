@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, ProblemResult, evaluate_turns
@@ -53,13 +53,13 @@ def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[C
         | {"json": folder / "results.json"},
     )
     lines = (json.dumps(dataclasses.asdict(p)) for p in _problems(results))
-    write_whole(folder / "problems.jsonl", "".join(f"{line}\n" for line in lines))
+    write_text_atomically(folder / "problems.jsonl", "".join(f"{line}\n" for line in lines))
     firsts = [turn for turn in evaluation.turns if turn.turn == 1]
     table = [
         {"stage": critic, **summarise([t for t in firsts if t.critic == critic])}
         for critic in dict.fromkeys(turn.critic for turn in evaluation.turns)
     ]
-    write_whole(folder / "summary.json", json.dumps({"table": table}, indent=1))
+    write_text_atomically(folder / "summary.json", json.dumps({"table": table}, indent=1))
     return results
 
 
@@ -116,9 +116,9 @@ def _write(
     }
     for critic in content["critics"]:
         del critic["per_problem"]
-    write_whole(targets["json"], json.dumps(content, indent=1) + "\n")
+    write_text_atomically(targets["json"], json.dumps(content, indent=1) + "\n")
     shown = tables(results)
-    write_whole(targets["md"], _markdown(title, evaluations, results, shown, settings))
+    write_text_atomically(targets["md"], _markdown(title, evaluations, results, shown, settings))
     page = render_evaluations(
         title,
         results,

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.pairwise import JudgedPair
 from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
@@ -216,7 +216,7 @@ def part_file(folder: Path, critic: str, seed: int, kind: str = TURNS_FOLDER) ->
 def write_part(path: Path, records: Iterable[Turn | JudgedPair]) -> None:
     """Write the file of one critic and seed, whole or not at all."""
     lines = (turn_record(r) if isinstance(r, Turn) else asdict(r) for r in records)
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def open_evaluation(
@@ -314,11 +314,11 @@ def begin_evaluation(
                 path.rename(moved)
             named = {name: old["critics"][name] for name in anew}
             text = json.dumps({**old, "critics": named}, indent=1) + "\n"
-            write_whole(aside / SETTINGS_FILE, text)
+            write_text_atomically(aside / SETTINGS_FILE, text)
     # In the order of the newest command: gains are relative to the first critic.
     named = {**critics, **{name: kept[name] for name in kept if name not in critics}}
     content = {"tool": _TOOL, "settings": dict(settings), "critics": named}
-    write_whole(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
+    write_text_atomically(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
     return aside
 
 

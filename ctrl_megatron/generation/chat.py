@@ -77,7 +77,7 @@ class DealtChat:
         params: SamplingParams,
         listener: TextListener | None = None,
     ) -> list[list[ChatAnswer]]:
-        names = params.names(len(conversations))
+        names = params.prompt_names(len(conversations))
         calls = [
             partial(self._ask, messages, replace(params, rows=(name,)), place, listener)
             for place, (name, messages) in enumerate(zip(names, conversations, strict=True))
@@ -133,7 +133,7 @@ class EngineChat:
         encoded = [self._codec.encode_chat(messages) for messages in conversations]
         room = self._longest - params.max_tokens
         asked = [place for place, prompt in enumerate(encoded) if len(prompt) <= room]
-        names = params.names(len(encoded))
+        names = params.prompt_names(len(encoded))
         params = replace(
             params,
             rows=tuple(names[place] for place in asked),

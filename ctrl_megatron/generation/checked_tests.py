@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctrl_megatron.background import awaited, gather_results, one_done
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.background import awaited, count_one_done, gather_results
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
 from ctrl_megatron.rewards.cache import fingerprint
@@ -146,7 +146,7 @@ class TestChecks:
             else:
                 self._new[check.key], folders[check.key] = found, folder_of(check.row)
             advance(done)
-            one_done()
+            count_one_done()
             if done % _SAVED_EVERY == 0:
                 self._save(folders)
 
@@ -197,7 +197,7 @@ def write_checks(file: Path, results: Mapping[str, CheckedTests]) -> None:
     ]
     body = "".join(lines)
     head = {"format": _FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()}
-    write_whole(file, json.dumps(head) + "\n" + body)
+    write_text_atomically(file, json.dumps(head) + "\n" + body)
 
 
 def _entry(line: bytes) -> tuple[str, CheckedTests]:

@@ -169,7 +169,7 @@ class OpenAIChat:
         calls = [
             partial(self._answers, messages, params, place, name, listener)
             for place, (name, messages) in enumerate(
-                zip(params.names(len(conversations)), conversations, strict=True)
+                zip(params.prompt_names(len(conversations)), conversations, strict=True)
             )
         ]
         return await gather_results(calls)

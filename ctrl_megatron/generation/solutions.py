@@ -29,7 +29,7 @@ async def first_solutions(
     """
     asked = [generation_messages(problem) for problem in problems]
     answers: dict[tuple[int, int], tuple[str, Fate]] = {}
-    rows, names = list(range(len(problems))), params.names(len(problems))
+    rows, names = list(range(len(problems))), params.prompt_names(len(problems))
     for turn in range(1 + redraws):
         # A draw depends only on its problem, its number and the round.
         seed = None if params.seed is None else params.seed + turn * _REDRAWN

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ctrl_megatron.config.environment import keep_on_loopback, read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.generation.chat import DealtChat, EngineChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.hf_config import read_shape
@@ -62,7 +62,7 @@ class EngineOptions:
 
 def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
     """Raise UserError that names ``flag`` for a source that cannot be opened."""
-    with users_input(flag):
+    with convert_input_errors(flag):
         if source.url:
             for url in source.urls:
                 OpenAIChat(url, source.model)

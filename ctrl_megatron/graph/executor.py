@@ -16,11 +16,11 @@ from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import (
     ServiceFault,
     UserError,
-    is_users,
-    is_users_mistake,
-    place_of,
-    user_fault,
-    users_code,
+    convert_user_code_errors,
+    describe_location,
+    find_user_error,
+    is_user_code_mistake,
+    is_user_defined,
 )
 from ctrl_megatron.graph.columns import taken_rows
 from ctrl_megatron.graph.declarations import OF_TOKENS
@@ -239,7 +239,7 @@ class Executor:
 def _is_users(node: Node) -> bool:
     """Whether the node's function was written outside this package."""
     function = node.executable.func if isinstance(node.executable, partial) else node.executable
-    return function is not None and is_users(function)
+    return function is not None and is_user_defined(function)
 
 
 @contextmanager
@@ -250,9 +250,11 @@ def users_node(node: Node) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if user_fault(error) or not _is_users(node) or not is_users_mistake(error):
+        if find_user_error(error) or not _is_users(node) or not is_user_code_mistake(error):
             raise
-        with users_code(f"the node {node.node_id!r} ({place_of(node.executable)}) failed"):
+        with convert_user_code_errors(
+            f"the node {node.node_id!r} ({describe_location(node.executable)}) failed"
+        ):
             raise
 
 
@@ -261,7 +263,7 @@ def check_output(node: Node, batch: TensorDict, output: object) -> None:
     of tokens with another shape than the batch's ``response_mask`` (B, R), in the output or written
     into ``batch``.
     """
-    what = f"the node {node.node_id!r} ({place_of(node.executable)})"
+    what = f"the node {node.node_id!r} ({describe_location(node.executable)})"
     if output is not None and not isinstance(output, NodeOutput):
         raise UserError(f"{what} returned {type(output).__name__}, no NodeOutput")
     merged = batch if output is None or output.batch is None else output.batch
@@ -299,13 +301,15 @@ def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
     """
     name, plugin = node.node_id, node.filter_plugin
     assert plugin is not None
-    with users_code(f"filter_plugin of the node {name!r} ({place_of(plugin)}) failed"):
+    with convert_user_code_errors(
+        f"filter_plugin of the node {name!r} ({describe_location(plugin)}) failed"
+    ):
         keep = plugin(batch)
     if not isinstance(keep, torch.Tensor) or keep.dtype != torch.bool or keep.shape != batch.shape:
         kind, shape = type(keep).__name__, tuple(getattr(keep, "shape", ()))
         raise UserError(
-            f"filter_plugin of the node {name!r} ({place_of(plugin)}) returned {kind} of shape "
-            f"{shape}",
+            f"filter_plugin of the node {name!r} ({describe_location(plugin)}) returned {kind} of "
+            f"shape {shape}",
             remedy=f"return a bool tensor of shape {tuple(batch.shape)}, True for rows to keep",
         )
     if "response_mask" not in batch:

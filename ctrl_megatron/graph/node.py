@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.options import accepted_options, named_parameters
-from ctrl_megatron.errors import UserError, place_of
+from ctrl_megatron.errors import UserError, describe_location
 from ctrl_megatron.graph.declarations import OF_MODELS, Service, node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
 
@@ -220,7 +220,8 @@ class Node(NodeLife):
             self.update_status(NodeStatus.FAILED, f"sys.exit({error.code})")
             # It would end the event loop, which also serves the engines' clients.
             raise UserError(
-                f"node {self.node_id!r}: {place_of(self.executable)} calls sys.exit({error.code})",
+                f"node {self.node_id!r}: {describe_location(self.executable)} calls "
+                f"sys.exit({error.code})",
                 remedy="raise an error instead",
             ) from error
         except BaseException as error:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from ctrl_megatron.algorithms.progress import progress_rewards
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.import_path import import_callable
-from ctrl_megatron.errors import UserError, place_of, users_code
+from ctrl_megatron.errors import UserError, convert_user_code_errors, describe_location
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import node, node_function
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
@@ -138,8 +138,8 @@ class ProgressReward:
         return NodeOutput(fields={"score": mine}, metrics=metrics)
 
     def _embedded(self, trajectories: list[str]) -> torch.Tensor:
-        who = f"the embedding {place_of(self._embedding)}"
-        with users_code(f"{who} failed"):
+        who = f"the embedding {describe_location(self._embedding)}"
+        with convert_user_code_errors(f"{who} failed"):
             embeddings = self._embedding(trajectories)
         if getattr(embeddings, "shape", (0,))[:1] != (len(trajectories),) or embeddings.dim() != 2:
             raise UserError(

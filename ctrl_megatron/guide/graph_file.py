@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.config import Config, read_yaml
-from ctrl_megatron.errors import UserError, did_you_mean, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, did_you_mean
 from ctrl_megatron.graph.graph import TaskGraph
 
 _ENTRIES = ("dag_id", "description", "global_config", "nodes")
@@ -33,7 +33,7 @@ class GraphReference:
 
 def pipeline_from_file(config: Config, *, file: str) -> TaskGraph:
     """The graph that ``file`` describes; UserError names the file and what is wrong with it."""
-    with users_input(file):
+    with convert_input_errors(file):
         text = Path(file).read_text(encoding="utf-8")
     tree, _ = read_yaml(text, file, {"!Ref": GraphReference})
     if not isinstance(tree, dict):
@@ -49,7 +49,7 @@ def pipeline_from_file(config: Config, *, file: str) -> TaskGraph:
     nodes, values = tree["nodes"], tree.get("global_config") or {}
     if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
         raise UserError("nodes must be a list of mappings", file=file)
-    with users_input(file):
+    with convert_input_errors(file):
         described = [_resolved(node, values) for node in nodes]
         return TaskGraph.load_from_config(str(tree["dag_id"]), described)
 

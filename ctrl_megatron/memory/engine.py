@@ -107,7 +107,7 @@ def _use(
     dtype = config.actor_rollout_ref.dtype_in(keys)
     tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
     given = keys.engine_kwargs.get("max_num_batched_tokens") or BATCHED_TOKENS
-    sequences = keys.max_num_seqs or ENGINES[keys.name].sequences(gpu_memory)
+    sequences = keys.max_num_seqs or ENGINES[keys.name].default_max_sequences(gpu_memory)
     tokens = max(given, sequences)
     width = 4 * shape.hidden_size + 3 * shape.widest / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ctrl_megatron.errors import UserError, read_json, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, read_json
 from ctrl_megatron.models.fp8 import SCALES, dequantise, weight_block
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import AnyShape
@@ -65,7 +65,7 @@ class SafetensorsDirectory:
 
     def _opened(self, path: Path) -> Any:
         if path.name not in self._open:
-            with users_input(), path.open("rb"):
+            with convert_input_errors(), path.open("rb"):
                 pass  # safetensors reports every failure to open a file as a missing file
             try:
                 handle = safe_open(path, framework="pt", backend=self._backend).__enter__()

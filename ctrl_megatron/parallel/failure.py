@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.background import Standstill
+from ctrl_megatron.background import StallClock
 from ctrl_megatron.errors import (
     FAILED,
     SERVICE,
@@ -31,8 +31,8 @@ from ctrl_megatron.errors import (
     WRONG_INPUT,
     ServiceFault,
     UserError,
-    user_fault,
-    users_code_of,
+    find_user_error,
+    user_code_running_in,
 )
 from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.parent_watch import process_gone
@@ -106,7 +106,7 @@ class FailureWatch:
         life meanwhile are named, with their host. Without the launcher's store nothing can be
         published.
         """
-        rank, fault, hang = self._groups.rank, user_fault(error), False
+        rank, fault, hang = self._groups.rank, find_user_error(error), False
         if fault is not None:
             cause, code = str(fault), WRONG_INPUT
         elif isinstance(error, ServiceFault):
@@ -272,7 +272,7 @@ class StuckStart:
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit, self._still, self._looks = limit, Standstill(), 0
+        self._limit, self._still, self._looks = limit, StallClock(), 0
 
     def __call__(self) -> str | None:
         """A message about the fault, or None, for ``FailureWatch.guard``."""
@@ -281,7 +281,7 @@ class StuckStart:
             inside = frame.f_code.co_filename == threading.__file__
             frame = frame.f_back if inside else None
         self._looks -= 1
-        held = self._still.seconds(self._looks if frame is None else id(frame))
+        held = self._still.seconds_unchanged(self._looks if frame is None else id(frame))
         if held < self._limit:
             return None
         return (
@@ -293,7 +293,7 @@ class StuckStart:
 def _dead_rank(local: dict[int, int]) -> str | None:
     for rank, pid in local.items():
         if process_gone(pid):
-            ran = users_code_of(pid) or ", e.g. killed by the kernel"
+            ran = user_code_running_in(pid) or ", e.g. killed by the kernel"
             return f"rank {rank} (pid {pid}) died without a word{ran}"
     return None
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ctrl_megatron.background import all_awaited
+from ctrl_megatron.background import describe_awaited
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -114,7 +114,7 @@ class WaitRules:
 
 
 def _words(what: str) -> str:
-    details = all_awaited()
+    details = describe_awaited()
     shown = "; ".join(details[:_MOST_DETAILS])
     left = f"; and {len(details) - _MOST_DETAILS} more" if len(details) > _MOST_DETAILS else ""
     return f"{what}: {shown}{left}" if details else what

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError
 
 Item = TypeVar("Item")
@@ -29,7 +29,7 @@ class StageJournal:
         file = folder / _SETTINGS
         if not file.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(settings, indent=1) + "\n")
+            write_text_atomically(file, json.dumps(settings, indent=1) + "\n")
         before = json.loads(file.read_text(encoding="utf-8"))
         differ = [n for n in (*before, *settings) if before.get(n) != settings.get(n)]
         if differ:

@@ -29,10 +29,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensordict import NonTensorStack, TensorDict
 
-from ctrl_megatron.checkpoint.files import require_space, whole_directory, write_whole
+from ctrl_megatron.checkpoint.files import (
+    atomic_directory,
+    require_free_disk_bytes,
+    write_text_atomically,
+)
 from ctrl_megatron.config import to_yaml
 from ctrl_megatron.data.rows import Row, read_rows, write_rows
-from ctrl_megatron.errors import UserError, read_json, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, read_json
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.steps.batch import join_samples, join_tensors, tensor_fields
@@ -86,20 +90,24 @@ class StepDump:
         ids = groups.from_data_ranks(texts(batch[ROW_ID]) if ROW_ID in batch else [])
         target = self._folder / f"{_PREFIX}{step}"
         if groups.is_first:
-            require_space(self._folder, sum(sizes), f"the dump of step {step}")
-        with whole_directory(target, active=groups.is_first) as work:
+            require_free_disk_bytes(self._folder, sum(sizes), f"the dump of step {step}")
+        with atomic_directory(target, active=groups.is_first) as work:
             work = Path(groups.from_first(str(work)))
             if groups.is_leader:
                 part = groups.place.dp
                 _save(kept, work / f"batch_{part:04}.safetensors")
                 lines = (json.dumps(line, ensure_ascii=False) for line in _lines(batch))
-                write_whole(work / f"texts_{part:04}.jsonl", "".join(f"{x}\n" for x in lines))
+                write_text_atomically(
+                    work / f"texts_{part:04}.jsonl", "".join(f"{x}\n" for x in lines)
+                )
             if groups.is_first:
                 known = dict.fromkeys(row_id for part in ids for row_id in part)
                 if known:
                     write_rows(work / "rows.parquet", [worker.train.row(id_) for id_ in known])
-                write_whole(work / "config.yaml", to_yaml(worker.config))
-                write_whole(work / "dump.json", json.dumps(self._facts(step, counts), indent=1))
+                write_text_atomically(work / "config.yaml", to_yaml(worker.config))
+                write_text_atomically(
+                    work / "dump.json", json.dumps(self._facts(step, counts), indent=1)
+                )
             groups.barrier()
 
     def _facts(self, step: int, counts: Sequence[int]) -> dict[str, Any]:
@@ -131,7 +139,7 @@ class StepDump:
             _save(new, target / f"updated_{part:04}.safetensors")
         groups.barrier()
         if groups.is_first:
-            write_whole(target / "metrics.json", json.dumps(dict(metrics), indent=1))
+            write_text_atomically(target / "metrics.json", json.dumps(dict(metrics), indent=1))
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -208,7 +216,7 @@ def read_dump(path: Path) -> Dump:
         raise UserError(
             f"has another format than {_FORMAT}", file=file, remedy="use the version that wrote it"
         )
-    with users_input(str(path)):
+    with convert_input_errors(str(path)):
         return _read(path, facts)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.config import Config
 from ctrl_megatron.graph.executor import Rank
 from ctrl_megatron.metrics.trace import chrome_trace
@@ -65,7 +65,7 @@ class StepProfile:
             torch.cuda.profiler.stop()
         if groups.is_first:
             trace = chrome_trace(ranks, step)
-            write_whole(self._folder / f"{name}.json", json.dumps(trace))
+            write_text_atomically(self._folder / f"{name}.json", json.dumps(trace))
         if self._torch is not None:
             self._torch.stop()
             draft = own.with_name(f".{own.name}.torch.json")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.config import Config, read_yaml, shown_dict, to_yaml
 from ctrl_megatron.config.load import by_present_names
 from ctrl_megatron.config.secrets import HIDDEN, hide_tree
@@ -68,7 +68,7 @@ class Recorder:
     def show_graph(self, graph: TaskGraph) -> None:
         """Draw the nodes of a step on the terminal, and keep them for the report."""
         if self.active:
-            write_whole(self.run_dir / FILE, json.dumps(graph_facts(graph), indent=1))
+            write_text_atomically(self.run_dir / FILE, json.dumps(graph_facts(graph), indent=1))
             for line in graph_tree(graph):
                 self.say(line)
 
@@ -176,7 +176,7 @@ def keep_config(run_dir: Path, text: str) -> list[str]:
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         number = 1 + len(list(run_dir.glob("config.*.yaml")))
         path.rename(run_dir / f"config.{number}.yaml")
-    write_whole(path, text)
+    write_text_atomically(path, text)
     return changed
 
 
@@ -218,4 +218,6 @@ def add_stage(run_dir: Path, stage: str, results: Mapping[str, float]) -> None:
     """Add a row to the run's final table; an earlier row of the same stage is replaced."""
     path, table = run_dir / _SUMMARY, stages_of(run_dir)
     table = [row for row in table if row["stage"] != stage]
-    write_whole(path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1))
+    write_text_atomically(
+        path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1)
+    )

@@ -315,7 +315,7 @@ class DeviceOwner:
 
     def close(self) -> None:
         if self._engine:
-            self._loop.run_last(self._engine.close())
+            self._loop.run_before_close(self._engine.close())
 
     def version(self, role: Role, step: int) -> str:
         """The name of the role's weights as they are now: a new one whenever they have changed.

@@ -9,7 +9,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
-from ctrl_megatron.errors import is_users
+from ctrl_megatron.errors import is_user_defined
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
 from ctrl_megatron.rewards.grading import RequestCheck, judgeable_tests
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan
@@ -74,7 +74,7 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
             names = ("run_timeout", "shared_process_graders")
             options = {name: planned.options[name] for name in names}
             check = partial(judgeable_tests, check=request, **options)
-        elif ":" in name or not is_users(get_reward(name)):
+        elif ":" in name or not is_user_defined(get_reward(name)):
             made = make_reward(name, **without_judge(name), **planned.options)
             if found := getattr(made, "check_row", None):
                 check = partial(found, check=request)

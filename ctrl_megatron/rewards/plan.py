@@ -8,7 +8,7 @@ from typing import Any
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.errors import users_input
+from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
@@ -85,7 +85,7 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
     needed = (*always, *(("critic",) if "transition" in terms else ()))
     weights = {**dict.fromkeys(needed, 0.0), **configured}
     names = sorted(weights, key=lambda name: name != "critic")
-    with users_input("reward.reward_funcs"):
+    with convert_input_errors("reward.reward_funcs"):
         return RewardPlan({name: _planned(config, name, weights[name]) for name in names})
 
 

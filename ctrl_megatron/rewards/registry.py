@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ctrl_megatron.config.import_path import import_callable
-from ctrl_megatron.errors import UserError, did_you_mean, is_users, place_of, users_code
+from ctrl_megatron.errors import (
+    UserError,
+    convert_user_code_errors,
+    describe_location,
+    did_you_mean,
+    is_user_defined,
+)
 from ctrl_megatron.rewards.code_rewards import (
     BinaryCodeReward,
     CodeFormatReward,
@@ -98,12 +104,16 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise UserError(f"reward {name!r}: {error}") from error
-    if not is_users(factory):
+    if not is_user_defined(factory):
         return factory(**options)
-    with users_code(f"reward {name!r} cannot be made by {place_of(factory)}"):
+    with convert_user_code_errors(
+        f"reward {name!r} cannot be made by {describe_location(factory)}"
+    ):
         function = factory(**options)
     if not callable(function):
-        raise UserError(f"reward {name!r}: {place_of(factory)} returned {function!r}, no function")
+        raise UserError(
+            f"reward {name!r}: {describe_location(factory)} returned {function!r}, no function"
+        )
     return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
 
 
@@ -111,7 +121,7 @@ def refuse_without_rewards(silent: Sequence[str]) -> NoReturn:
     """Raise ``UserError``: no sample of a step or a draw has a reward. ``silent`` names the reward
     functions that returned None for every sample.
     """
-    users = [n for n in silent if ":" in n or (n in _FACTORIES and is_users(_FACTORIES[n]))]
+    users = [n for n in silent if ":" in n or (n in _FACTORIES and is_user_defined(_FACTORIES[n]))]
     if users:
         raise UserError(
             f"{', '.join(users)} returned None for every item of the step",
@@ -136,6 +146,6 @@ def _imported(path: str) -> Callable[..., Any]:
     """The function at ``module:function`` or ``FILE.py:function``; a function in verl's form
     becomes a function of a list of items.
     """
-    with users_code(f"cannot import the reward {path!r}"):
+    with convert_user_code_errors(f"cannot import the reward {path!r}"):
         found = import_callable(path, "reward")
     return per_item(path, found) if is_score_function(found) else found

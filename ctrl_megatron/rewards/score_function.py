@@ -9,9 +9,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.background import gather_results, one_done
+from ctrl_megatron.background import count_one_done, gather_results
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.errors import UserError, users_code
+from ctrl_megatron.errors import UserError, convert_user_code_errors
 from ctrl_megatron.rewards.items import RewardItem, item_rows
 
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -48,9 +48,9 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     async def at_once(items: Sequence[RewardItem], **options: Any) -> list[Any]:
         async def one(item: RewardItem, values: Mapping[str, Any]) -> Any:
-            with users_code(f"reward {path!r} failed for {_name(item)}"):
+            with convert_user_code_errors(f"reward {path!r} failed for {_name(item)}"):
                 score = _score(path, await function(**values, **options), item)
-            one_done()
+            count_one_done()
             return score
 
         calls = zip(items, arguments(items), strict=True)
@@ -59,9 +59,9 @@ def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def in_turn(items: Sequence[RewardItem], **options: Any) -> list[Any]:
         scores = []
         for item, values in zip(items, arguments(items), strict=True):
-            with users_code(f"reward {path!r} failed for {_name(item)}"):
+            with convert_user_code_errors(f"reward {path!r} failed for {_name(item)}"):
                 scores.append(_score(path, function(**values, **options), item))
-            one_done()
+            count_one_done()
         return scores
 
     called = getattr(function, "__call__", None)  # noqa: B004  for callable objects

@@ -13,7 +13,7 @@ from typing import Any
 
 from ctrl_megatron.background import AbandonableCall, BackgroundLoop
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.errors import UserError, place_of, users_code
+from ctrl_megatron.errors import UserError, convert_user_code_errors, describe_location
 from ctrl_megatron.rewards.grading import RequestCheck
 from ctrl_megatron.rewards.items import RewardItem, Rewards, checked_rewards
 
@@ -37,7 +37,7 @@ class UsersReward:
         self, name: str, function: Callable[..., Any], options: Mapping[str, Any] | None = None
     ) -> None:
         self.name, self._function, self._options = name, function, dict(options or {})
-        self.place = place_of(function)
+        self.place = describe_location(function)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004  its kind is needed
         )
@@ -57,7 +57,9 @@ class UsersReward:
         """Raise ``UserError`` for a row that the function says by ``check_row`` not to reward."""
         own = getattr(self._function, "check_row", None)
         if own is not None:
-            with users_code(f"reward {self.name!r} cannot check {row.place or row.id}"):
+            with convert_user_code_errors(
+                f"reward {self.name!r} cannot check {row.place or row.id}"
+            ):
                 own(row, check)
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
@@ -78,7 +80,7 @@ class UsersReward:
         return running.result()
 
     def _call(self, items: Sequence[RewardItem]) -> Any:
-        with users_code(self._failed):
+        with convert_user_code_errors(self._failed):
             return self._function(items, **self._options)
 
     async def _rewards(
@@ -87,7 +89,7 @@ class UsersReward:
         task = asyncio.current_task()
         assert task is not None
         task.set_name(f"the reward {self.name!r}")
-        with users_code(self._failed):
+        with convert_user_code_errors(self._failed):
             if thread is None:
                 returned = await self._call(items)
             else:
@@ -104,9 +106,9 @@ class UsersReward:
     ) -> UserError:
         where = "it awaits something that does not come"
         if thread is not None and thread.alive():
-            where = f"it is at {thread.place()}"
+            where = f"it is at {thread.current_line()}"
         elif loop is not None and loop.running_task():
-            where = f"its event loop is blocked at {loop.place()}"
+            where = f"its event loop is blocked at {loop.current_line()}"
         return UserError(
             f"reward {self.name!r} ({self.place}) has not returned within {self.seconds:g} s for "
             f"{count} items: {where}",

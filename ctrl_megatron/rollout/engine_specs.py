@@ -151,7 +151,7 @@ def max_sequences(keys: EngineKeys, device: torch.device) -> int:
         return keys.max_num_seqs
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-    return ENGINES[keys.name].sequences(memory)
+    return ENGINES[keys.name].default_max_sequences(memory)
 
 
 def actor_shape(config: Config) -> AnyShape:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ctrl_megatron.background import AbandonableCall, BackgroundLoop, Standstill, awaited
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, StallClock, awaited
 from ctrl_megatron.config import Config
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost
-from ctrl_megatron.keeping import Keeper, Service, SilentService
+from ctrl_megatron.keeping import Service, ServiceKeeper, SilenceDetector
 from ctrl_megatron.metrics import Gauge
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -81,9 +81,9 @@ class Services:
         self._engines: dict[int, EngineProcess] = {}
         """This rank's engines, and its parts of engines that other hosts serve."""
         self._sandbox: SandboxService | None = None
-        self._keepers: dict[int, Keeper] = {}
+        self._keepers: dict[int, ServiceKeeper] = {}
         """Those of this rank's engines, by the engine's number."""
-        self._sandbox_keeper: Keeper | None = None
+        self._sandbox_keeper: ServiceKeeper | None = None
         self._addresses: dict[int, EngineAddress] = {}
         self._clients: dict[int, RemoteEngine] = {}
         self.sandbox_endpoint = config.sandbox.endpoint or ""
@@ -119,10 +119,10 @@ class Services:
             self._sandbox = SandboxService(self._start_sandbox)
             self._sandbox_keeper = self._kept(self._sandbox)
 
-    def _kept(self, service: Service, *, waits: bool = False) -> Keeper:
-        keeper = Keeper(service, most=self._config.trainer.service_restarts, waits=waits)
-        self._watch.guard(keeper.died)
-        self._watch.guard(keeper.hangs, hang=True)
+    def _kept(self, service: Service, *, waits: bool = False) -> ServiceKeeper:
+        keeper = ServiceKeeper(service, most=self._config.trainer.service_restarts, waits=waits)
+        self._watch.guard(keeper.final_death_message)
+        self._watch.guard(keeper.final_silence_message, hang=True)
         return keeper
 
     def _start_sandbox(self, port: int) -> EmbeddedSandbox:
@@ -181,17 +181,17 @@ class Services:
         self._watch.guard(LoopHeld(self._background, limit), hang=True)
         for number, engine in self._engines.items():
             probed = ProbedEngine(engine.connect())
-            self._keepers[number].begin(SilentService(probed, probes, limit))
+            self._keepers[number].watch(SilenceDetector(probed, probes, limit))
         if (box := self._sandbox) is not None and self._sandbox_keeper is not None:
             probed = ProbedSandbox(lambda: box.box, self.sandbox_token)
-            self._sandbox_keeper.begin(SilentService(probed, probes, limit))
+            self._sandbox_keeper.watch(SilenceDetector(probed, probes, limit))
 
     # Engines that were started again
 
     def lost(self) -> bool:
         """Whether an engine of the actor on this host is lost, or was started again and has not
         been restored yet."""
-        return any(not keeper.up or keeper.fresh for _, keeper in self._kept_engines())
+        return any(not keeper.is_up or keeper.fresh for _, keeper in self._kept_engines())
 
     async def restore(self, asleep: Collection[EngineMemory]) -> int:
         """Wait until all engines of the actor on this host run, those that are lost after a
@@ -206,26 +206,26 @@ class Services:
         served = (place.number for place in self.placement.served_on(self._groups.here))
         return {number: self._engines[number] for number in served if number in self._engines}
 
-    def _kept_engines(self) -> list[tuple[int, Keeper]]:
+    def _kept_engines(self) -> list[tuple[int, ServiceKeeper]]:
         actors = {place.number for place in self.placement.of("rollout").engines}
         return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
 
     async def _restored(
-        self, keeper: Keeper, number: int, asleep: Collection[EngineMemory]
+        self, keeper: ServiceKeeper, number: int, asleep: Collection[EngineMemory]
     ) -> bool:
         engine, before = self._engines[number].connect(), keeper.restarts
         try:
-            if keeper.up:
+            if keeper.is_up:
                 try:
                     async with asyncio.timeout(self._config.trainer.failure_timeout):
                         await engine.health()
                 except (ServiceLost, TimeoutError) as error:
                     # Something else may listen at its port, and say nothing.
-                    keeper.doubt(str(error) or "it does not answer", before)
-            if not keeper.up:
-                keeper.allow()
+                    keeper.request_restart(str(error) or "it does not answer", before)
+            if not keeper.is_up:
+                keeper.allow_restart()
             with awaited(f"the {keeper.service.name} to start again"):
-                while not keeper.up:
+                while not keeper.is_up:
                     if keeper.failure:
                         raise EngineError(keeper.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
@@ -333,16 +333,16 @@ class LoopHeld:
     """Notices a coroutine that blocks the loop of the requests to engines and sandboxes."""
 
     def __init__(self, loop: BackgroundLoop, limit: float) -> None:
-        self._loop, self._limit, self._standstill = loop, limit, Standstill()
+        self._loop, self._limit, self._standstill = loop, limit, StallClock()
 
     def __call__(self) -> str | None:
         """A message about the fault, or None, for ``FailureWatch.guard``."""
-        held = self._standstill.seconds(self._loop.turns)
+        held = self._standstill.seconds_unchanged(self._loop.turns)
         if held < self._limit:
             return None
         name = self._loop.running_task() or "a coroutine of the run"
         return (
             f"{name} has blocked the event loop of the requests to engines and sandboxes for "
             f"{held:.0f} s; let it await long work (asyncio.to_thread); it is here:\n"
-            + "".join(self._loop.stack())
+            + "".join(self._loop.stack_lines())
         )

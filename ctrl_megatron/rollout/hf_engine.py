@@ -193,7 +193,7 @@ class HfEngine:
                 ended=_passed_on(finished, number * params.n + j),
             )
             for number, (row, prompt) in enumerate(
-                zip(params.names(len(prompts)), prompts, strict=True)
+                zip(params.prompt_names(len(prompts)), prompts, strict=True)
             )
             for j in range(params.n)
         ]

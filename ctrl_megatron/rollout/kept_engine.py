@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ctrl_megatron.keeping import child_died
+from ctrl_megatron.keeping import child_death_message
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import EngineDied, EngineError
 from ctrl_megatron.rollout.launch import EngineProcess
@@ -19,9 +19,9 @@ class EngineService:
         self.stop, self.launch_again = process.stop, process.launch_again
         self.wait_ready = process.wait_ready
 
-    def died(self) -> str | None:
+    def death_message(self) -> str | None:
         process, path = self.process, self.process.address.log_path
-        return child_died(self.name, process.pid, process.alive, lambda: log_tail(path))
+        return child_death_message(self.name, process.pid, process.alive, lambda: log_tail(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class ProbedEngine:
 
     engine: RemoteEngine
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         try:
             await self.engine.health()
         except EngineDied:
@@ -44,7 +44,7 @@ class ProbedEngine:
     async def close(self) -> None:
         await self.engine.close()
 
-    def silent(self, seconds: float) -> str:
+    def silence_message(self, seconds: float) -> str:
         address = self.engine.address
         return (
             f"the rollout engine (pid {address.pid}) runs but has not answered for {seconds:.0f} "

@@ -96,7 +96,7 @@ class EnginePool:
         finished: CompletionListener | None = None,
     ) -> list[list[Completion]]:
         calls, tasks = self._calls(len(prompts), params.n), []
-        names, lost = params.names(len(prompts)), set[str]()
+        names, lost = params.prompt_names(len(prompts)), set[str]()
         try:
             async with asyncio.TaskGroup() as group:
                 for call in range(calls):

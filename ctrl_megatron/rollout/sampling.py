@@ -89,7 +89,7 @@ def check_request(
         raise ValueError(f"top_p must lie in (0, 1], got {params.top_p}")
     if params.top_k < 1 and params.top_k != -1:
         raise ValueError(f"top_k must be positive, or -1 to keep all, got {params.top_k}")
-    names = params.names(len(prompts))
+    names = params.prompt_names(len(prompts))
     if len(names) != len(prompts):
         raise ValueError(f"{len(names)} rows name {len(prompts)} prompts; give each prompt a name")
     for row, prompt in zip(names, prompts, strict=True):

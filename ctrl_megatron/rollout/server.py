@@ -301,7 +301,7 @@ def main() -> None:
     try:
         lora, part = (started["spec"].pop(name) for name in ("lora", "part"))
         spec = EngineSpec(
-            **started["spec"], lora=lora and Lora.read(lora), part=part and EnginePart(**part)
+            **started["spec"], lora=lora and Lora.from_json(lora), part=part and EnginePart(**part)
         )
         asyncio.run(serve_engine(spec, started["token"], arguments.ready_fd))
     except Exception:

@@ -246,7 +246,7 @@ class SglangEngine:
         base = self._unseeded.getrandbits(63) if params.seed is None else params.seed
         asked = [
             (prompt, sglang_params(params, stream_seed(base, row, sample)))
-            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
+            for row, prompt in zip(params.prompt_names(len(prompts)), prompts, strict=True)
             for sample in range(params.n)
         ]
         if not asked:

@@ -216,7 +216,7 @@ class VllmEngine:
                 finished(place, completion)
             return completion
 
-        names = params.names(len(prompts))
+        names = params.prompt_names(len(prompts))
         draws = [
             partial(draw, prompt, row, sample, number * params.n + sample)
             for number, (row, prompt) in enumerate(zip(names, prompts, strict=True))

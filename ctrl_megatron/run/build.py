@@ -14,7 +14,7 @@ from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import users_input
+from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_shape
@@ -232,7 +232,7 @@ def build_proxy(
         return None
     proxy = config.actor_rollout_ref.proxy
     if proxy.kind == "api":
-        with users_input("actor_rollout_ref.proxy.api.cache_path"):
+        with convert_input_errors("actor_rollout_ref.proxy.api.cache_path"):
             cache = answer_cache(proxy.api.cache_path)
         servers, extra = proxy_servers(proxy.api), proxy.api.extra_body
         return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
@@ -257,7 +257,7 @@ def build_proxy(
 def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
     """A client of every configured server, by its address; they share the budget of tokens."""
     budget = None if keys.token_budget is None else TokenBudget(keys.token_budget)
-    with users_input("actor_rollout_ref.proxy.api"):
+    with convert_input_errors("actor_rollout_ref.proxy.api"):
         return {
             url: OpenAIChat(
                 url,

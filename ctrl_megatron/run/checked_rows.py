@@ -81,7 +81,7 @@ def _begun(run: Session, checks: TestChecks, stack: ExitStack) -> Future[None]:
         endpoint = sandbox.endpoint
     judge = code_judge(config, endpoint, token)
     assert isinstance(judge, SandboxClient)
-    stack.callback(lambda: run.background.run_last(judge.close()))
+    stack.callback(lambda: run.background.run_before_close(judge.close()))
     advance = stack.enter_context(work_bar(_WHAT, len(checks.missing)))
 
     async def make() -> None:

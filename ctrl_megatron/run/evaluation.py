@@ -14,7 +14,7 @@ from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.secrets import hide_credentials
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, check_together, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, run_all_checks
 from ctrl_megatron.eval.pairwise import ResponsePair, read_response_pairs
 from ctrl_megatron.eval.transcripts import (
     PAIRS_FOLDER,
@@ -66,7 +66,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     out, settings = Path(config.trainer.run_dir), settings_of(config, job)
     critics = {name: _weights(path) for name, path in job.critics.items()}
     anew = open_evaluation(out, settings, critics, overwrite=job.overwrite)
-    with users_input("--out"):
+    with convert_input_errors("--out"):
         check_run_directory(out, "--out")
     rewards, pairs = plan_rewards(config, ("critic",)), []
     inputs = read_inputs(config, rewards, trains=False, revises=True)
@@ -150,7 +150,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
         )
     others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
     rollout = config.actor_rollout_ref.rollout
-    check_together(
+    run_all_checks(
         lambda: check_model_files(config, "rl", others),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
@@ -186,7 +186,7 @@ def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
 
 
 def _file(path: Path) -> dict[str, str]:
-    with users_input():
+    with convert_input_errors():
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return {"path": str(path), "digest": digest}
 
@@ -248,7 +248,7 @@ def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str,
 
 
 def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponsePair]:
-    with users_input("--pairs"):
+    with convert_input_errors("--pairs"):
         pairs, longest = read_response_pairs(path), config.data.max_prompt_length
         for pair in pairs:
             tokens = max(

@@ -17,7 +17,7 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.record.recorder import config_changes, stages_of
@@ -78,7 +78,7 @@ def is_finished(
     """
     trainer, run_dir = config.trainer, Path(config.trainer.run_dir)
     store = CheckpointStore(run_dir / "checkpoints", keep=-1, side_files=run_dir)
-    checkpoint = store.find(trainer.resume_mode, models)
+    checkpoint = store.find_undamaged(trainer.resume_mode, models)
     if checkpoint is None or checkpoint.step < steps:
         return False
     stages = {None, *(row["stage"] for row in stages_of(run_dir))}
@@ -244,7 +244,7 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     kept = data.val_files if validates else ()
     for key, files in (("data.train_files", data.train_files), ("data.val_files", kept)):
         if files:
-            with users_input(key):
+            with convert_input_errors(key):
                 file_rows = read_rows(
                     files, prompt_key=data.prompt_key, check=check, left_out=left_out
                 )
@@ -324,7 +324,7 @@ def _table(
     check: Callable[[Row], object] | None = None,
 ) -> PromptTable:
     data = config.data
-    with users_input(key):
+    with convert_input_errors(key):
         return load_prompt_table(
             files,
             codec,

@@ -150,7 +150,7 @@ class TrainingLoop:
         for remark in loaded.remarks if loaded else ():
             self.recorder.say(f"warning: {remark}")
         checkpoint = loaded.checkpoint if loaded else None
-        left = self.store.begin(mode, checkpoint) if first else []
+        left = self.store.set_aside_later(mode, checkpoint) if first else []
         if left:
             names = ", ".join(path.name for path in left)
             self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
@@ -190,7 +190,7 @@ class TrainingLoop:
                     f"{schedule.total_epochs} epochs of rows are drawn after step {worker.step}"
                 )
             self._validate(f"after {schedule.stage}")
-            self._report_save(self.store.wait())
+            self._report_save(self.store.wait_for_save())
             self.link.synchronize()
         except ServiceFault as why:
             if not self.link.propagate(why, changed=executor.weights_changed):
@@ -208,7 +208,7 @@ class TrainingLoop:
         """Save the state after the last finished step, unless it is saved already."""
         if self._saved != self.worker.step:
             self._save()
-        self._report_save(self.store.wait())
+        self._report_save(self.store.wait_for_save())
 
     def _is_over(self) -> bool:
         """Whether the last step is done, or the rows of all epochs have been drawn."""
@@ -270,7 +270,7 @@ class TrainingLoop:
         metrics |= self.constant_metrics
         for policy, (agent, own_batch) in enumerate(own_batches):
             metrics |= prefixed(report.metrics(agent, own_batch), policy)
-        self._report_save(self.store.take_report())
+        self._report_save(self.store.take_save_report())
         metrics |= self._metrics
         self._metrics = {}
         examples = [
@@ -355,10 +355,10 @@ class TrainingLoop:
                 **state,
                 **{name: part.state_dict() for name, part in self.optional_state.items()},
             }
-            self._report_save(self.store.wait())
+            self._report_save(self.store.wait_for_save())
             self.store.save(self._saved_models, self.worker.step, state)
         self._saved = self.worker.step
-        self._report_save(self.store.take_report())
+        self._report_save(self.store.take_save_report())
 
     def _report_save(self, saved: SaveReport | None) -> None:
         if saved is not None:
@@ -368,7 +368,7 @@ class TrainingLoop:
     def _export(self) -> None:
         with self.worker.timeline.phase("save_hf"):
             models = {n: m for agent in self.worker.agents for n, m in agent.trained.items()}
-            path = self.store.export(models, self.worker.step)
+            path = self.store.export_hf(models, self.worker.step)
         self.recorder.say(f"wrote {path}")
 
     def _validate(self, stage: str) -> None:

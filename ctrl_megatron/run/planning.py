@@ -9,11 +9,11 @@ from ctrl_megatron.checkpoint.store import (
     REFERENCE_FOLDER,
     VALUE_FOLDER,
     CheckpointStore,
-    read_state,
+    read_trainer_state,
 )
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
-from ctrl_megatron.errors import users_input
+from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.resharding.device import AGENTS, Role
 from ctrl_megatron.run.build import row_sampler, total_steps
 
@@ -55,11 +55,11 @@ def planned_steps(config: Config, train: PromptTable) -> int:
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
     models = saved_folders(config)
-    checkpoint = None if epochs is None else store.find(trainer.resume_mode, models)
+    checkpoint = None if epochs is None else store.find_undamaged(trainer.resume_mode, models)
     if epochs is None or checkpoint is None:
         return steps
-    with users_input():
-        state = read_state(checkpoint, models, ("sampler", *saved_parts(config)))
+    with convert_input_errors():
+        state = read_trainer_state(checkpoint, models, ("sampler", *saved_parts(config)))
         sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
     through = sampler.is_through(epochs, config.gen_batch_size)

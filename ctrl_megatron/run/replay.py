@@ -18,7 +18,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
 from ctrl_megatron.config import Config
@@ -106,7 +106,7 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
         return Start()
     folder = dump.run_dir / "checkpoints"
     store = CheckpointStore(folder, keep=-1, side_files=folder)
-    known = {one.step: one for one in store.all()} if folder.is_dir() else {}
+    known = {one.step: one for one in store.finished_checkpoints()} if folder.is_dir() else {}
     if before in known:
         return Start(checkpoint=known[before])
     possible = ", ".join(str(step + 1) for step in (0, *known))
@@ -145,7 +145,7 @@ def replay_update(
         )
         if run.groups.is_first:
             path = Path(config.trainer.run_dir) / RESULT
-            write_whole(path, json.dumps(comparison.record(), indent=1))
+            write_text_atomically(path, json.dumps(comparison.record(), indent=1))
         comparisons.append(comparison)
         worker.close()
         run.watch.stop_watching_others()

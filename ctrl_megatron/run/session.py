@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.checkpoint.run_directory import RunLock, removed_directory_error, require_shared
+from ctrl_megatron.checkpoint.run_directory import (
+    RunLock,
+    removed_directory_error,
+    require_shared_directory,
+)
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restarts
-from ctrl_megatron.errors import FAILED, STOPPED, note_users_code
+from ctrl_megatron.errors import FAILED, STOPPED, record_running_user_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
 from ctrl_megatron.parallel.failure import FailureWatch, StuckStart
@@ -112,7 +116,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
     """
     keep_going_unread()
     stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
-    at_end = [note_users_code()]
+    at_end = [record_running_user_code()]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:
@@ -141,9 +145,9 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
         try:
             lock = RunLock(run_dir)
             if everyone.is_first:
-                at_end.append(lock.take().release)
-                watch.guard(lock.lost)
-            require_shared(run_dir, everyone.from_first(lock.holder))
+                at_end.append(lock.acquire().release)
+                watch.guard(lock.lost_error)
+            require_shared_directory(run_dir, everyone.from_first(lock.holder))
             served = serve_metrics(config, stop, watch) if everyone.is_first else None
             if served is not None:
                 at_end.append(served.close)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields, replace
 
 from ctrl_megatron.config.flags import CommandParser, given_file, new_path, number, port, whole
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.problems.long_integers import INTEGER_DIGITS
 from ctrl_megatron.sandbox.access import read_token
 from ctrl_megatron.sandbox.cores import usable_cores
@@ -28,12 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        with users_input("--limits"):
+        with convert_input_errors("--limits"):
             limits = _limits(options.limits)
         if options.problem_seconds is not None:
-            with users_input("--problem-seconds"):
+            with convert_input_errors("--problem-seconds"):
                 limits = replace(limits, problem_seconds=options.problem_seconds)
-        with users_input("--token-file"):
+        with convert_input_errors("--token-file"):
             token = read_token(options.token_file) if options.token_file else None
         if not (os.path.isfile(options.python) and os.access(options.python, os.X_OK)):
             raise UserError(f"--python {options.python} is no program that can be run")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.keeping import child_died
+from ctrl_megatron.keeping import child_death_message
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError, SandboxLimits
 
 
@@ -28,8 +28,8 @@ class SandboxService:
     def __init__(self, start: Callable[[int], EmbeddedSandbox]) -> None:
         self._start, self._port, self.box = start, 0, start(0)
 
-    def died(self) -> str | None:
-        return child_died(self.name, self.box.pid, self.box.alive, self.box.log)
+    def death_message(self) -> str | None:
+        return child_death_message(self.name, self.box.pid, self.box.alive, self.box.log)
 
     def stop(self) -> None:
         self.box.stop(_DRAIN_SECONDS)
@@ -49,7 +49,7 @@ class ProbedSandbox:
     def __init__(self, box: Callable[[], EmbeddedSandbox], token: str | None) -> None:
         self._box, self._client = box, SandboxClient(box().endpoint, token=token, attempts=1)
 
-    async def answers(self) -> bool:
+    async def is_answering(self) -> bool:
         try:
             await self._client.ping()
         except SandboxError:
@@ -59,7 +59,7 @@ class ProbedSandbox:
     async def close(self) -> None:
         await self._client.close()
 
-    def silent(self, seconds: float) -> str:
+    def silence_message(self, seconds: float) -> str:
         box = self._box()
         words = box.log().strip() or "(none)"
         return (

@@ -11,7 +11,7 @@ from ctrl_megatron.checkpoint.store import POLICY_FOLDER, CheckpointStore
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, check_together, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, run_all_checks
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.waiting import WaitRules
@@ -43,10 +43,10 @@ def train_sft(config: Config) -> bool:
     check_sft(config)
     finished = False
     codec, given, kept = check_sft_rows(config)
-    with users_input("sft.train_files"):
+    with convert_input_errors("sft.train_files"):
         examples, dropped = tokenise(codec, given, config)
         steps = sft_total_steps(config, len(examples))
-    with users_input("sft.val_files"):
+    with convert_input_errors("sft.val_files"):
         held_out, _ = tokenise(codec, kept, config)
     models, stage = (POLICY_FOLDER,), "after SFT" if held_out else None
     if is_finished(config, steps, models=models, stage=stage, files=("hf",)):
@@ -128,7 +128,7 @@ def train_sft(config: Config) -> bool:
 
 def check_sft(config: Config) -> None:
     """Raise UserError, one line per problem, for wrong input of a run other than its rows."""
-    check_together(
+    run_all_checks(
         lambda: check_model_files(config, "sft"),
         lambda: _check_canvas(config),
         lambda: check_tokenizers(config, "sft"),
@@ -154,10 +154,10 @@ def _check_canvas(config: Config) -> None:
 def check_sft_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
     """The tokenizer, training and validation examples. Raises UserError for unusable ones."""
     codec = check_tokenizer(config)
-    with users_input("sft.train_files"):
+    with convert_input_errors("sft.train_files"):
         train = read_examples(config.sft.train_files)
         sft_total_steps(config, len(train))
-    with users_input("sft.val_files"):
+    with convert_input_errors("sft.val_files"):
         return codec, train, read_examples(config.sft.val_files)
 
 

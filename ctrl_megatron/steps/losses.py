@@ -28,7 +28,12 @@ from ctrl_megatron.algorithms import (
 from ctrl_megatron.algorithms.registry import LossScalars
 from ctrl_megatron.config import Actor
 from ctrl_megatron.config.options import accepted_options, own_options
-from ctrl_megatron.errors import UserError, is_users, place_of, users_code
+from ctrl_megatron.errors import (
+    UserError,
+    convert_user_code_errors,
+    describe_location,
+    is_user_defined,
+)
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -54,7 +59,7 @@ class ActorLoss:
             "actor_rollout_ref.actor.policy_loss_options",
             inputs=LOSS_INPUTS,
         )
-        self._who = f"policy loss {actor.policy_loss!r} ({place_of(self._function)})"
+        self._who = f"policy loss {actor.policy_loss!r} ({describe_location(self._function)})"
 
     @staticmethod
     def check(batch: TensorDict) -> None:
@@ -85,7 +90,7 @@ class ActorLoss:
             "selected": rows.get("selected"),
             **self._options,
         }
-        if is_users(self._function):
+        if is_user_defined(self._function):
             terms = self._checked(offered)
         else:
             terms = self._function(**accepted_options(self._function, offered))
@@ -118,7 +123,7 @@ class ActorLoss:
             # A mean over no token is not a number.
             zero = torch.where(mask.bool(), log_prob, log_prob.new_zeros(())).sum()
             return zero, zero, zero, zero
-        with users_code(f"{self._who} failed"):
+        with convert_user_code_errors(f"{self._who} failed"):
             found = self._function(**accepted_options(self._function, offered))
             return checked_loss(self._who, found, mask, self._actor.loss_agg_mode)
 

@@ -231,13 +231,13 @@ class RolloutWorker:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.background.run_last(self.engine.close())
+            self.background.run_before_close(self.engine.close())
         if self.proxy is not None and self.groups.is_leader:
-            self.background.run_last(self.proxy.close())
+            self.background.run_before_close(self.proxy.close())
         if self.owner is not None:
             self.owner.close()
         if self.rewards is not None:
-            self.background.run_last(self.rewards.close())
+            self.background.run_before_close(self.rewards.close())
         self.background.close()
 
 

@@ -26,7 +26,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ctrl_megatron.checkpoint.files import new_files, require_own_files
+from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count, given_file, new_path, share
 from ctrl_megatron.data.rows import row_of, write_rows
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    require_own_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
+    require_replaceable_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
     fits = fitting(TextCodec(options.tokenizer), options.longest_prompt, options.longest_program)
     programs = read_programs(options.solutions, options.humanevalpack)
     print("left out: " + ", ".join(f"{n} {why}" for why, n in programs.dropped.counts().items()))
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         "bland": {row.id: BLAND for name in _TESTS for row in rows[name]},
     }
-    with new_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
+    with tool_output_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
         write_examples(folder / "critic_sft.parquet", said)
         write_examples(folder / "proxy_sft.parquet", follow)
         for name, found in rows.items():

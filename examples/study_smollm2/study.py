@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.data.rows import read_rows
@@ -308,7 +308,7 @@ def _feedback(test: TestSet, product: Path) -> None:
         return [json.dumps({"id": name, "critique": text}) + "\n" for name, text in said]
 
     with EmbeddedSandbox.start() as sandbox:
-        write_whole(product, "".join(asyncio.run(judge(sandbox.endpoint))))
+        write_text_atomically(product, "".join(asyncio.run(judge(sandbox.endpoint))))
 
 
 def _measure(
@@ -389,7 +389,7 @@ def _keep_curve(run: str, product: Path) -> None:
             for step, value in points:
                 steps.setdefault(step, {"step": step})[name] = value
     lines = [json.dumps(steps[step]) + "\n" for step in sorted(steps)]
-    write_whole(product, "".join(lines))
+    write_text_atomically(product, "".join(lines))
 
 
 # The command

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.json_lines import read_placed_lines
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.measures import pass_at_k
@@ -727,7 +727,9 @@ def _draw_curves(folder: Path, out: Path) -> None:
     for name, metric, over, label in drawn:
         curves, bands = kept_curves(folder, metric, over)
         if curves:
-            write_whole(out / f"{name}.svg", curve_svg(curves, bands=bands, x_label=label))
+            write_text_atomically(
+                out / f"{name}.svg", curve_svg(curves, bands=bands, x_label=label)
+            )
 
 
 def write_tables(folder: Path, out: Path) -> None:
@@ -751,4 +753,4 @@ def write_tables(folder: Path, out: Path) -> None:
     )
     parts += [part for make in makers if (part := make(folder))]
     _draw_curves(folder, out)
-    write_whole(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))
+    write_text_atomically(out / "tables.md", "# Tables of the study\n\n" + "\n".join(parts))

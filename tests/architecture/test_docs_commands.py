@@ -110,7 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for place in (
         *(
             "ctrl_megatron.commands.synthesize.make_training_files",
-            "ctrl_megatron.commands.prepare_data.write_whole",
+            "ctrl_megatron.commands.prepare_data.write_text_atomically",
         ),
         *("tools.prepare_smollm2.convert", "ctrl_megatron.sandbox.__main__.serve_sandbox"),
     ):

@@ -18,14 +18,14 @@ from byte_tokenizer import save_tokenizer
 from test_conversion import write_hf
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
-from ctrl_megatron.checkpoint.files import whole_directory, write_whole
+from ctrl_megatron.checkpoint.files import atomic_directory, write_text_atomically
 from ctrl_megatron.checkpoint.hashes import hash_file
-from ctrl_megatron.checkpoint.hf import copy_side_files, name_turn_end
+from ctrl_megatron.checkpoint.hf import add_turn_end_to_generation_config, copy_side_files
 from ctrl_megatron.checkpoint.manifest import MARKER, TRAINER, DamagedFiles, _seal, write_manifest
 from ctrl_megatron.checkpoint.sharded import TensorParts, save_tensors
 from ctrl_megatron.checkpoint.store import STATE_FILE, Checkpoint, CheckpointStore
 from ctrl_megatron.data.tokens import tokenizer_parts
-from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.errors import UserError, find_user_error
 
 
 def names(folder: Path) -> list[str]:
@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_directory_appears_when_its_block_ends(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "target"
-    with whole_directory(target) as work:
+    with atomic_directory(target) as work:
         (work / "file").write_text("new")
         assert not target.exists() and work.parent == target.parent
     assert (target / "file").read_text() == "new" and names(target.parent) == ["target"]
@@ -44,7 +44,7 @@ def test_a_directory_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "old").touch()
-    with whole_directory(target) as work:
+    with atomic_directory(target) as work:
         (work / "new").touch()
     assert names(target) == ["new"] and names(tmp_path) == ["target"]
 
@@ -54,22 +54,22 @@ def test_a_failed_block_changes_nothing(tmp_path: Path, error: type[BaseExceptio
     target = tmp_path / "target"
     target.mkdir()
     (target / "old").touch()
-    with pytest.raises(error), whole_directory(target) as work:
+    with pytest.raises(error), atomic_directory(target) as work:
         (work / "half").touch()
         raise error
     assert names(target) == ["old"] and names(tmp_path) == ["target"]
 
 
 def test_ranks_that_do_not_write_only_learn_the_target(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "target", active=False) as work:
+    with atomic_directory(tmp_path / "target", active=False) as work:
         assert work == tmp_path / "target"
     assert names(tmp_path) == []
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
-    write_whole(path, "one")
-    write_whole(path, "two")
+    write_text_atomically(path, "one")
+    write_text_atomically(path, "two")
     assert path.read_text() == "two" and names(path.parent) == ["file"]
 
 
@@ -84,65 +84,65 @@ def test_the_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
     store = store_with(
         tmp_path, "global_step_9", "global_step_10", ".global_step_11.4f3a", "global_step_x"
     )
-    assert [c.step for c in store.all()] == [9, 10]
+    assert [c.step for c in store.finished_checkpoints()] == [9, 10]
     newest = Checkpoint(path=tmp_path / "global_step_10", step=10)
-    assert store.find("auto") == newest
-    assert store.find("disable") is None
+    assert store.find_undamaged("auto") == newest
+    assert store.find_undamaged("disable") is None
     nine = Checkpoint(path=tmp_path / "global_step_9", step=9)
-    assert store.find(str(tmp_path / "global_step_9")) == nine
+    assert store.find_undamaged(str(tmp_path / "global_step_9")) == nine
 
 
 def steps_of(store: CheckpointStore) -> list[int]:
-    return [checkpoint.step for checkpoint in store.all()]
+    return [checkpoint.step for checkpoint in store.finished_checkpoints()]
 
 
 def test_a_run_that_goes_back_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     store = store_with(tmp_path / "runs", *(f"global_step_{n}" for n in (2, 5, 6)))
     back = str(tmp_path / "runs/global_step_2")
-    left = store.begin(back, store.find(back))
+    left = store.set_aside_later(back, store.find_undamaged(back))
     assert [path.name for path in left] == ["global_step_5", "global_step_6"]
     assert all((path / STATE_FILE).is_file() for path in left)
     assert steps_of(store) == [2]
     # The same command continues after a stop and leaves no temporary file.
     store_with(tmp_path / "runs", "global_step_3")
-    again = store.find(back)
+    again = store.find_undamaged(back)
     assert again is not None and again.step == 3
-    assert store.begin(back, again) == [] and steps_of(store) == [2, 3]
+    assert store.set_aside_later(back, again) == [] and steps_of(store) == [2, 3]
 
 
 def test_a_run_that_was_begun_elsewhere_goes_on_here(tmp_path: Path) -> None:
     store_with(tmp_path / "kept", "global_step_2")
     store, origin = store_with(tmp_path / "runs"), str(tmp_path / "kept/global_step_2")
-    assert store.begin(origin, store.find(origin)) == []
+    assert store.set_aside_later(origin, store.find_undamaged(origin)) == []
     store_with(tmp_path / "runs", "global_step_3")
-    found = store.find(origin)
+    found = store.find_undamaged(origin)
     assert found is not None and found.path == tmp_path / "runs/global_step_3"
     other = store_with(tmp_path / "kept", "global_step_1") and tmp_path / "kept/global_step_1"
-    elsewhere = store.find(str(other))
+    elsewhere = store.find_undamaged(str(other))
     assert elsewhere is not None and elsewhere.path == other
-    assert [path.name for path in store.begin(str(other), elsewhere)] == ["global_step_3"]
+    assert [path.name for path in store.set_aside_later(str(other), elsewhere)] == ["global_step_3"]
 
 
 def test_what_lay_there_before_is_not_what_the_run_has_saved(tmp_path: Path) -> None:
     store_with(tmp_path / "kept", "global_step_2")
     store, origin = store_with(tmp_path / "runs", "global_step_1"), tmp_path / "kept/global_step_2"
     found = Checkpoint(path=origin, step=2)
-    assert store.find(str(origin)) == found
-    assert store.begin(str(origin), found) == []
+    assert store.find_undamaged(str(origin)) == found
+    assert store.set_aside_later(str(origin), found) == []
     # Stopped before it has saved.
-    assert store.find(str(origin)) == found
+    assert store.find_undamaged(str(origin)) == found
 
 
 def test_a_run_that_starts_over_sets_all_aside_and_replaces_what_lay_there(tmp_path: Path) -> None:
     store = store_with(tmp_path, "global_step_1", "abandoned/global_step_1")
     (tmp_path / "abandoned/global_step_1/old").touch()
-    assert store.begin("disable", None) == [tmp_path / "abandoned/global_step_1"]
+    assert store.set_aside_later("disable", None) == [tmp_path / "abandoned/global_step_1"]
     assert steps_of(store) == [] and names(tmp_path / "abandoned/global_step_1") == [STATE_FILE]
 
 
 def test_without_a_checkpoint_a_run_starts_over(tmp_path: Path) -> None:
     store = store_with(tmp_path / "never made")
-    assert store.all() == [] and store.find("auto") is None
+    assert store.finished_checkpoints() == [] and store.find_undamaged("auto") is None
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +202,11 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
         shutil.copytree(whole, runs / f"global_step_{step}")
     damage(runs / "global_step_3")
     store = CheckpointStore(runs, keep=2, side_files=runs)
-    found = store.find("auto", ("policy",))
+    found = store.find_undamaged("auto", ("policy",))
     assert found is not None and found.step == 2
     shutil.rmtree(runs / "global_step_2")
     with pytest.raises(DamagedFiles, match=re.escape(said)):
-        store.find("auto", ("policy",))
+        store.find_undamaged("auto", ("policy",))
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
@@ -235,7 +235,7 @@ def test_what_cannot_be_read_now_is_no_damage(
     monkeypatch.setattr("builtins.open", refusing(open))
     store = CheckpointStore(runs, keep=2, side_files=runs)
     with pytest.raises(UserError, match="cannot be read now") as caught:
-        store.find("auto", ("policy",))
+        store.find_undamaged("auto", ("policy",))
     assert not isinstance(caught.value, DamagedFiles) and shut in str(caught.value)
 
 
@@ -243,7 +243,7 @@ def test_only_numbers_are_steps(tmp_path: Path) -> None:
     store = store_with(tmp_path, "global_step_2", "global_step_²", "global_step_٣")
     assert steps_of(store) == [2]
     with pytest.raises(UserError, match="is not a checkpoint"):
-        store.find(str(tmp_path / "global_step_²"))
+        store.find_undamaged(str(tmp_path / "global_step_²"))
 
 
 def test_a_full_disk_is_named_by_whoever_writes(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_full_disk_is_named_by_whoever_writes(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         save_tensors(tensors, tmp_path / "full", None)
     assert caught.value.errno == errno.ENOSPC
-    assert str(user_fault(caught.value)).startswith(
+    assert str(find_user_error(caught.value)).startswith(
         f"the disk of {tmp_path / 'full' / name} is full"
     )
 
@@ -267,7 +267,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> N
     store = store_with(tmp_path / "run", "somewhere_else")
     (tmp_path / "run" / "global_step_3").mkdir()
     with pytest.raises(ValueError, match=r"trainer\.resume_mode=.* is not a checkpoint"):
-        store.find(str(tmp_path / "run" / name))
+        store.find_undamaged(str(tmp_path / "run" / name))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_an_export_names_the_token_that_ends_a_turn(
     folder.mkdir()
     copy_side_files(source, folder)
     parts = tokenizer_parts(folder)
-    name_turn_end(folder)
+    add_turn_end_to_generation_config(folder)
     assert tokenizer_parts(folder) == parts
     found = json.loads((folder / "generation_config.json").read_text())
     assert found == {**named.get("generation_config.json", {}), "eos_token_id": written}

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
-from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
+from ctrl_megatron.checkpoint.diffusion_start import hf_to_masked_diffusion
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.shape import MaskedDiffusion
@@ -84,7 +84,7 @@ def test_the_start_computes_what_the_model_does_with_a_full_mask(
 def test_a_mask_token_that_is_there_keeps_its_row(tmp_path: Path) -> None:
     names = [*NAMES[:3], "<mask>", *NAMES[4:]]
     write(tmp_path / "hf", "qwen2", WORDS, names)
-    shape = make_diffusion_start(tmp_path / "hf", tmp_path / "out", mask_token="<mask>")
+    shape = hf_to_masked_diffusion(tmp_path / "hf", tmp_path / "out", mask_token="<mask>")
     assert shape.diffusion == MaskedDiffusion(mask_token=3, shifted=True)
     left, right = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("hf", "out"))
     assert left.keys() == right.keys()
@@ -94,13 +94,13 @@ def test_a_mask_token_that_is_there_keeps_its_row(tmp_path: Path) -> None:
 def test_what_cannot_become_one_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "hf", "qwen2", WORDS, NAMES)
     out = tmp_path / "out"
-    make_diffusion_start(tmp_path / "hf", out, mask_token="<m>")
+    hf_to_masked_diffusion(tmp_path / "hf", out, mask_token="<m>")
     with pytest.raises(UserError, match=r"of the Dream family; .* llama and qwen2"):
-        make_diffusion_start(out, tmp_path / "again", mask_token="<m>")
+        hf_to_masked_diffusion(out, tmp_path / "again", mask_token="<m>")
     with pytest.raises(UserError, match="out"):
-        make_diffusion_start(tmp_path / "hf", out, mask_token="<m>")
+        hf_to_masked_diffusion(tmp_path / "hf", out, mask_token="<m>")
     (tmp_path / "hf/tokenizer.json").unlink()
     (tmp_path / "hf/tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="holds no tokenizer"):
-        make_diffusion_start(tmp_path / "hf", tmp_path / "new", mask_token="<m>")
+        hf_to_masked_diffusion(tmp_path / "hf", tmp_path / "new", mask_token="<m>")
     assert not (tmp_path / "new").exists()

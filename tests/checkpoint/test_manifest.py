@@ -16,12 +16,12 @@ from test_conversion import write_hf
 
 from ctrl_megatron.checkpoint import hashes
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from ctrl_megatron.checkpoint.hashes import HashedFile, hash_file
+from ctrl_megatron.checkpoint.hashes import HashingFile, hash_file
 from ctrl_megatron.checkpoint.manifest import (
     MARKER,
     DamagedFiles,
-    in_shares,
-    verify,
+    split_by_bytes,
+    verify_manifest,
     write_manifest,
 )
 from ctrl_megatron.commands import check_checkpoint
@@ -34,7 +34,7 @@ def test_a_file_is_hashed_as_it_is_written(
     monkeypatch.setattr(hashes, "_ASIDE", aside)
     draw = random.Random(aside)
     parts = [draw.randbytes(draw.choice((0, 1, 70, 5000, 1 << 19))) for _ in range(40)]
-    with ThreadPoolExecutor(1) as pool, HashedFile(tmp_path / "file", pool) as file:
+    with ThreadPoolExecutor(1) as pool, HashingFile(tmp_path / "file", pool) as file:
         for part in parts:
             reused = bytearray(part)
             assert file.write(reused) == len(part)
@@ -47,7 +47,7 @@ def test_a_file_is_hashed_as_it_is_written(
 
 @given(st.dictionaries(st.text(), st.integers(0, 1000)), st.integers(1, 9))
 def test_shares_are_disjoint_whole_and_about_equal(sizes: dict[str, int], count: int) -> None:
-    shares = in_shares(sizes, count)
+    shares = split_by_bytes(sizes, count)
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
@@ -55,13 +55,13 @@ def test_shares_are_disjoint_whole_and_about_equal(sizes: dict[str, int], count:
 
 def test_older_manifests_without_hashes_are_no_damage(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text(json.dumps({"tool": "tool", "files": {"a": 1}}))
-    assert verify(tmp_path, remedy="") is None
+    assert verify_manifest(tmp_path, remedy="") is None
     write_manifest(tmp_path, "tool")
     text = json.loads((tmp_path / MARKER).read_text())
     for name in ("seal", "blake3"):
         (tmp_path / MARKER).write_text(json.dumps({k: v for k, v in text.items() if k != name}))
         with pytest.raises(DamagedFiles, match="its content is not that which was written"):
-            verify(tmp_path, remedy="")
+            verify_manifest(tmp_path, remedy="")
 
 
 def test_a_command_says_what_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

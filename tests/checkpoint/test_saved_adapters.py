@@ -11,8 +11,8 @@ from ctrl_megatron.checkpoint.manifest import DamagedFiles
 from ctrl_megatron.checkpoint.peft import (
     ADAPTERS_FILE,
     AdapterDescription,
-    read_adapters,
-    require_same,
+    read_adapter_description,
+    require_same_adapters,
 )
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.lora import Base
@@ -43,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_equal_adapters_resume_whatever_their_seed_and_directory(folder: Path) -> None:
     shape = replace(PLAIN, lora=replace(LORA, seed=7))
-    require_same(folder, shape, replace(BASE, path="moved"))
-    require_same(folder, shape, None)
+    require_same_adapters(folder, shape, replace(BASE, path="moved"))
+    require_same_adapters(folder, shape, None)
 
 
 @pytest.mark.parametrize(
@@ -62,17 +62,17 @@ def test_others_are_refused_by_key(
     folder: Path, lora: Lora | None, base: Base | None, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        require_same(folder, replace(PLAIN, lora=lora), base)
+        require_same_adapters(folder, replace(PLAIN, lora=lora), base)
 
 
 def test_whole_weights_are_no_start_of_adapters(tmp_path: Path) -> None:
-    require_same(tmp_path, PLAIN, None)
+    require_same_adapters(tmp_path, PLAIN, None)
     with pytest.raises(UserError, match=r"has whole weights.*resume with 0"):
-        require_same(tmp_path, replace(PLAIN, lora=LORA), BASE)
+        require_same_adapters(tmp_path, replace(PLAIN, lora=LORA), BASE)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"lora": {}}', '{"lora": {"rank": 4}, "base": 1}'])
 def test_a_file_that_cannot_be_read_is_damaged(folder: Path, content: str) -> None:
     (folder / ADAPTERS_FILE).write_text(content)
     with pytest.raises(DamagedFiles, match=ADAPTERS_FILE):
-        read_adapters(folder)
+        read_adapter_description(folder)

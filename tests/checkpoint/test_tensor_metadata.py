@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.checkpoint.manifest import DamagedFiles, write_manifest
-from ctrl_megatron.checkpoint.store import Checkpoint, CheckpointStore, read_state
-from ctrl_megatron.checkpoint.tensor_metadata import read_metadata
+from ctrl_megatron.checkpoint.store import Checkpoint, CheckpointStore, read_trainer_state
+from ctrl_megatron.checkpoint.tensor_metadata import read_tensor_metadata
 from ctrl_megatron.commands import check_checkpoint, convert_megatron_to_hf
 
 
@@ -83,7 +83,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_is_torchs_own(saved: Path) -> None:
-    found, torchs = read_metadata(saved / "policy"), FileSystemReader(saved / "policy")
+    found, torchs = read_tensor_metadata(saved / "policy"), FileSystemReader(saved / "policy")
     whole = torchs.read_metadata()
     assert found.state_dict_metadata == whole.state_dict_metadata
     assert found.storage_data == whole.storage_data and len(whole.storage_data) > 10
@@ -102,9 +102,9 @@ def test_every_way_in_refuses_what_is_no_table(
     write_manifest(checkpoint, "convert_hf_to_megatron")
 
     with pytest.raises(DamagedFiles, match=r"policy/\.metadata: is no table"):
-        read_state(Checkpoint(path=checkpoint, step=0), ("policy",))
+        read_trainer_state(Checkpoint(path=checkpoint, step=0), ("policy",))
     with pytest.raises(DamagedFiles, match=r"policy/\.metadata: is no table"):
-        CheckpointStore(tmp_path, keep=1, side_files=tmp_path).find("auto", ("policy",))
+        CheckpointStore(tmp_path, keep=1, side_files=tmp_path).find_undamaged("auto", ("policy",))
     assert check_checkpoint.main([str(checkpoint)]) == 1
     assert "policy/.metadata: is no table" in capsys.readouterr().out
     out = ["--out", str(tmp_path / "back")]

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from ctrl_megatron.commands import check_env
-from ctrl_megatron.commands.check_env import Finding
+from ctrl_megatron.commands.check_env import EnvironmentFinding
 from ctrl_megatron.config import load_config
 
 ROOT = Path(__file__).parents[2]
 
 
-def by_item(findings: object) -> dict[str, Finding]:
+def by_item(findings: object) -> dict[str, EnvironmentFinding]:
     return {finding.item: finding for finding in findings}  # type: ignore[attr-defined]
 
 
@@ -54,12 +54,12 @@ def test_a_wrong_configuration_is_wrong_input(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_version_and_the_other_apex_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = check_env.version
+    real = check_env.installed_version
     wrong = {"transformers": "4.0.0", "rich": None, "apex": "0.9.10.dev0"}
-    monkeypatch.setattr(check_env, "version", lambda name: wrong.get(name, real(name)))
-    found = by_item(check_env.packages())
+    monkeypatch.setattr(check_env, "installed_version", lambda name: wrong.get(name, real(name)))
+    found = by_item(check_env.package_findings())
     assert found["transformers"].status == "FAIL" and "wanted ==" in found["transformers"].found
-    assert found["rich"] == Finding("FAIL", "rich", "not installed", check_env._ENV)
+    assert found["rich"] == EnvironmentFinding("FAIL", "rich", "not installed", check_env._ENV)
     assert found["apex"].status == "FAIL" and found["apex"].remedy == "pip uninstall apex"
     assert found["torch"].status == "pass" and found["flash-attn"].status == "skip"
 
@@ -75,10 +75,10 @@ exit {code}
 @pytest.fixture
 def nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Finding]]:
-    """The findings of ``gpus`` if nvidia-smi prints these rows."""
+) -> Callable[..., dict[str, EnvironmentFinding]]:
+    """The findings of ``gpu_findings`` if nvidia-smi prints these rows."""
 
-    def find(rows: str, code: int = 0, cuda: str = "13.0") -> dict[str, Finding]:
+    def find(rows: str, code: int = 0, cuda: str = "13.0") -> dict[str, EnvironmentFinding]:
         import torch
 
         program = tmp_path / "nvidia-smi"
@@ -86,12 +86,12 @@ def nvidia_smi(
         program.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        return by_item(check_env.gpus())
+        return by_item(check_env.gpu_findings())
 
     return find
 
 
-def test_gpus_in_order(nvidia_smi: Callable[..., dict[str, Finding]]) -> None:
+def test_gpus_in_order(nvidia_smi: Callable[..., dict[str, EnvironmentFinding]]) -> None:
     found = nvidia_smi("0, 580.65.06, 81559, 4, 0\n1, 580.65.06, 81559, 4, [N/A]")
     assert {f.status for f in found.values()} == {"pass"}
     assert set(found) == {"driver", "GPU 0", "GPU 1"}
@@ -107,7 +107,11 @@ def test_gpus_in_order(nvidia_smi: Callable[..., dict[str, Finding]]) -> None:
     ],
 )
 def test_a_gpu_that_is_not(
-    nvidia_smi: Callable[..., dict[str, Finding]], rows: str, code: int, item: str, words: str
+    nvidia_smi: Callable[..., dict[str, EnvironmentFinding]],
+    rows: str,
+    code: int,
+    item: str,
+    words: str,
 ) -> None:
     finding = nvidia_smi(rows, code)[item]
     assert finding.status == "FAIL" and words in str(finding)
@@ -115,24 +119,24 @@ def test_a_gpu_that_is_not(
 
 def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    (finding,) = check_env.shared_memory()
+    (finding,) = check_env.shared_memory_findings()
     assert finding.status == "FAIL" and "0.1 GiB free, 1.0 needed" in str(finding)
     assert "--shm-size" in str(finding)
 
 
 def test_low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    files, locked = check_env.limits()
+    files, locked = check_env.limit_findings()
     assert files.status == "FAIL" and "1024, at most 4096" in str(files)
     assert locked.status == "warn" and "InfiniBand" in str(locked)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert {finding.status for finding in check_env.limits()} == {"pass"}
+    assert {finding.status for finding in check_env.limit_findings()} == {"pass"}
 
 
 def test_a_step_bound_to_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_env.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(check_env.os, "sched_getaffinity", lambda _: {5})
-    (finding,) = check_env.processors()
+    (finding,) = check_env.processor_findings()
     assert finding.status == "FAIL" and "1 of 64 usable" in str(finding)
     assert "--cpu-bind=none" in str(finding)
 
@@ -141,15 +145,15 @@ def test_gpus_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None
     from ctrl_megatron.parallel import devices
 
     monkeypatch.setattr(devices, "unreached_gpus", lambda: "no way; install it")
-    (finding,) = check_env.torch_and_gpus()
-    assert finding == Finding("FAIL", "torch and GPUs", "no way; install it")
+    (finding,) = check_env.torch_gpu_findings()
+    assert finding == EnvironmentFinding("FAIL", "torch and GPUs", "no way; install it")
 
 
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "H100")
-    (found,), (enough,) = check_env.torch_and_gpus(8), check_env.torch_and_gpus(7)
+    (found,), (enough,) = check_env.torch_gpu_findings(8), check_env.torch_gpu_findings(7)
     assert (found.status, enough.status) == ("FAIL", "pass")
     assert "7 x H100" in str(found) and "for 8 ranks" in str(found)
 
@@ -160,9 +164,9 @@ def test_a_check_that_breaks_is_a_line_and_the_next_ones_follow(
     def broken(config: object) -> None:
         raise RuntimeError("kernel module missing\nand more")
 
-    monkeypatch.setattr(check_env, "kernels", broken)
+    monkeypatch.setattr(check_env, "kernel_findings", broken)
     launch = check_env.Launch("single", 0, 1, 0, 1, "127.0.0.1", 0)
-    found = by_item(check_env.findings(launch, None))
+    found = by_item(check_env.environment_findings(launch, None))
     assert found["kernels"].found == "RuntimeError: kernel module missing"
     assert found["processors"].status == "pass" and found["ranks meet"].status == "skip"
 
@@ -200,7 +204,7 @@ def test_attention_that_transformer_engine_does_not_compute_is_reported(
     provider = kernels._attention("megatron.core.extensions.TEDotProductAttention", dtype)
     monkeypatch.setattr(kernels, "providers", lambda kind: {"attention": provider})
     config = load_config(None, [f"actor_rollout_ref.model.dtype={dtype}"], "none")
-    (finding,) = check_env.kernels(config)
+    (finding,) = check_env.kernel_findings(config)
     assert found in finding.found and note in finding.remedy
     assert (finding.status == "warn") == bool(note)
 
@@ -219,13 +223,13 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "rendezvous", lambda *args: {})
     monkeypatch.setattr(dist, "all_gather_object", two_clocks)
     launch = check_env.Launch("torchrun", 0, 2, 0, 1, "gpu01", 20000)
-    clocks = by_item(check_env.check_meeting_and_clocks(launch))["clocks"]
+    clocks = by_item(check_env.meeting_and_clock_findings(launch))["clocks"]
     assert clocks.status == "FAIL" and "42.000 s apart, gpu02 is ahead of gpu01" in str(clocks)
 
 
 def test_machines_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_env, "_MEETING_SECONDS", 1.0)
     launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # a port without a listener
-    (finding,) = check_env.check_meeting_and_clocks(launch)
+    (finding,) = check_env.meeting_and_clock_findings(launch)
     assert finding.status == "FAIL" and "not at 127.0.0.1:1" in str(finding)
     assert "GLOO_SOCKET_IFNAME" in str(finding)

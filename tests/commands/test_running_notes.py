@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron import errors
-from ctrl_megatron.errors import note_users_code, users_code, users_code_of
+from ctrl_megatron.errors import (
+    convert_user_code_errors,
+    record_running_user_code,
+    user_code_running_in,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +24,16 @@ def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def noted() -> str:
     """What the launcher reads of this process."""
-    return users_code_of(os.getpid())
+    return user_code_running_in(os.getpid())
 
 
 def test_a_file_that_is_there_already_is_replaced(note: Path, tmp_path: Path) -> None:
     target = tmp_path / "mine"
     target.write_text("precious")
     note.symlink_to(target)
-    end = note_users_code()
+    end = record_running_user_code()
     try:
-        with users_code("reward 'mine.py:score' failed"):
+        with convert_user_code_errors("reward 'mine.py:score' failed"):
             assert noted() == ", while this ran: reward 'mine.py:score'"
     finally:
         end()

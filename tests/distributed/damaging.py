@@ -88,7 +88,7 @@ def spoil_and_continue(
     raise; the remark of a resume, which brings the state after the first step back, or nothing
     where none was tried; and the step from which a run would begin before its ranks have met.
     """
-    from ctrl_megatron.checkpoint.store import CheckpointStore, verify_together
+    from ctrl_megatron.checkpoint.store import CheckpointStore, verify_across_ranks
     from ctrl_megatron.errors import UserError
 
     groups = start(layout)
@@ -118,7 +118,7 @@ def spoil_and_continue(
         groups.barrier()
         error = remark = ""
         try:
-            verify_together(spoilt, groups)
+            verify_across_ranks(spoilt, groups)
         except UserError as caught:
             error = str(caught)
         if not len(found) % 8 or damage.kind == "hostile":
@@ -126,7 +126,7 @@ def spoil_and_continue(
             remark = loaded.remarks[0]
             assert loaded.state["step"] == loaded.checkpoint.step == loaded.state["sampler"] == 1
             assert_equal_states(state_of(model), states[0])
-        begun = store.find("auto")
+        begun = store.find_undamaged("auto")
         assert begun is not None
         found[f"{damage.kind} {damage.file}"] = (error, remark, begun.step)
     groups.barrier()

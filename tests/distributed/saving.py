@@ -248,7 +248,7 @@ def _save_aside(
     saved = store.CheckpointStore(
         checkpoints, keep=2, side_files=Path(directory), asynchronous=True
     )
-    exported = saved.export({"policy": model}, 1)
+    exported = saved.export_hf({"policy": model}, 1)
     assert exported == out / "hf_exports/global_step_1"
     save_hf(model, out / "parts", side_files=directory, file_bytes=40_000)
     before = state_of(model)
@@ -262,23 +262,23 @@ def _save_aside(
     patch.setattr(store, "write_snapshot", late)
     model.offload("weights", "gradients", "optimizer")
     saved.save({"policy": model}, 1, {"sampler": [1, 2]})
-    assert saved.take_report() is None and saved.all() == []
+    assert saved.take_save_report() is None and saved.finished_checkpoints() == []
     model.step(mine, policy_loss)
     groups.barrier()
-    assert saved.take_report() is None and saved.all() == []
+    assert saved.take_save_report() is None and saved.finished_checkpoints() == []
     gate.set()
-    report = saved.wait()
+    report = saved.wait_for_save()
     assert report is not None and report.path == checkpoints / "global_step_1"
     assert 0 < report.blocked < report.seconds
-    written = sum(groups.from_all(sharded.snapshot(model, copy=False).num_bytes))
+    written = sum(groups.from_all(sharded.take_snapshot(model, copy=False).num_bytes))
     numbers = sum(p.numel() for p in make_policy(groups, directory).models[0].parameters())
     if groups.layout.world_size == 1:
         assert report.num_bytes == written == numbers * (2 + 3 * 4)
     assert groups.layout.world_size * report.num_bytes < 1.5 * written
-    assert saved.take_report() is None
+    assert saved.take_save_report() is None
 
     copy = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
-    loaded = saved.load({"policy": copy}, saved.all()[0])
+    loaded = saved.load({"policy": copy}, saved.finished_checkpoints()[0])
     assert loaded.state == {
         "run": run_directory.run_identity(out),
         "step": 1,
@@ -288,9 +288,9 @@ def _save_aside(
     assert_equal_states(before, state_of(copy))
 
     saved.save({"policy": model}, 2, {})
-    assert (last := saved.wait()) is not None and last.step == 2
+    assert (last := saved.wait_for_save()) is not None and last.step == 2
     groups.barrier()
-    assert [c.step for c in saved.all()] == [1, 2]
+    assert [c.step for c in saved.finished_checkpoints()] == [1, 2]
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -299,7 +299,7 @@ def _save_aside(
         patch.setattr(sharded.TensorParts, "part", full)
     saved.save({"policy": model}, 3, {})
     with pytest.raises(OSError, match="No space left"):
-        saved.wait()
+        saved.wait_for_save()
     groups.barrier()
-    assert [c.step for c in saved.all()] == [1, 2]
+    assert [c.step for c in saved.finished_checkpoints()] == [1, 2]
     assert {path.name for path in checkpoints.iterdir()} == {"global_step_1", "global_step_2"}

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from world import run_world
 
 from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
-from ctrl_megatron.checkpoint.sharded import saved_tensors
+from ctrl_megatron.checkpoint.sharded import saved_tensor_metadata
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.layout import Layout
 
@@ -177,7 +177,9 @@ def test_adapters_are_saved_resumed_on_another_layout_and_exported(
         first, again = tmp_path / "first" / model, tmp_path / "again" / model
         assert_same(first / "saved", again / "saved", 0.0)
         assert_same(first / "stepped", again / "stepped", 1e-4)
-        held = {n.split(".lora_")[0].split(".")[-1] for n in saved_tensors(checkpoint / model)}
+        held = {
+            n.split(".lora_")[0].split(".")[-1] for n in saved_tensor_metadata(checkpoint / model)
+        }
         assert held.isdisjoint({"embed_tokens", "norm"}) and "down_proj" in held
         megatron_to_hf(checkpoint, tmp_path / f"{model}_hf", folder=model)
         assert_same(first / "merged", tmp_path / f"{model}_hf", 1e-6)

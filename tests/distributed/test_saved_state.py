@@ -19,7 +19,12 @@ from world import run_world
 
 from ctrl_megatron.checkpoint.convert import megatron_to_hf
 from ctrl_megatron.checkpoint.files import MARKER
-from ctrl_megatron.checkpoint.sharded import STEPS_FILE, TensorParts, load_tensors, saved_tensors
+from ctrl_megatron.checkpoint.sharded import (
+    STEPS_FILE,
+    TensorParts,
+    load_tensors,
+    saved_tensor_metadata,
+)
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.weight_update import tensor_checksum
@@ -64,7 +69,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint's folder, whole."""
     found = {
         name: torch.full(held.size, 7.0, dtype=held.properties.dtype)
-        for name, held in saved_tensors(folder).items()
+        for name, held in saved_tensor_metadata(folder).items()
     }
     wanted = {}
     for name, tensor in found.items():

@@ -319,7 +319,7 @@ class _Echo:
                 )
             ]
             * params.n
-            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True)
+            for row, prompt in zip(params.prompt_names(len(prompts)), prompts, strict=True)
         ]
         for place, completion in enumerate(c for group in done for c in group):
             for token in completion.token_ids if listener else ():

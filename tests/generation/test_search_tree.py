@@ -77,7 +77,9 @@ class ScriptedChat:
             raise ChatError("the server is gone")
         self.asked += conversations
         answers = []
-        for row, messages in zip(params.names(len(conversations)), conversations, strict=True):
+        for row, messages in zip(
+            params.prompt_names(len(conversations)), conversations, strict=True
+        ):
             streams = [Random(f"{params.seed}/{row}/{j}") for j in range(params.n)]
             texts = [self.answer(messages[-1]["content"], stream) for stream in streams]
             answers.append([_answer(text) for text in texts if text is not None])

@@ -27,7 +27,7 @@ from forked_run import ForkedRun, run_forked
 from launched_run import Job
 from tiny_run import JUDGMENTS, PROGRAM, chain_model, smollm2, write_problems
 
-from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
+from ctrl_megatron.checkpoint.diffusion_start import hf_to_masked_diffusion
 from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.preparation.task_rows import make_solving_rows
@@ -154,7 +154,7 @@ def _solver(job: Job, folder: Path) -> Job:
 
 def _denoiser(job: Job, folder: Path) -> Job:
     """The critic as the start of a masked-diffusion model."""
-    make_diffusion_start(job.actor, folder / "start", mask_token="<|mask|>")
+    hf_to_masked_diffusion(job.actor, folder / "start", mask_token="<|mask|>")
     return replace(job, actor=folder / "start")
 
 

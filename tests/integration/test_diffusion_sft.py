@@ -11,7 +11,7 @@ from forked_run import run_forked
 from golden_runs import sft_examples
 from launched_run import Job
 
-from ctrl_megatron.checkpoint.diffusion_start import make_diffusion_start
+from ctrl_megatron.checkpoint.diffusion_start import hf_to_masked_diffusion
 
 
 def steps_of(job: Job, name: str, steps: int, *extra: str) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def steps_of(job: Job, name: str, steps: int, *extra: str) -> list[dict[str, Any
 @pytest.mark.long
 def test_a_start_learns_and_a_resume_draws_the_same_masks(job: Job, tmp_path: Path) -> None:
     start = tmp_path / "start"
-    make_diffusion_start(job.actor, start, mask_token="<|mask|>")
+    hf_to_masked_diffusion(job.actor, start, mask_token="<|mask|>")
     rows = sft_examples(tmp_path / "sft.parquet")
     given = (
         *(f"sft.train_files={rows}", f"sft.val_files={rows}", "sft.canvas=40"),

@@ -27,10 +27,10 @@ MOMENTS = (
     f"prepare_data {FILES} 1",
     "synthesize ctrl_megatron.preparation.stages:synthesise_critique 5",
     "train_sft ctrl_megatron.models.policy:Policy.step 2",
-    "train_sft ctrl_megatron.checkpoint.hf:HfFiles.finish 1",
+    "train_sft ctrl_megatron.checkpoint.hf:HfDirectoryWriter.write_side_files 1",
     "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",
     "train_rl ctrl_megatron.run.loop:TrainingLoop._validate 1",  # after the last step
-    "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfFiles.finish 1",
+    "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfDirectoryWriter.write_side_files 1",
     "evaluate ctrl_megatron.run.evaluation:write_part 2",
 )
 """In order: when each comes, everything before it is finished. ``test_synthesis_restart`` kills the

@@ -79,7 +79,7 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
         rows = (
             1
             if rollout.name == "diffusion"
-            else rollout.max_num_seqs or ENGINES[rollout.name].sequences(memory)
+            else rollout.max_num_seqs or ENGINES[rollout.name].default_max_sequences(memory)
         )
         assert budget.engine.cache_tokens >= rows * config.max_model_len
     # Nodes of eight such GPUs have 1 to 2 TiB.

@@ -70,7 +70,9 @@ def test_a_disk_that_is_nearly_full_is_named_with_its_bytes(
     monkeypatch.setattr(machine, "model_shapes", lambda *_: shapes)
     needed = disk_use(config, shapes.trained, purpose).total  # type: ignore[arg-type]
     for free, refused in ((needed, False), (needed - 1, True), (0, True)):
-        monkeypatch.setattr("ctrl_megatron.checkpoint.files.free_space", lambda _, free=free: free)
+        monkeypatch.setattr(
+            "ctrl_megatron.checkpoint.files.free_disk_bytes", lambda _, free=free: free
+        )
         if not refused:
             machine.check_disk(config, purpose)  # type: ignore[arg-type]
             continue

@@ -9,6 +9,6 @@ from ctrl_megatron.checkpoint.run_directory import RunLock
 
 
 def main(arguments: list[str]) -> int:
-    RunLock(Path(arguments[0])).take()
+    RunLock(Path(arguments[0])).acquire()
     while True:
         time.sleep(1)

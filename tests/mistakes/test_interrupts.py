@@ -14,7 +14,7 @@ import pytest
 from forked_command import Interrupt, run
 from mistaken_world import make_world
 
-from ctrl_megatron.checkpoint.sharded import require_whole
+from ctrl_megatron.checkpoint.sharded import require_complete_files
 
 ROOT = Path(__file__).parents[2]
 SFT, RL = "ctrl_megatron.commands.train_sft", "ctrl_megatron.commands.train_rl"
@@ -106,7 +106,7 @@ def test_what_has_been_trained_is_saved_whole(
     kept = sorted((world / "runs/mine/checkpoints").iterdir())
     assert [path.name for path in kept] == [f"global_step_{n + 1}" for n in range(steps)]
     for path in kept:
-        require_whole(path / "policy")
+        require_complete_files(path / "policy")
     assert half_written(world) == []
     again, output = run(SFT, ["--config", "run.yaml", *settings], world)
     assert again == 0 and "Traceback" not in output, output[-4000:]

@@ -33,7 +33,7 @@ from mistaken_world import (
 )
 
 from ctrl_megatron.checkpoint.manifest import MARKER
-from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, Holder
+from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, LockHolder
 from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
 from ctrl_megatron.models.hf_config import read_model_shape
@@ -177,7 +177,7 @@ def _checkpoint(folder: Path) -> Path:
 def _lock(folder: Path) -> None:
     """Held by this process."""
     (folder / "runs/mine").mkdir(parents=True)
-    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(Holder.here())))
+    (folder / "runs/mine" / LOCK_FILE).write_text(json.dumps(asdict(LockHolder.this_process())))
 
 
 def rl(name: str, arguments: str, named: str, spoil: Spoil = lambda f: None, **more: Any) -> Case:
@@ -1022,14 +1022,14 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             "ctrl_megatron.commands.synthesize.make_training_files",
         ),
         *(
-            "ctrl_megatron.commands.prepare_data.write_whole",
+            "ctrl_megatron.commands.prepare_data.write_text_atomically",
             "tools.prepare_smollm2.convert",
             "tools.make_env.run",
         ),
         "ctrl_megatron.sandbox.__main__.serve_sandbox",
         *(
             "tools.make_mutants.judge",
-            "tools.prepare_mutants.new_files",
+            "tools.prepare_mutants.tool_output_files",
             "examples.study_smollm2.study._run",
         ),
         *("ctrl_megatron.commands.generate._grow", "ctrl_megatron.generation.sources.open_chats"),

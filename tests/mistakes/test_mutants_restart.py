@@ -37,7 +37,11 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert code == 0 and "mutants of 10 problems" in output, output[-4000:]
     made = (whole / "mutants.jsonl").read_bytes()
     part, counts = killed / "mutants.jsonl.part", []
-    for place, nth in (("judge_attempts", 2), ("JsonlWriter.append", 20), ("write_whole", 1)):
+    for place, nth in (
+        ("judge_attempts", 2),
+        ("JsonlWriter.append", 20),
+        ("write_text_atomically", 1),
+    ):
         code, output = run(
             TOOL, ARGUMENTS, killed, interrupt=Interrupt(f"{TOOL}:{place}", KILL, nth)
         )
@@ -54,7 +58,7 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_problem_that_was_corrected_is_judged_by_its_new_tests(tmp_path: Path) -> None:
     folder = write_problems(tmp_path / "given")
-    stopped = Interrupt(f"{TOOL}:write_whole", KILL, 1)
+    stopped = Interrupt(f"{TOOL}:write_text_atomically", KILL, 1)
     code, output = run(TOOL, ARGUMENTS, folder, interrupt=stopped)
     assert code == -KILL, output[-4000:]
     lines = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]

@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from ctrl_megatron.checkpoint import convert, files, run_directory
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock, require_shared
-from ctrl_megatron.checkpoint.sharded import require_whole
+from ctrl_megatron.checkpoint.run_directory import LOCK_FILE, RunLock, require_shared_directory
+from ctrl_megatron.checkpoint.sharded import require_complete_files
 from ctrl_megatron.config import load_config
-from ctrl_megatron.errors import UserError, user_fault
+from ctrl_megatron.errors import UserError, find_user_error
 from ctrl_megatron.metrics import JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.record.recorder import Recorder
 
@@ -79,7 +79,7 @@ def test_a_run_stops_before_a_checkpoint_that_does_not_fit(world: Path, small_di
     assert [path.name for path in kept] == [f"global_step_{n}" for n in range(1, len(kept) + 1)]
     assert kept
     for path in kept:
-        require_whole(path / "policy")
+        require_complete_files(path / "policy")
     assert not (small_disk / "mine" / LOCK_FILE).exists()
 
 
@@ -118,7 +118,7 @@ def test_every_writer_names_the_full_disk(small_disk: Path) -> None:
     ):
         with pytest.raises(OSError) as full:
             write()
-        assert str(small_disk) in str(user_fault(full.value)) and name in str(full.value)
+        assert str(small_disk) in str(find_user_error(full.value)) and name in str(full.value)
     assert (small_disk / "lines.jsonl").read_text().count("\n") == 1
 
 
@@ -186,7 +186,7 @@ def test_a_conversion_looks_for_room_first(world: Path, small_disk: Path) -> Non
     write_model(world / "larger", vocab_size=40_000)
     with pytest.raises(UserError, match=r"the checkpoint needs .* MiB free; nothing was begun"):
         hf_to_megatron(world / "larger", small_disk / "mine", overwrite=True)
-    require_whole(small_disk / "mine/policy")
+    require_complete_files(small_disk / "mine/policy")
     assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "mine"]
 
 
@@ -202,15 +202,15 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_half_written(
     hf_to_megatron(world / "model", target)
     before = files.file_sizes(target)
     (small_disk / "filler").write_bytes(bytes(29 * MIB))
-    monkeypatch.setattr(convert, "require_space", lambda *_: None)
-    monkeypatch.setattr(convert, "require_own", lambda *_, **__: None)
-    monkeypatch.setattr(files, "require_own", lambda *_, **__: None)
+    monkeypatch.setattr(convert, "require_free_disk_bytes", lambda *_: None)
+    monkeypatch.setattr(convert, "require_replaceable_directory", lambda *_, **__: None)
+    monkeypatch.setattr(files, "require_replaceable_directory", lambda *_, **__: None)
     with pytest.raises(Exception) as caught:
         if direction == "to model":
             megatron_to_hf(checkpoint, target)
         else:
             hf_to_megatron(large, target)
-    fault = user_fault(caught.value)
+    fault = find_user_error(caught.value)
     assert fault is not None and "is full" in str(fault), repr(caught.value)
     assert files.file_sizes(target) == before
     assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "mine"]
@@ -247,17 +247,17 @@ def test_a_second_run_is_refused_and_the_first_goes_on(world: Path, tmp_path: Pa
     assert "Traceback" not in first.output()
     assert not (tmp_path / "mine" / LOCK_FILE).exists()
     newest = max(checkpoints.iterdir(), key=lambda path: int(path.name.rpartition("_")[2]))
-    require_whole(newest / "policy")
+    require_complete_files(newest / "policy")
 
 
 def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
     with started("forked_holder", [str(tmp_path / "run")], tmp_path) as holder:
         holder.wait_for(tmp_path / "run" / LOCK_FILE)
         with pytest.raises(UserError, match=f"in use by the run with pid {holder.process.pid} on"):
-            RunLock(tmp_path / "run").take()
+            RunLock(tmp_path / "run").acquire()
         os.kill(holder.process.pid, signal.SIGKILL)
         holder.process.join()
-    lock = RunLock(tmp_path / "run").take()
+    lock = RunLock(tmp_path / "run").acquire()
     lock.release()
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
@@ -265,12 +265,12 @@ def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_see_the_lock_says_that_the_directory_is_not_shared(
     tmp_path: Path,
 ) -> None:
-    lock = RunLock(tmp_path / "here").take()
+    lock = RunLock(tmp_path / "here").acquire()
     try:
-        require_shared(tmp_path / "here", lock.holder)
+        require_shared_directory(tmp_path / "here", lock.holder)
         for other in (tmp_path / "there", tmp_path):
             with pytest.raises(UserError, match="on a file system that all machines share"):
-                require_shared(other, lock.holder, seconds=0.1)
+                require_shared_directory(other, lock.holder, seconds=0.1)
     finally:
         lock.release()
 
@@ -279,7 +279,7 @@ def test_a_run_of_another_host_lives_while_it_renews_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_directory, "_SILENT_SECONDS", 1.5)
-    lock = RunLock(tmp_path).take()
+    lock = RunLock(tmp_path).acquire()
     file = tmp_path / LOCK_FILE
     elsewhere = json.loads(file.read_text()) | {"host": "elsewhere", "boot": "another"}
     lock.release()
@@ -293,9 +293,9 @@ def test_a_run_of_another_host_lives_while_it_renews_its_lock(
     other.start()
     time.sleep(0.1)
     with pytest.raises(UserError, match="on elsewhere"):
-        RunLock(tmp_path).take()
+        RunLock(tmp_path).acquire()
     other.join()
-    RunLock(tmp_path).take().release()
+    RunLock(tmp_path).acquire().release()
 
 
 def test_no_clock_that_can_be_set_makes_a_living_run_look_dead(
@@ -309,18 +309,18 @@ def test_no_clock_that_can_be_set_makes_a_living_run_look_dead(
             monkeypatch.setattr(psutil._pslinux, "boot_time", lambda step=step: boot + step)
             os.utime(tmp_path / "run" / LOCK_FILE, (now - step, now - step))
             with pytest.raises(UserError, match=f"pid {holder.process.pid} on"):
-                RunLock(tmp_path / "run").take()
+                RunLock(tmp_path / "run").acquire()
 
 
 def test_a_lock_of_the_kernel_counts_where_process_ids_differ(tmp_path: Path) -> None:
     # As in two containers of one host: the holder's process id means another process here.
-    lock = RunLock(tmp_path).take()
+    lock = RunLock(tmp_path).acquire()
     file = tmp_path / LOCK_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": 2**22 + 1}))
     with pytest.raises(UserError, match=f"pid {2**22 + 1} on"):
-        RunLock(tmp_path).take()
+        RunLock(tmp_path).acquire()
     os.close(lock._file)
-    RunLock(tmp_path).take().release()
+    RunLock(tmp_path).acquire().release()
 
 
 def test_a_run_notices_that_its_directory_is_gone(
@@ -328,14 +328,14 @@ def test_a_run_notices_that_its_directory_is_gone(
 ) -> None:
     monkeypatch.setattr(run_directory, "_BEAT_SECONDS", 0.05)
     for damage in (shutil.rmtree, _unlock):
-        lock = RunLock(tmp_path / "run").take()
+        lock = RunLock(tmp_path / "run").acquire()
         time.sleep(0.2)
-        assert lock.lost() is None
+        assert lock.lost_error() is None
         damage(tmp_path / "run")
         deadline = time.monotonic() + 10
-        while lock.lost() is None and time.monotonic() < deadline:
+        while lock.lost_error() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert f"{tmp_path / 'run'}, or run.lock in it, was removed" in str(lock.lost())
+        assert f"{tmp_path / 'run'}, or run.lock in it, was removed" in str(lock.lost_error())
         lock.release()
 
 
@@ -348,16 +348,16 @@ def test_files_beside_own_ones_stay(tmp_path: Path) -> None:
     (tmp_path / "val.parquet").write_text("mine too")
     with (
         pytest.raises(UserError, match=r"val\.parquet was not written so by tool"),
-        files.new_files(tmp_path, ["train.parquet", "val.parquet"], "tool", overwrite=True),
+        files.tool_output_files(tmp_path, ["train.parquet", "val.parquet"], "tool", overwrite=True),
     ):
         raise AssertionError
     names = ["train.parquet"]
     for overwrite in (False, True):
-        with files.new_files(tmp_path, names, "tool", overwrite=overwrite) as work:
+        with files.tool_output_files(tmp_path, names, "tool", overwrite=overwrite) as work:
             (work / "train.parquet").write_text("made")
     with pytest.raises(UserError, match="--overwrite replaces it"):
-        files.require_own_files(tmp_path, names, "tool", overwrite=False)
-    files.remove_own_files(tmp_path, "tool")
+        files.require_replaceable_files(tmp_path, names, "tool", overwrite=False)
+    files.remove_tool_files(tmp_path, "tool")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "val.parquet"]
 
 

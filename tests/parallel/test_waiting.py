@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.background import AbandonableCall, BackgroundLoop, all_awaited, awaited, one_done
+from ctrl_megatron.background import (
+    AbandonableCall,
+    BackgroundLoop,
+    awaited,
+    count_one_done,
+    describe_awaited,
+)
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel import waiting as waiting_file
 from ctrl_megatron.parallel.stop import StopRequested
@@ -42,8 +48,8 @@ def alone(limit: float = 60.0) -> tuple[WaitRules, Any]:
 
 async def two_of_three(ends: asyncio.Event) -> int:
     with awaited("the reward 'mine'", 3):
-        one_done()
-        await asyncio.to_thread(one_done)
+        count_one_done()
+        await asyncio.to_thread(count_one_done)
         await ends.wait()
     return 7
 
@@ -58,7 +64,7 @@ def test_a_long_wait_says_what_it_waits_for(
     assert set(said) == {
         f"waiting {n} s for the node judge: the reward 'mine' on 2 of 3 rows" for n in (0, 1)
     }
-    assert len(said) == 2 and all_awaited() == []
+    assert len(said) == 2 and describe_awaited() == []
 
 
 def test_short_waits_say_nothing(loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +141,6 @@ def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: Backgroun
 def test_an_abandoned_call_has_a_place_and_keeps_nothing_waiting() -> None:
     ends = threading.Event()
     call = AbandonableCall(lambda: time.sleep(0.01 * ends.wait()) or 4, "slow")
-    assert call.alive() and " line " in call.place()
+    assert call.alive() and " line " in call.current_line()
     ends.set()
     assert call.future.result(5) == 4

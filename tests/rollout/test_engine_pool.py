@@ -54,7 +54,7 @@ class Clockwork:
         self.at_once = max(self.at_once, self.running)
         try:
             groups: list[list[Completion]] = []
-            for row, prompt in zip(params.names(len(prompts)), prompts, strict=True):
+            for row, prompt in zip(params.prompt_names(len(prompts)), prompts, strict=True):
                 groups.append(await self.answers(row, prompt[0], prompt[1], params.n))
                 for number, completion in enumerate(groups[-1] if finished else ()):
                     cast(CompletionListener, finished)(

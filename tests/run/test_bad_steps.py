@@ -57,8 +57,8 @@ class Found:
         store: Any = SimpleNamespace(
             save=self._save,
             export=lambda models, step: self.exported.append(step),
-            wait=nothing,
-            take_report=nothing,
+            wait_for_save=nothing,
+            take_save_report=nothing,
         )
         self.loop = TrainingLoop(
             worker=worker,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.keeping import SilentService
+from ctrl_megatron.keeping import SilenceDetector
 from ctrl_megatron.rollout.fleet import LoopHeld
 from ctrl_megatron.rollout.kept_engine import ProbedEngine
 from ctrl_megatron.sandbox import EmbeddedSandbox
@@ -29,12 +29,12 @@ def probes() -> Iterator[BackgroundLoop]:
     loop.close()
 
 
-def watched(probes: BackgroundLoop, answers: Callable[[], Any]) -> SilentService:
+def watched(probes: BackgroundLoop, answers: Callable[[], Any]) -> SilenceDetector:
     async def close() -> None: ...
 
     address = SimpleNamespace(pid=7, log_path="/nowhere/engine.log")
     engine: Any = SimpleNamespace(health=answers, close=close, address=address)
-    return SilentService(ProbedEngine(engine), probes, LIMIT)
+    return SilenceDetector(ProbedEngine(engine), probes, LIMIT)
 
 
 async def at_once() -> None: ...
@@ -70,7 +70,7 @@ def test_another_process_is_not_blamed_for_the_silence_of_the_one_before(
 ) -> None:
     silence = watched(probes, never)
     wait_for_words(silence)
-    silence.begin_again()
+    silence.reset()
     assert silence() is None
     wait_for_words(silence)
 
@@ -102,7 +102,7 @@ def test_a_loop_that_stays_blocked_does_not_keep_its_owner_from_closing_it() -> 
     loop = BackgroundLoop()
     loop.submit(holds_the_loop(60))
     began = time.monotonic()
-    loop.run_last(at_once())
+    loop.run_before_close(at_once())
     assert time.monotonic() - began < 10
 
 
@@ -110,7 +110,7 @@ def test_a_frozen_sandbox_is_named_and_a_busy_process_is_not_blamed_for_its_own_
     probes: BackgroundLoop,
 ) -> None:
     with EmbeddedSandbox.start(workers=1) as box:
-        silence = SilentService(ProbedSandbox(lambda: box, None), probes, LIMIT + 2.5)
+        silence = SilenceDetector(ProbedSandbox(lambda: box, None), probes, LIMIT + 2.5)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert silence() is None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron import keeping
-from ctrl_megatron.keeping import Keeper
+from ctrl_megatron.keeping import ServiceKeeper
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineAddress
@@ -32,7 +32,7 @@ class Scripted:
         self.at_start = threading.Event()
         self.at_start.set()
 
-    def died(self) -> str | None:
+    def death_message(self) -> str | None:
         return None if self.alive else "the engine scripted died; its last words"
 
     def stop(self) -> None:
@@ -56,18 +56,18 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def keep() -> Iterator[Callable[..., Keeper]]:
-    kept: list[Keeper] = []
+def keep() -> Iterator[Callable[..., ServiceKeeper]]:
+    kept: list[ServiceKeeper] = []
 
     def begin(service: Scripted, *, silent: Callable[[], str | None] = lambda: None, **options):
         class Answers:
             def __call__(self) -> str | None:
                 return silent()
 
-            def begin_again(self) -> None: ...
+            def reset(self) -> None: ...
 
-        kept.append(Keeper(service, **{"most": 3, **options}))
-        kept[-1].begin(Answers())
+        kept.append(ServiceKeeper(service, **{"most": 3, **options}))
+        kept[-1].watch(Answers())
         return kept[-1]
 
     yield begin
@@ -114,56 +114,56 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_restarts_are_bounded(
-    keep: Callable[..., Keeper], most: int, capsys: pytest.CaptureFixture[str]
+    keep: Callable[..., ServiceKeeper], most: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service = Scripted()
     keeper = keep(service, most=most)
     for number in range(1, most + 1):
         service.alive = False
-        until(lambda n=number: keeper.restarts == n and keeper.up and keeper.fresh)
+        until(lambda n=number: keeper.restarts == n and keeper.is_up and keeper.fresh)
         keeper.fresh = False
-        assert keeper.died() is None and keeper.hangs() is None
+        assert keeper.final_death_message() is None and keeper.final_silence_message() is None
     service.alive = False
-    until(keeper.died)
-    assert keeper.died() == "the engine scripted died; its last words"
-    assert (service.log == ["stop", "launch"] * most and not keeper.up) or not most
+    until(keeper.final_death_message)
+    assert keeper.final_death_message() == "the engine scripted died; its last words"
+    assert (service.log == ["stop", "launch"] * most and not keeper.is_up) or not most
     said = capsys.readouterr().err
     assert said.count("is started again (restart") == most
     assert said.count("of at most") == said.count("its last words") == most
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_starts_that_fail_count(keep: Callable[..., Keeper], waits: bool) -> None:
+def test_starts_that_fail_count(keep: Callable[..., ServiceKeeper], waits: bool) -> None:
     service = Scripted(False, False, True)
     keeper = keep(service, waits=waits)
     service.alive = False
-    until(lambda: not keeper.up)
-    keeper.allow()
-    until(lambda: keeper.restarts == 3 and keeper.up)
+    until(lambda: not keeper.is_up)
+    keeper.allow_restart()
+    until(lambda: keeper.restarts == 3 and keeper.is_up)
     service = Scripted(False, False, False)
     keeper = keep(service, waits=waits)
     service.alive = False
-    until(lambda: not keeper.up)
-    keeper.allow()
-    until(keeper.died)
-    assert keeper.died() == "it does not start"
+    until(lambda: not keeper.is_up)
+    keeper.allow_restart()
+    until(keeper.final_death_message)
+    assert keeper.final_death_message() == "it does not start"
     assert service.log == ["stop", "launch"] * 3
 
 
 def test_ends_an_hour_apart_do_not_add_up(
-    keep: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+    keep: Callable[..., ServiceKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeping, "_HOUR", 0.0)
     service = Scripted()
     keeper = keep(service, most=1)
     for number in (1, 2, 3):
         service.alive = False
-        until(lambda n=number: keeper.restarts == n and keeper.up)
-    assert keeper.died() is None
+        until(lambda n=number: keeper.restarts == n and keeper.is_up)
+    assert keeper.final_death_message() is None
 
 
 def test_a_silent_service_is_ended_at_once_and_started_when_its_devices_are_free(
-    keep: Callable[..., Keeper],
+    keep: Callable[..., ServiceKeeper],
 ) -> None:
     words = ["it is silent"]
     service = Scripted()
@@ -171,9 +171,9 @@ def test_a_silent_service_is_ended_at_once_and_started_when_its_devices_are_free
     until(lambda: service.log == ["stop"])
     words[0] = ""
     time.sleep(0.05)
-    assert service.log == ["stop"] and not keeper.up
-    keeper.allow()
-    until(lambda: keeper.up)
+    assert service.log == ["stop"] and not keeper.is_up
+    keeper.allow_restart()
+    until(lambda: keeper.is_up)
     assert service.log == ["stop", "launch"]
     # The permission was for that restart only.
     service.alive = False
@@ -182,12 +182,12 @@ def test_a_silent_service_is_ended_at_once_and_started_when_its_devices_are_free
     assert service.log == ["stop", "launch", "stop"]
 
 
-def test_a_service_that_cannot_be_watched_fails(keep: Callable[..., Keeper]) -> None:
+def test_a_service_that_cannot_be_watched_fails(keep: Callable[..., ServiceKeeper]) -> None:
     def unseen() -> None:
         raise OSError(24, "Too many open files")
 
     service = Scripted()
-    service.died = unseen  # type: ignore[method-assign]
+    service.death_message = unseen  # type: ignore[method-assign]
     keeper = keep(service)
     until(lambda: keeper.failure)
     assert "engine scripted cannot be watched: OSError(24, 'Too many open files')" in keeper.failure
@@ -195,7 +195,7 @@ def test_a_service_that_cannot_be_watched_fails(keep: Callable[..., Keeper]) -> 
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_an_engine_whose_port_says_nothing_is_started_again(
-    keep: Callable[..., Keeper], listens: bool
+    keep: Callable[..., ServiceKeeper], listens: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = EngineAddress(
@@ -211,7 +211,7 @@ def test_an_engine_whose_port_says_nothing_is_started_again(
         if not listens:
             # The keeper knows it before anybody asks.
             service.alive = False
-            until(lambda: not keeper.up)
+            until(lambda: not keeper.is_up)
         trainer = SimpleNamespace(failure_timeout=0.2)
         services: Any = SimpleNamespace(
             _engines={0: engine}, _config=SimpleNamespace(trainer=trainer)
@@ -221,24 +221,28 @@ def test_an_engine_whose_port_says_nothing_is_started_again(
         assert service.log == ["stop", "launch"]
 
 
-def test_a_silent_service_that_may_not_be_started_again_hangs(keep: Callable[..., Keeper]) -> None:
+def test_a_silent_service_that_may_not_be_started_again_hangs(
+    keep: Callable[..., ServiceKeeper],
+) -> None:
     keeper = keep(Scripted(), silent=lambda: "it is silent", most=0)
-    until(keeper.hangs)
-    assert keeper.hangs() == "it is silent" and keeper.died() is None
+    until(keeper.final_silence_message)
+    assert keeper.final_silence_message() == "it is silent" and keeper.final_death_message() is None
 
 
-def test_a_doubt_from_before_a_restart_is_forgotten(keep: Callable[..., Keeper]) -> None:
+def test_a_doubt_from_before_a_restart_is_forgotten(keep: Callable[..., ServiceKeeper]) -> None:
     service = Scripted()
     keeper = keep(service)
-    keeper.doubt("its weights are a mixture", restarts=0)
-    assert not keeper.up
-    until(lambda: keeper.up)
+    keeper.request_restart("its weights are a mixture", restarts=0)
+    assert not keeper.is_up
+    until(lambda: keeper.is_up)
     assert keeper.restarts == 1 and service.log == ["stop", "launch"]
-    keeper.doubt("the same, noticed late", restarts=0)
-    assert keeper.up
+    keeper.request_restart("the same, noticed late", restarts=0)
+    assert keeper.is_up
 
 
-def test_the_end_of_a_run_ends_a_service_that_is_starting(keep: Callable[..., Keeper]) -> None:
+def test_the_end_of_a_run_ends_a_service_that_is_starting(
+    keep: Callable[..., ServiceKeeper],
+) -> None:
     service = Scripted()
     service.at_start.clear()
     keeper = keep(service)

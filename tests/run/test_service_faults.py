@@ -67,8 +67,8 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
     worker.agents = [worker]
     store: Any = SimpleNamespace(
         save=lambda models, step, state: saves.append((step, state["sampler"])),
-        wait=nothing,
-        take_report=nothing,
+        wait_for_save=nothing,
+        take_save_report=nothing,
     )
     loop = TrainingLoop(
         worker=worker,

@@ -170,7 +170,7 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
     nothing: Any = lambda *_, **__: None  # noqa: E731
     names = ("begin_step", "end_step", "say", "log", "add_stage")
     recorder: Any = SimpleNamespace(**dict.fromkeys(names, nothing))
-    store: Any = SimpleNamespace(save=nothing, wait=nothing, take_report=nothing)
+    store: Any = SimpleNamespace(save=nothing, wait_for_save=nothing, take_save_report=nothing)
     groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)
     stop = SimpleNamespace(requested_on_any_rank=lambda groups: False)
     worker: Any = SimpleNamespace(

@@ -25,16 +25,16 @@ import torch
 
 from ctrl_megatron.checkpoint import sharded
 from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
-from ctrl_megatron.checkpoint.manifest import Origin
+from ctrl_megatron.checkpoint.manifest import RunOrigin
 from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors, save_tensors
 from ctrl_megatron.config.flags import CommandParser, count, new_path
 
-ORIGIN = Origin("bench", 1)
+ORIGIN = RunOrigin("bench", 1)
 SIDE = 4096
 
 
 class PlainFile:
-    """Stands in for ``HashedFile`` and hashes nothing."""
+    """Stands in for ``HashingFile`` and hashes nothing."""
 
     def __init__(self, path: Path, aside: Executor) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
@@ -81,7 +81,7 @@ def main() -> int:
         folder.mkdir(parents=True)
         with ExitStack() as stack:
             if not hashed:
-                stack.enter_context(patch.object(sharded, "HashedFile", PlainFile))
+                stack.enter_context(patch.object(sharded, "HashingFile", PlainFile))
             save_tensors(given, folder, None, ORIGIN)
 
     def compare(threads: int) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.checkpoint.files import write_whole
+from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw = random.Random(0)
         asked = [" ".join(draw.choices(WORDS, k=3)) for _ in range(task.prompts * task.steps)]
         write_prompts(asked, out / "prompts.parquet")
-        write_whole(out / "config.json", json.dumps(settings(out, task, options.lr)))
+        write_text_atomically(out / "config.json", json.dumps(settings(out, task, options.lr)))
     variants = {FIRST: [], **{given: given.split() for given in options.variant}}
     found: dict[str, list[Run]] = {name: [] for name in variants}
     for seed in range(1, options.seeds + 1):

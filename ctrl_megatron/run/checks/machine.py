@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from ctrl_megatron.checkpoint.files import require_space
+from ctrl_megatron.checkpoint.files import require_free_disk_bytes
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
-from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_state
+from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_trainer_state
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import misfit
 from ctrl_megatron.memory.shapes import model_shapes
@@ -28,7 +28,7 @@ _SOCKET_PATH = 107
 
 def check_place(config: Config) -> None:
     """UserError if the run cannot write its directory."""
-    with users_input("trainer.default_local_dir"):
+    with convert_input_errors("trainer.default_local_dir"):
         check_run_directory(Path(config.trainer.run_dir))
 
 
@@ -76,8 +76,8 @@ def check_disk(config: Config, purpose: Purpose) -> None:
         for path in (run_dir / name).rglob("*")
         if path.is_file()
     )
-    with users_input("trainer.default_local_dir"):
-        require_space(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
+    with convert_input_errors("trainer.default_local_dir"):
+        require_free_disk_bytes(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
 
 
 def this_gpu() -> tuple[str, int] | None:
@@ -104,10 +104,10 @@ def check_checkpoint(config: Config, models: tuple[str, ...], parts: tuple[str, 
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
-    checkpoint = store.find(trainer.resume_mode, models)
+    checkpoint = store.find_undamaged(trainer.resume_mode, models)
     if checkpoint is not None:
-        with users_input():
-            read_state(checkpoint, models, parts)
+        with convert_input_errors():
+            read_trainer_state(checkpoint, models, parts)
 
 
 def check_profile(config: Config) -> None:

@@ -14,7 +14,7 @@ from ctrl_megatron.config import (
 )
 from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
 from ctrl_megatron.models.families import engine_obstacle
 from ctrl_megatron.models.fp8 import BLOCK, divided_blocks
 from ctrl_megatron.models.hf_config import read_shape
@@ -63,7 +63,7 @@ def check_model_files(
     problems = []
     for path, key in first_of.items():
         try:
-            with users_input(key):
+            with convert_input_errors(key):
                 shapes[path] = shape = read_shape(path, strategy)
                 if purpose == "rl":
                     _check_kind(config, key, path, shape)
@@ -76,7 +76,7 @@ def check_model_files(
                     _check_engine_takes(config, path, shape, tensors)
         except UserError as error:
             problems.append(error)
-    all_of(problems)
+    raise_all(problems)
 
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
@@ -110,7 +110,7 @@ def _check_kind(config: Config, key: str, path: str, shape: AnyShape) -> None:
             "tools/make_diffusion_start.py",
         )
     if key == _MODEL and ENGINES[config.actor_rollout_ref.rollout.name].denoises:
-        with users_input("actor_rollout_ref.rollout.engine_kwargs"):
+        with convert_input_errors("actor_rollout_ref.rollout.engine_kwargs"):
             DenoisingOptions.read(config.actor_rollout_ref.rollout.engine_kwargs)
 
 
@@ -209,12 +209,12 @@ def check_tokenizers(
     differing = {path: key for key, path in reversed(wanted) if path != ours}
     if not differing:
         return
-    with users_input(own):
+    with convert_input_errors(own):
         known = tokenizer_parts(ours)
     problems = []
     for path, key in differing.items():
         try:
-            with users_input(key):
+            with convert_input_errors(key):
                 found = tokenizer_parts(path)
         except UserError as error:
             problems.append(error)
@@ -233,7 +233,7 @@ def check_tokenizers(
                     + (", or set actor_rollout_ref.proxy.kind=engine" if key == _PROXY else ""),
                 )
             )
-    all_of(problems)
+    raise_all(problems)
 
 
 def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape: AnyShape) -> None:
@@ -267,7 +267,7 @@ def check_proxy(config: Config) -> TextCodec | None:
         return None
     keys, path = config.actor_rollout_ref.proxy.engine, proxy_path(config)
     require_engine(keys.name, keys.python)
-    with users_input(_PROXY):
+    with convert_input_errors(_PROXY):
         checkpoint_specs(path, config.actor_rollout_ref.dtype_in(keys))
         codec = TextCodec(path)
         codec.encode_chat([{"role": "user", "content": "?"}])
@@ -292,7 +292,7 @@ def check_tokenizer(config: Config) -> TextCodec:
     """The loaded tokenizer. UserError if it cannot be loaded, has no chat template or end token, or
     has more tokens than the model.
     """
-    with users_input("actor_rollout_ref.model.tokenizer_path"):
+    with convert_input_errors("actor_rollout_ref.model.tokenizer_path"):
         codec = TextCodec(config.actor_rollout_ref.model.tokenizer)
         codec.encode_chat([{"role": "user", "content": "?"}])
         largest = max((*codec.eos_token_ids, *codec.tokenizer.get_vocab().values()))
@@ -320,7 +320,7 @@ def check_reward_model(config: Config) -> TextCodec | None:
     keys, strategy = config.reward_model, config.actor_rollout_ref.actor.strategy
     path = keys.model.path
     assert path is not None  # config.checks
-    with users_input("reward_model.model.path"):
+    with convert_input_errors("reward_model.model.path"):
         shape = read_shape(path, strategy)
         if not is_reward_model(shape):
             raise UserError(
@@ -344,7 +344,7 @@ def check_reward_model(config: Config) -> TextCodec | None:
             key="reward_model.max_length",
             remedy="lower it, or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
         )
-    with users_input("reward_model.model.tokenizer_path"):
+    with convert_input_errors("reward_model.model.tokenizer_path"):
         codec = TextCodec(keys.model.tokenizer_path or path)
         question = {"role": "user", "content": "?"}
         shared, rest = codec.encode_answered([question], "?")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.errors import UserError, all_of
+from ctrl_megatron.errors import UserError, raise_all
 from ctrl_megatron.graph.declarations import KEYS_OF_NODES, OF_MODELS, OF_REWARD_MODEL, VALIDATION
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node
@@ -34,7 +34,7 @@ def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
                 "ctrl_megatron.pipeline, or leave the key out",
             )
         )
-    all_of(problems)
+    raise_all(problems)
 
 
 def check_fields(config: Config, graph: TaskGraph) -> None:
@@ -44,11 +44,11 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
     """
     order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
     problems = _unknown_policies(config, graph)
-    all_of(problems)
+    raise_all(problems)
     for policy, own in enumerate(config.agents):
         nodes = [node for node in order if node.agent_group == policy]
         problems += [*_missing_fields(own, graph, nodes), *_unused_models(own, graph, nodes)]
-    all_of(problems)
+    raise_all(problems)
 
 
 def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> Iterator[UserError]:

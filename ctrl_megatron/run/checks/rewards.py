@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
-from ctrl_megatron.errors import UserError, all_of, users_input
+from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
 from ctrl_megatron.rewards.build import code_judge, without_judge
 from ctrl_megatron.rewards.grading import SHARED_PROCESS, has_graders
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, RewardPlan, plan_rewards
@@ -28,11 +28,11 @@ def check_rewards(config: Config) -> None:
         (key, lambda: code_judge(config, config.sandbox.endpoint or "http://127.0.0.1")),
     ):
         try:
-            with users_input(name):
+            with convert_input_errors(name):
                 check()
         except UserError as error:
             problems.append(error)
-    all_of(problems)
+    raise_all(problems)
 
 
 def _make_all(plan: RewardPlan) -> None:

@@ -17,7 +17,7 @@ from ctrl_megatron.config.checks import loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_of
 from ctrl_megatron.config.options import named_parameters, own_options
-from ctrl_megatron.errors import UserError, check_together, users_code
+from ctrl_megatron.errors import UserError, convert_user_code_errors, run_all_checks
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.parallel.layout import worlds_of
@@ -61,7 +61,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     graphs: list[TaskGraph] = []
     plans: list[RewardPlan] = []
     rollout = config.actor_rollout_ref.rollout
-    check_together(
+    run_all_checks(
         lambda: graphs.append(pipeline_of(config)),
         lambda: check_names(config),
         lambda: check_rewards(config),
@@ -95,7 +95,7 @@ def pipeline_of(config: Config) -> TaskGraph:
     of the pipeline (``dag.options``).
     """
     reference, key = config.dag.custom_pipeline_fn, "dag.custom_pipeline_fn"
-    with users_code(f"{key}={reference}") if reference else nullcontext():
+    with convert_user_code_errors(f"{key}={reference}") if reference else nullcontext():
         function = import_callable(reference, key) if reference else ctrl_pipeline
         parameters = named_parameters(function).items()
         first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
@@ -130,7 +130,7 @@ def check_names(config: Config) -> None:
     """UserError for an estimator or a loss that is not registered, and for options that it does not
     have. The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
     """
-    check_together(
+    run_all_checks(
         lambda: _check_function(
             config, "algorithm.adv_estimator", get_adv_estimator, ESTIMATOR_INPUTS
         ),
