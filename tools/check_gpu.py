@@ -561,7 +561,7 @@ def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None 
 
 def write_problems(path: Path) -> None:
     """Write a few problems that a random model cannot solve."""
-    from ctrl_megatron.data.rows import row_of, write_rows
+    from ctrl_megatron.data.rows import row_of_attempt, write_rows
     from ctrl_megatron.types import Attempt, Problem
 
     rows = []
@@ -574,7 +574,9 @@ def write_problems(path: Path) -> None:
             entry_point="f",
         )
         solution = "```python\ndef f(x):\n    return x\n```"
-        rows.append(row_of(Attempt(id=f"{problem.id}/0", problem=problem, solution=solution)))
+        rows.append(
+            row_of_attempt(Attempt(id=f"{problem.id}/0", problem=problem, solution=solution))
+        )
     write_rows(path, rows)
 
 

@@ -30,8 +30,8 @@ from ctrl_megatron.checkpoint.files import (
 )
 from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.config import load_config
-from ctrl_megatron.config.flags import count, new_path
-from ctrl_megatron.data.rows import Row, row_of, write_rows
+from ctrl_megatron.config.flags import count_flag, output_path
+from ctrl_megatron.data.rows import Row, row_of_attempt, write_rows
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
 from ctrl_megatron.metrics import read_json_lines
@@ -183,7 +183,7 @@ def answer(problem: Problem) -> str:
 
 def asked(problem: Problem) -> Row:
     """The row that asks for a program."""
-    return row_of(Attempt(id=problem.id, problem=problem, solution=""), messages(problem))
+    return row_of_attempt(Attempt(id=problem.id, problem=problem, solution=""), messages(problem))
 
 
 def groups_by_step(run: Path) -> list[list[tuple[float, int]]]:
@@ -211,9 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; return the exit code of the first that fails."""
     parser = CommandParser(__doc__)
     parser.add_argument("--fresh", action="store_true", help="remove earlier runs of this demo")
-    parser.add_argument("--folder", type=new_path, default=Path("runs"), help="parent of all files")
-    parser.add_argument("--sft-steps", type=count(), default=SFT_STEPS)
-    parser.add_argument("--steps", type=count(), default=STEPS, help="steps of coupled GRPO")
+    parser.add_argument(
+        "--folder", type=output_path, default=Path("runs"), help="parent of all files"
+    )
+    parser.add_argument("--sft-steps", type=count_flag(), default=SFT_STEPS)
+    parser.add_argument("--steps", type=count_flag(), default=STEPS, help="steps of coupled GRPO")
     parser.add_argument("--only-rows", action="store_true", help="make the rows, and nothing else")
     options = parser.parse_args(arguments)
     sizes = Sizes(folder=options.folder, sft_steps=options.sft_steps, steps=options.steps)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.commands.start import CommandParser, command, run_child
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -46,7 +46,7 @@ def write_problems(problems: Path, out: Path) -> None:
             remedy="give another file with --problems",
         )
     attempts = (Attempt(id=problem.id, problem=problem, solution="") for problem in functions)
-    write_rows(out, make_solving_rows(map(row_of, attempts)))
+    write_rows(out, make_solving_rows(map(row_of_attempt, attempts)))
 
 
 def run_of(seed: int) -> Path:

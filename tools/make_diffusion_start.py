@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import new_path
+from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_bar
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the model with one file in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
-    parser.add_argument("--out", required=True, type=new_path, help="directory to write")
+    parser.add_argument("--out", required=True, type=output_path, help="directory to write")
     parser.add_argument(
         "--mask-token", default="<|mask|>", help="text of the mask token; added where it is missing"
     )

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import given_path, new_path
+from ctrl_megatron.config.flags import existing_path, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import attempt_job, judge_attempts
 from ctrl_megatron.metrics import JsonlWriter, read_json_lines
@@ -89,8 +89,8 @@ def split_of(problem_id: str, name: str) -> Split:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, change, judge, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=new_path, required=True)
+    parser.add_argument("--problems", type=existing_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=output_path, required=True)
     parser.add_argument("--max-difficulty", type=int, default=2, help="hardest level used")
     options = parser.parse_args(arguments)
     if options.out.exists():

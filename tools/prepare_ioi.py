@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_path
+from ctrl_megatron.config.flags import count_flag, existing_path
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.ioi import ioi_rows, read_ioi_tests
@@ -23,11 +23,11 @@ from ctrl_megatron.preparation.records import read_data_records
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the rows. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--problems", required=True, nargs="+", type=given_path)
-    parser.add_argument("--tests", required=True, nargs="+", type=given_path)
+    parser.add_argument("--problems", required=True, nargs="+", type=existing_path)
+    parser.add_argument("--tests", required=True, nargs="+", type=existing_path)
     parser.add_argument("--out", required=True, help="parquet file to write")
     parser.add_argument(
-        "--longest-tests", type=count(), help="most characters of a subtask's tests together"
+        "--longest-tests", type=count_flag(), help="most characters of a subtask's tests together"
     )
     options = parser.parse_args(arguments)
     tests = read_ioi_tests(record for path in options.tests for record in read_data_records(path))

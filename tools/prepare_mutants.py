@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_path, new_path, share
+from ctrl_megatron.config.flags import count_flag, existing_path, output_path, share
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutants import (
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Read, split, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
     parser.add_argument("--mutants", type=Path, default=Path("examples/mutants/builtin.jsonl"))
-    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=new_path, default=Path("runs/mutants"))
+    parser.add_argument("--problems", type=existing_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=output_path, default=Path("runs/mutants"))
     parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
     parser.add_argument(
-        "--test-size", type=count(), default=100, help="most programs of each test set"
+        "--test-size", type=count_flag(), default=100, help="most programs of each test set"
     )
     parser.add_argument(
         "--highest-pass-rate",
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="most share of its tests that a mutant in rl.parquet passes",
     )
     parser.add_argument(
-        "--longest-attempt", type=count(), help="most characters of a program in rl.parquet"
+        "--longest-attempt", type=count_flag(), help="most characters of a program in rl.parquet"
     )
     parser.add_argument(
         "--right-share", type=share, default=0.0, help="share of right programs in rl.parquet"

@@ -183,7 +183,7 @@ def add_turn_end_to_generation_config(folder: Path) -> None:
         return
     codec, file = TextCodec(folder), folder / "generation_config.json"
     try:
-        end = codec.turn_end
+        end = codec.turn_end_token_id
     except UserError:
         return  # the tokenizer of no chat model
     given = json.loads(file.read_text()) if file.is_file() else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser
-from ctrl_megatron.config.flags import count, whole
+from ctrl_megatron.config.flags import count_flag, integer_flag
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
@@ -33,16 +33,18 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
         parser.add_argument(f"--{role}-url", default="", metavar="URL", help=SERVERS)
     parser.add_argument("--engine", choices=list(ENGINES), help="for model directories")
     parser.add_argument(
-        "--max-model-len", type=count(), default=2048, help="prompt plus answer, tokens"
+        "--max-model-len", type=count_flag(), default=2048, help="prompt plus answer, tokens"
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
-    parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
+    parser.add_argument(
+        "--threads", type=integer_flag(1, MOST_THREADS), help="CPU threads of an engine"
+    )
     add_tensor_flag(parser)
     parser.add_argument(
-        "--max-concurrency", type=count(), default=32, help="concurrent requests to a server"
+        "--max-concurrency", type=count_flag(), default=32, help="concurrent requests to a server"
     )
     parser.add_argument(
-        "--token-budget", type=whole(1), help="most tokens of all requests to servers"
+        "--token-budget", type=integer_flag(1), help="most tokens of all requests to servers"
     )
     parser.add_argument(
         "--sandbox",
@@ -55,7 +57,7 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
 def add_tensor_flag(parser: CommandParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
-        type=count(),
+        type=count_flag(),
         default=1,
         help="GPUs of an engine; the models have GPUs of their own, or share too few of them",
     )

@@ -18,7 +18,7 @@ from ctrl_megatron.checkpoint.manifest import (
     verify_manifest,
 )
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import given_path
+from ctrl_megatron.config.flags import existing_path
 from ctrl_megatron.errors import UserError
 
 _AGAIN = "copy it anew"
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = CommandParser(__doc__)
     parser.add_argument(
-        "directories", nargs="+", type=given_path, metavar="DIR", help="checkpoint, model or run"
+        "directories", nargs="+", type=existing_path, metavar="DIR", help="checkpoint, model or run"
     )
     options = parser.parse_args(arguments)
     found = [

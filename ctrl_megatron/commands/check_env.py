@@ -32,7 +32,7 @@ from ctrl_megatron.commands import train_rl, train_sft
 from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
-from ctrl_megatron.config.flags import count
+from ctrl_megatron.config.flags import count_flag
 from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", help="YAML file of the planned run")
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="kind of training")
     parser.add_argument(
-        "--nproc-per-node", type=count(), metavar="N", help="ranks of the run per machine"
+        "--nproc-per-node", type=count_flag(), metavar="N", help="ranks of the run per machine"
     )
     parser.add_argument("overrides", nargs="*", help="key=value, as for the run")
     options = parser.parse_args(arguments)

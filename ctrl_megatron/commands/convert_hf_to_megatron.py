@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import new_path
+from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_bar
 
 
@@ -18,7 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint with one tensor in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
-    parser.add_argument("--out", required=True, type=new_path, help="checkpoint directory to write")
+    parser.add_argument(
+        "--out", required=True, type=output_path, help="checkpoint directory to write"
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that this command wrote to --out"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import new_path
+from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_bar
 
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
     )
-    parser.add_argument("--out", required=True, type=new_path, help="directory to write")
+    parser.add_argument("--out", required=True, type=output_path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value", "agent1"), default="policy")
     parser.add_argument(
         "--adapters",

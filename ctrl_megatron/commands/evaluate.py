@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
-from ctrl_megatron.config.flags import count, given_file, new_path, temperature
-from ctrl_megatron.config.secrets import hide_credentials
+from ctrl_megatron.config.flags import count_flag, existing_file, output_path, temperature
+from ctrl_megatron.config.secrets import hide_credentials_in_text
 from ctrl_megatron.errors import STOPPED, UserError, raise_all
 
 if TYPE_CHECKING:
@@ -48,17 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("critics", nargs="+", metavar="STAGE=DIR", help=_CRITIC)
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", dest="overrides")
     parser.add_argument(
-        "--out", type=new_path, help="directory; defaults to RUN_evaluation beside the run's"
+        "--out", type=output_path, help="directory; defaults to RUN_evaluation beside the run's"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the evaluation in --out")
-    parser.add_argument("--samples", type=count(), default=1, help="critiques per first solution")
-    parser.add_argument("--turns", type=count(), default=1, help="critiques and revisions in turn")
+    parser.add_argument(
+        "--samples", type=count_flag(), default=1, help="critiques per first solution"
+    )
+    parser.add_argument(
+        "--turns", type=count_flag(), default=1, help="critiques and revisions in turn"
+    )
     parser.add_argument(
         "--temperature", type=temperature, default=0.0, help="sampling of critiques; 0 is greedy"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the critiques")
     parser.add_argument(
-        "--pairs", type=given_file, help="responses to compare, in JudgeBench's format"
+        "--pairs", type=existing_file, help="responses to compare, in JudgeBench's format"
     )
     parser.add_argument(
         "--proxy",
@@ -144,7 +148,7 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
         else:
             problems.append(
                 UserError(
-                    f"{hide_credentials(where)!r} is no directory",
+                    f"{hide_credentials_in_text(where)!r} is no directory",
                     key=f"--proxy {name}",
                     remedy="name a model's directory, MODEL@URL of a server, or shared",
                 )
@@ -214,7 +218,7 @@ def _in(out: Path | None, config: Config) -> Config:
     if out is None:
         out = config.trainer.run_dir.with_name(f"{config.trainer.run_dir.name}_evaluation")
     place = {"default_local_dir": str(out.parent), "experiment_name": out.name}
-    return config.replaced(trainer=dataclasses.replace(config.trainer, **place))
+    return config.replace_groups(trainer=dataclasses.replace(config.trainer, **place))
 
 
 def _report(folder: Path, samples: int) -> None:

@@ -33,8 +33,14 @@ from ctrl_megatron.commands.chat_flags import (
     open_flagged_sandbox,
 )
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_path, new_path, number, temperature
-from ctrl_megatron.config.secrets import hide_flags
+from ctrl_megatron.config.flags import (
+    count_flag,
+    existing_path,
+    float_flag,
+    output_path,
+    temperature,
+)
+from ctrl_megatron.config.secrets import hide_credentials_in_flags
 from ctrl_megatron.data.rows import read_rows, require_columns
 from ctrl_megatron.errors import STOPPED, UserError, convert_input_errors
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -72,22 +78,25 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--problems",
         required=True,
-        type=given_path,
+        type=existing_path,
         help=".jsonl, a folder of it, or rows (.parquet)",
     )
-    parser.add_argument("--limit", type=count(), help="use only the first problems")
-    parser.add_argument("--out", required=True, type=new_path, help="directory of the tree")
+    parser.add_argument("--limit", type=count_flag(), help="use only the first problems")
+    parser.add_argument("--out", required=True, type=output_path, help="directory of the tree")
     add_chat_flags(parser, required="generator")
     parser.add_argument(
         "--widths",
-        type=count(),
+        type=count_flag(),
         nargs="+",
         default=[1, 5, 1, 1],
         metavar="W",
         help="1, first solutions per problem, then revisions per solution for every turn",
     )
     parser.add_argument(
-        "--critiques", type=count(), default=1, help="critiques per solution; the majority decides"
+        "--critiques",
+        type=count_flag(),
+        default=1,
+        help="critiques per solution; the majority decides",
     )
     parser.add_argument(
         "--stop-when-correct",
@@ -101,9 +110,9 @@ def _parser() -> CommandParser:
         flag = "--" if name == "solution" else f"--{name}-"
         about = {"dest": f"{name}_temperature", "type": temperature, "default": default}
         parser.add_argument(flag + "temperature", **about, help=f"of a {name}")
-        about = {"dest": f"{name}_max_tokens", "type": count(), "default": max_tokens}
+        about = {"dest": f"{name}_max_tokens", "type": count_flag(), "default": max_tokens}
         parser.add_argument(flag + "max-tokens", **about, help=f"of a {name}")
-    parser.add_argument("--top-p", type=number(above=0, most=1), default=1.0)
+    parser.add_argument("--top-p", type=float_flag(above=0, most=1), default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -157,7 +166,9 @@ def _settings(
     }
     if own:
         own |= {"engine": options.engine or default_engine(), "dtype": options.dtype}
-    return hide_flags({name: getattr(options, name) for name in names}) | judged | own
+    return (
+        hide_credentials_in_flags({name: getattr(options, name) for name in names}) | judged | own
+    )
 
 
 def _read_settings(file: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ctrl_megatron.config.environment import count_restart, make_run_key, read_launch
+from ctrl_megatron.config.environment import make_run_key, read_launch, set_restart_count
 from ctrl_megatron.errors import SERVICE, STOPPED, WRONG_INPUT, UserError, user_code_running_in
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.torch_features import torchrun_arguments
@@ -179,7 +179,7 @@ def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: RestartLimi
         )
         _end_left(others)
         time.sleep(pause)
-        count_restart(total)
+        set_restart_count(total)
     return end
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
-from ctrl_megatron.config.elastic import fitting_hosts
-from ctrl_megatron.config.flags import count, given_file, number
+from ctrl_megatron.config.elastic import max_fitting_hosts
+from ctrl_megatron.config.flags import count_flag, existing_file, float_flag
 from ctrl_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,22 +28,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
-    parser.add_argument("--nodes", type=count(), help="machines; defaults to trainer.nnodes")
+    parser.add_argument("--nodes", type=count_flag(), help="machines; defaults to trainer.nnodes")
     parser.add_argument(
         "--gpus-per-node",
-        type=count(),
+        type=count_flag(),
         help="GPUs per machine; defaults to trainer.n_gpus_per_node and the engines' own",
     )
     parser.add_argument(
-        "--gpu-memory", type=number(above=0, most=1e6), default=80.0, help="memory of one GPU, GiB"
+        "--gpu-memory",
+        type=float_flag(above=0, most=1e6),
+        default=80.0,
+        help="memory of one GPU, GiB",
     )
     parser.add_argument(
         "--model-config",
-        type=given_file,
+        type=existing_file,
         help="config.json of all models, in place of their directories",
     )
     parser.add_argument(
-        "--proxy-config", type=given_file, help="config.json of a proxy on engines of its own"
+        "--proxy-config", type=existing_file, help="config.json of a proxy on engines of its own"
     )
     parser.add_argument(
         "--ranks",
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--purpose", choices=("rl", "sft"), default="rl", help="which training")
     parser.add_argument(
         "--left",
-        type=count(),
+        type=count_flag(),
         metavar="N",
         help="print instead on how many of N machines the run goes on after it has lost others",
     )
@@ -64,14 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--copy-speed", 1000.0, "inside a GPU's memory"),
     ):
         parser.add_argument(
-            flag, type=number(above=0, most=1e6), default=speed, help=f"{words}, GB/s, with --push"
+            flag,
+            type=float_flag(above=0, most=1e6),
+            default=speed,
+            help=f"{words}, GB/s, with --push",
         )
     parser.add_argument(
         "--placement", action="store_true", help="a proposal for placement, not the memory"
     )
     parser.add_argument(
         "--generation",
-        type=number(0.0, below=1.0),
+        type=float_flag(0.0, below=1.0),
         default=0.5,
         metavar="SHARE",
         help="share of a step of one world that generates, with --placement; read it off a run",
@@ -92,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(trainer.n_gpus_per_node)
         return 0
     if options.left is not None:
-        print(fitting_hosts(config, options.left, purpose))
+        print(max_fitting_hosts(config, options.left, purpose))
         return 0
     check_world_size(config, trainer.nnodes * trainer.n_gpus_per_node, purpose)
 

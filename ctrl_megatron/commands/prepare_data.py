@@ -17,7 +17,7 @@ from rich.table import Table
 from ctrl_megatron.checkpoint.files import require_replaceable_file, write_text_atomically
 from ctrl_megatron.commands.chat_flags import convert_service_faults
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_path, new_path
+from ctrl_megatron.config.flags import count_flag, existing_path, output_path
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--format", required=True, choices=formats, help=f"{OWN}: files that this command wrote"
     )
     parser.add_argument(
-        "--input", required=True, type=given_path, nargs="+", help="files or folders"
+        "--input", required=True, type=existing_path, nargs="+", help="files or folders"
     )
     parser.add_argument("--split", help="of mbpp: prompt, test, validation, train")
-    parser.add_argument("--out", required=True, type=new_path, help="a .jsonl file")
+    parser.add_argument("--out", required=True, type=output_path, help="a .jsonl file")
     parser.add_argument("--overwrite", action="store_true", help="replace a problem file")
     parser.add_argument(
         "--against",
@@ -65,12 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="leave the check of tests and references to the first run",
     )
-    parser.add_argument("--min-tests", type=count(), default=1)
+    parser.add_argument("--min-tests", type=count_flag(), default=1)
     parser.add_argument(
-        "--max-tests", type=count(), help="keep only the first tests of each problem"
+        "--max-tests", type=count_flag(), help="keep only the first tests of each problem"
     )
-    parser.add_argument("--max-statement", type=count(), metavar="CHARACTERS")
-    parser.add_argument("--max-reference", type=count(), metavar="CHARACTERS")
+    parser.add_argument("--max-statement", type=count_flag(), metavar="CHARACTERS")
+    parser.add_argument("--max-reference", type=count_flag(), metavar="CHARACTERS")
     parser.add_argument("--max-difficulty", type=int, choices=range(5))
     parser.add_argument("--needs-reference", action="store_true")
     options = parser.parse_args(arguments)

@@ -31,10 +31,10 @@ from ctrl_megatron.commands.launcher import (
     run_with_restarts,
 )
 from ctrl_megatron.config.environment import (
-    machine_environment,
+    environment_for_other_machines,
+    machine_local_environment,
     make_run_key,
     read_ray_address,
-    sent_environment,
 )
 from ctrl_megatron.errors import FAILED, STOPPED, UserError, user_code_running_in
 
@@ -96,7 +96,7 @@ class MachineActor:
         """Start the ranks; yield what they print, and at last how they ended. After the first one
         that fails, the others of the machine are asked to stop, as torchrun does.
         """
-        own = machine_environment()
+        own = machine_local_environment()
         lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         readers = []
         for local_rank in range(group.count):
@@ -219,7 +219,7 @@ def _start_once(
         places = ray.get([actor.meeting_place.remote() for actor in actors])
         address, port = places[0]
         words = [sys.executable, *own_command(), *arguments]
-        environ = sent_environment()
+        environ = environment_for_other_machines()
         make_run_key(environ)
         if ranks > 1:
             environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun

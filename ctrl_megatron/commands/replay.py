@@ -15,7 +15,7 @@ from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
 from ctrl_megatron.commands.start import add_run_arguments, checked_config, command
 from ctrl_megatron.config import Config, check_world_size
 from ctrl_megatron.config.environment import read_launch, set_device_variables
-from ctrl_megatron.config.flags import CommandParser, given_path, number
+from ctrl_megatron.config.flags import CommandParser, existing_path, float_flag
 from ctrl_megatron.errors import STOPPED, UserError
 
 DIFFERS = 1
@@ -27,19 +27,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by a signal.
     """
     parser = CommandParser(__doc__)
-    parser.add_argument("dump", type=given_path, help="directory RUN/dumps/global_step_N")
+    parser.add_argument("dump", type=existing_path, help="directory RUN/dumps/global_step_N")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--update", action="store_true", help="repeat log-probs and update")
     what.add_argument("--judge", action="store_true", help="judge the recorded texts anew")
     parser.add_argument(
         "--weights",
-        type=given_path,
+        type=existing_path,
         metavar="DIR",
         help="weights before the step: a checkpoint or a Hugging Face directory",
     )
     parser.add_argument(
         "--tolerance",
-        type=number(0, 1),
+        type=float_flag(0, 1),
         default=1e-4,
         help="largest difference that agrees, relative to max(1, size); default 1e-4",
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, new_path
+from ctrl_megatron.config.flags import count_flag, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import is_evaluation, read_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
@@ -25,10 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 written, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="a run or an evaluation")
-    parser.add_argument("--out", type=new_path, help="page of several; defaults to comparison.html")
+    parser.add_argument(
+        "--out", type=output_path, help="page of several; defaults to comparison.html"
+    )
     parser.add_argument(
         "--pass-at",
-        type=count(),
+        type=count_flag(),
         nargs="+",
         metavar="K",
         help="evaluations: report pass@K; defaults to the K of the existing report",

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, open_flagged_sandbox
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_file, port
+from ctrl_megatron.config.flags import count_flag, existing_file, port
 from ctrl_megatron.errors import UserError, convert_input_errors
 
 
@@ -29,9 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_chat_flags(parser, required="critic")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=8090, help="0 chooses a free one")
-    parser.add_argument("--max-tokens", type=count(), default=768, help="most tokens of an answer")
     parser.add_argument(
-        "--token-file", type=given_file, help="its first line is the token that clients must send"
+        "--max-tokens", type=count_flag(), default=768, help="most tokens of an answer"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=existing_file,
+        help="its first line is the token that clients must send",
     )
     parser.add_argument("--allow-open", action="store_true", help="serve without a token")
     options = parser.parse_args(arguments)

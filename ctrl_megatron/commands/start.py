@@ -25,14 +25,14 @@ from types import FrameType
 
 from ctrl_megatron.commands.launcher import RestartLimit, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
-from ctrl_megatron.config.elastic import on_started
+from ctrl_megatron.config.elastic import config_for_world_size
 from ctrl_megatron.config.environment import (
     Launch,
     read_launch,
     read_log_level,
     set_device_variables,
 )
-from ctrl_megatron.config.flags import CommandParser, count
+from ctrl_megatron.config.flags import CommandParser, count_flag
 from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, find_user_error
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
@@ -272,7 +272,7 @@ def training_config(
     add_run_arguments(parser)
     parser.add_argument(
         "--max-restarts",
-        type=count(0),
+        type=count_flag(0),
         default=0,
         metavar="N",
         help="start the ranks again after a failure, N times in a row without a new checkpoint",
@@ -295,7 +295,7 @@ def training_config(
     config = checked_config(options.config, options.overrides, purpose)
     hosts = config.trainer.nnodes if on_ray else 1
     world_size = launch.world_size if ranks is None else ranks * hosts
-    config = on_started(config, world_size)
+    config = config_for_world_size(config, world_size)
     if purpose == "rl" and config.placement.auto:
         config, considered = _placed(config)
         if ranks is None and launch.rank == 0:
@@ -368,7 +368,7 @@ def _ranks_warn() -> Iterator[None]:
 def add_run_arguments(parser: CommandParser) -> None:
     """Arguments of every command that runs on ranks: their number, and configuration settings."""
     parser.add_argument(
-        "--nproc-per-node", type=count(), metavar="N", help="start N ranks on this machine"
+        "--nproc-per-node", type=count_flag(), metavar="N", help="start N ranks on this machine"
     )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.experiment_name=mine")
     # Pipelines and reward functions of the user may be in the current directory.

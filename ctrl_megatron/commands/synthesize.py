@@ -52,15 +52,15 @@ from ctrl_megatron.commands.chat_flags import (
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import (
-    count,
-    given_file,
-    given_path,
-    new_path,
-    number,
+    count_flag,
+    existing_file,
+    existing_path,
+    float_flag,
+    integer_flag,
+    output_path,
     temperature,
-    whole,
 )
-from ctrl_megatron.config.secrets import hide_flags
+from ctrl_megatron.config.secrets import hide_credentials_in_flags
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
@@ -128,13 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("--problems", type=given_path, default=Path("examples/problems"))
-    parser.add_argument("--out", type=new_path, default=Path("runs/data"))
+    parser.add_argument("--problems", type=existing_path, default=Path("examples/problems"))
+    parser.add_argument("--out", type=output_path, default=Path("runs/data"))
     parser.add_argument(
         "--overwrite", action="store_true", help="start over and replace this command's files"
     )
     parser.add_argument(
-        "--solutions", type=given_file, help="a .jsonl file of existing first solutions"
+        "--solutions", type=existing_file, help="a .jsonl file of existing first solutions"
     )
     for role, does in zip(
         _ROLES,
@@ -149,20 +149,28 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{role}-url", metavar="URL", default="", help=SERVERS)
     parser.add_argument("--engine", choices=list(ENGINES))
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of an engine")
-    parser.add_argument("--max-model-len", type=count(), default=2048)
-    parser.add_argument("--threads", type=whole(1, MOST_THREADS), help="CPU threads of an engine")
-    add_tensor_flag(parser)
-    parser.add_argument("--n", type=count(), default=2, help="solutions per problem")
-    parser.add_argument("--temperature", type=temperature, default=0.7, help="of the solver")
-    parser.add_argument("--max-tokens", type=count(), default=256, help="of a solution or revision")
+    parser.add_argument("--max-model-len", type=count_flag(), default=2048)
     parser.add_argument(
-        "--critique-draws", type=count(), default=2, help="the first good one is kept"
+        "--threads", type=integer_flag(1, MOST_THREADS), help="CPU threads of an engine"
+    )
+    add_tensor_flag(parser)
+    parser.add_argument("--n", type=count_flag(), default=2, help="solutions per problem")
+    parser.add_argument("--temperature", type=temperature, default=0.7, help="of the solver")
+    parser.add_argument(
+        "--max-tokens", type=count_flag(), default=256, help="of a solution or revision"
+    )
+    parser.add_argument(
+        "--critique-draws", type=count_flag(), default=2, help="the first good one is kept"
     )
     parser.add_argument("--critique-temperature", type=temperature, default=0.7)
-    parser.add_argument("--critique-tokens", type=count(), default=256)
-    parser.add_argument("--val-share", type=number(0, 1), default=0.2, help="of all problems")
-    parser.add_argument("--sft-share", type=number(0, 1), default=0.5, help="of the other problems")
-    parser.add_argument("--val-size", type=count(0), default=40, help="held-out attempts at most")
+    parser.add_argument("--critique-tokens", type=count_flag(), default=256)
+    parser.add_argument("--val-share", type=float_flag(0, 1), default=0.2, help="of all problems")
+    parser.add_argument(
+        "--sft-share", type=float_flag(0, 1), default=0.5, help="of the other problems"
+    )
+    parser.add_argument(
+        "--val-size", type=count_flag(0), default=40, help="held-out attempts at most"
+    )
     parser.add_argument("--balance", action="store_true", help="as many right as wrong in SFT")
     parser.add_argument("--max-difficulty", type=int, help="hardest level used")
     parser.add_argument("--seed", type=int, default=1)
@@ -193,7 +201,7 @@ def _settings(
         "solutions": json.dumps([(a.id, a.solution) for a in given]),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    shown = {**hide_flags(kept), **digests}
+    shown = {**hide_credentials_in_flags(kept), **digests}
     flags = {f"--{name.replace('_', '-')}": value for name, value in shown.items()}
     weights = {f"weights of --{role}": source.weights() for role, source in sources.items()}
     return {**flags, **weights, "rules": _RULES}

@@ -9,10 +9,10 @@ from ctrl_megatron.config.actor_rollout_ref import (
 )
 from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
 from ctrl_megatron.config.load import (
+    dict_without_secrets,
     load_config,
     parse_override,
     read_yaml,
-    shown_dict,
     to_dict,
     to_yaml,
 )
@@ -29,10 +29,10 @@ __all__ = [
     "Purpose",
     "check_files",
     "check_world_size",
+    "dict_without_secrets",
     "load_config",
     "parse_override",
     "read_yaml",
-    "shown_dict",
     "to_dict",
     "to_yaml",
 ]

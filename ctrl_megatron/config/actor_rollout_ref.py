@@ -171,7 +171,7 @@ class Megatron:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class OffloadAndRecompute:
     """Where the parts of the models are stored, and what is computed again. These keys were once
     in ``actor_rollout_ref.actor.megatron``, and may be written so."""
 
@@ -264,7 +264,7 @@ class Actor:
     grad_clip: float = key(1.0, ABOVE_0, stage="both")
     """Largest global gradient norm."""
     optim: Optim = group(Optim)
-    compute: Compute = group(Compute, stage="both")
+    compute: OffloadAndRecompute = group(OffloadAndRecompute, stage="both")
     megatron: Megatron = group(Megatron, read=_BY_MEGATRON, stage="both")
     fsdp_config: FsdpConfig = group(FsdpConfig, stage="both")
 
@@ -301,7 +301,7 @@ _APART = Condition(("placement.reference",), bool, "{0}=RANKS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
+class ReferenceModel:
     """The reference of the KL, which no update changes."""
 
     model: ModelFiles = group(ModelFiles)
@@ -477,15 +477,15 @@ class ActorRolloutRef:
     model: Model = group(Model, stage="both")
     proxy: ProxyKeys = group(ProxyKeys, read=REVISIONS)
     actor: Actor = group(Actor)
-    ref: Frozen = group(Frozen, read=REFERENCE)
+    ref: ReferenceModel = group(ReferenceModel, read=REFERENCE)
     rollout: Rollout = group(Rollout)
 
     @property
     def rollout_dtype(self) -> Dtype:
         """Parameter type inside the actor's engines."""
-        return self.dtype_in(self.rollout)
+        return self.engine_dtype(self.rollout)
 
-    def dtype_in(self, engine: EngineKeys) -> Dtype:
+    def engine_dtype(self, engine: EngineKeys) -> Dtype:
         """Parameter type inside an engine."""
         return engine.dtype or self.model.dtype
 

@@ -11,7 +11,7 @@ SECOND = Condition(("agent1.model.path",), bool, "{0}=DIRECTORY")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentModel:
+class SecondAgentModel:
     """The model that the second policy starts from."""
 
     path: str | None = None
@@ -20,7 +20,7 @@ class AgentModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOptim:
+class SecondAgentOptim:
     """The second policy's optimizer; its other settings are ``actor_rollout_ref.actor.optim``."""
 
     lr: float = key(1e-6, ABOVE_0)
@@ -28,7 +28,7 @@ class AgentOptim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRollout:
+class SecondAgentRollout:
     """How the second policy samples; its other settings are ``actor_rollout_ref.rollout``."""
 
     n: int | None = key(None, AT_LEAST_1)
@@ -40,6 +40,6 @@ class SecondAgent:
     """A second policy that learns in the same steps, for nodes of `agent_group` 1; its other
     settings are those of ``actor_rollout_ref``."""
 
-    model: AgentModel = group(AgentModel)
-    optim: AgentOptim = group(AgentOptim)
-    rollout: AgentRollout = group(AgentRollout)
+    model: SecondAgentModel = group(SecondAgentModel)
+    optim: SecondAgentOptim = group(SecondAgentOptim)
+    rollout: SecondAgentRollout = group(SecondAgentRollout)

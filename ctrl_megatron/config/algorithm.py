@@ -186,7 +186,7 @@ class OverlongBuffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transition:
+class TransitionBonuses:
     """Numbers that are added to the reward, by the verdicts of first solution and revision; an
     ablation."""
 
@@ -202,7 +202,7 @@ class Transition:
     @property
     def is_on(self) -> bool:
         """Whether any transition adds to the reward."""
-        return self != Transition()
+        return self != TransitionBonuses()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class Reward:
     """SQLite file of verdicts that runs share; None keeps them in memory."""
     judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
     """Added to the reward if the judgment of the first solution is right; an ablation."""
-    transition: Transition = group(Transition, read=REVISIONS)
+    transition: TransitionBonuses = group(TransitionBonuses, read=REVISIONS)
     copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)
     """Treatment of a critique that carries the program of its revision: measure only counts it
     (critique/copied_rate), penalise gives it 0, mask takes it out of the loss."""
@@ -278,7 +278,7 @@ class Reward:
         return dict(zip(self.reward_funcs, weights, strict=True))
 
     @property
-    def tasks(self) -> dict[str, tuple[str, ...]]:
+    def tasks_by_function(self) -> dict[str, tuple[str, ...]]:
         """Reward function -> the tasks of ``reward_tasks``."""
         return {name: tuple(tasks) for name, tasks in self.reward_tasks.items()}
 

@@ -17,9 +17,9 @@ from ctrl_megatron.config.actor_rollout_ref import (
     EngineKeys,
 )
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
-from ctrl_megatron.config.coerce import Place, one_of
-from ctrl_megatron.config.keys import Condition, value_of
-from ctrl_megatron.config.placement import ROLES, roles_apart
+from ctrl_megatron.config.coerce import KeyPlace, require_one_of
+from ctrl_megatron.config.keys import Condition, value_at_key
+from ctrl_megatron.config.placement import ROLES, separate_role_ranks
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -45,7 +45,7 @@ _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
 
 
-def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> None:
+def check_key_relations(config: Config, purpose: Purpose, written: Mapping[str, KeyPlace]) -> None:
     """UserError with one line per problem, if the keys do not fit together.
 
     ``written`` has the keys that are set, and the place of each.
@@ -66,7 +66,7 @@ def check(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Non
         raise UserError("\n".join(problems))
 
 
-def unread(config: Config) -> dict[str, Condition]:
+def unread_keys(config: Config) -> dict[str, Condition]:
     """Keys that nothing reads with these settings -> the first condition that is not met."""
     unmet = {name: [c for c in key.read if not c.is_met(config)] for name, key in KEYS.items()}
     return {name: conditions[0] for name, conditions in unmet.items() if conditions}
@@ -128,7 +128,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
         )
     if purpose != "sft":
-        apart = roles_apart(config, world_size)
+        apart = separate_role_ranks(config, world_size)
         if apart and config.trainer.min_nnodes is not None:
             raise UserError(
                 "its ranks would be others after a host is lost",
@@ -186,29 +186,29 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             )
 
 
-def _ranges(config: Config, written: Mapping[str, Place]) -> Iterator[str]:
+def _ranges(config: Config, written: Mapping[str, KeyPlace]) -> Iterator[str]:
     for name, key in KEYS.items():
-        value = value_of(config, name)
+        value = value_at_key(config, name)
         if key.allowed is not None and not key.allowed.admits(value):
             place = f"{written[name]}: " if name in written else ""
             yield f"{place}{name}={_words(value)} must be {key.allowed.text}"
 
 
-def _unread(config: Config, purpose: Purpose, written: Mapping[str, Place]) -> Iterator[str]:
+def _unread(config: Config, purpose: Purpose, written: Mapping[str, KeyPlace]) -> Iterator[str]:
     """Problems of keys that are set and that nothing reads.
 
     A file may serve both trainings, so keys of the other one are accepted in a file, and so is a
     key of the file that an override has switched off.
     """
-    for name, condition in unread(config).items():
+    for name, condition in unread_keys(config).items():
         if purpose != "none" and KEYS[name].stage not in (purpose, "both"):
             continue
         by_override = {s for s in condition.switches if s in written and written[s].is_override}
         if name not in written or (by_override and not written[name].is_override):
             continue
-        off = " and ".join(f"{s}={_words(value_of(config, s))}" for s in condition.switches)
+        off = " and ".join(f"{s}={_words(value_at_key(config, s))}" for s in condition.switches)
         yield (
-            f"{written[name]}: {name}={_words(value_of(config, name))} is not read with "
+            f"{written[name]}: {name}={_words(value_at_key(config, name))} is not read with "
             f"{off}; set {condition.text}, or leave it out"
         )
     for name, place in written.items():
@@ -226,7 +226,7 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
         ("actor_rollout_ref.model.path", "the Hugging Face directory of the model"),
         (files, "one parquet file or a list of them"),
     ):
-        if not value_of(config, key):
+        if not value_at_key(config, key):
             yield f"{key} is not set; give {what}"
 
 
@@ -236,13 +236,13 @@ def _names(config: Config) -> Iterator[str]:
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
     for key, names in named.items():
         try:
-            one_of(names, value_of(config, key))
+            require_one_of(names, value_at_key(config, key))
         except ValueError as error:
             own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
-            yield f"{key} {error}; {loss_hint(key, config) or own}"
+            yield f"{key} {error}; {policy_loss_hint(key, config) or own}"
 
 
-def loss_hint(key: str, config: Config) -> str:
+def policy_loss_hint(key: str, config: Config) -> str:
     """A remedy where the estimator has the name of a policy loss, as gspo in siiRL's guide; empty
     for any other key and name."""
     name = config.algorithm.adv_estimator
@@ -262,21 +262,24 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     given, needed = model.rollout.max_model_len, config.needed_model_len
     if given is not None and given < needed:
         # A revision prompt holds the problem, the solution and the critique.
-        revision = f" + {_R}revision_max_tokens" if config.shares_engines else ""
+        revision = f" + {_R}revision_max_tokens" if config.proxy_shares_engines else ""
         yield (
             f"{_R}max_model_len={given} is smaller than data.max_prompt_length + "
             f"data.max_response_length{revision} = {needed}; raise it or leave it unset"
         )
     budgets = [_A + "ppo_max_token_len_per_gpu", _R + "log_prob_max_token_len_per_gpu"]
-    keys, tokens = "data.max_prompt_length + data.max_response_length=", config.scored_tokens
-    if tokens > config.sequence_tokens:
+    keys, tokens = (
+        "data.max_prompt_length + data.max_response_length=",
+        config.max_training_row_tokens,
+    )
+    if tokens > config.max_critique_sequence_tokens:
         keys = f"three masked versions of {keys[:-1]}, together "
     if purpose == "sft":
         del budgets[1:]
         keys, tokens = "sft.max_length=", config.sft.max_length
     context = model.actor.megatron.context_parallel_size
     for key in budgets:
-        budget = value_of(config, key)
+        budget = value_at_key(config, key)
         if budget is not None and budget * context < tokens:
             ranks = f" on each of {context} context ranks" if context > 1 else ""
             yield (
@@ -290,10 +293,10 @@ def _sizes(config: Config, purpose: Purpose) -> Iterator[str]:
     asked = {"val_before_train": trainer.val_before_train, "test_freq": trainer.test_freq > 0}
     for key in (k for k, is_on in asked.items() if is_on and not data.val_files):
         yield f"trainer.{key} needs data.val_files; set them, or leave trainer.{key} out"
-    if len(set(data.val_sets)) < len(data.val_sets) or "reward" in data.val_sets:
+    if len(set(data.val_set_names)) < len(data.val_set_names) or "reward" in data.val_set_names:
         yield (
-            f"data.val_files would be reported as {', '.join(data.val_sets)}, which must differ "
-            "and not be reward; rename a file or its folder"
+            f"data.val_files would be reported as {', '.join(data.val_set_names)}, which must "
+            "differ and not be reward; rename a file or its folder"
         )
 
 
@@ -469,7 +472,7 @@ def _agents(config: Config) -> Iterator[str]:
         yield f"{alone}shares all ranks with the actor; leave {placed} out"
     if config.trainer.dump_steps:
         yield f"{alone}a dump of a step would lack; leave trainer.dump_steps out"
-    own = config.agents[1].actor_rollout_ref.rollout.n
+    own = config.policy_configs[1].actor_rollout_ref.rollout.n
     if own == 1 and algorithm.adv_estimator in _GROUPED:
         yield (
             f"agent1.rollout.n=1 gives algorithm.adv_estimator={algorithm.adv_estimator} groups of "
@@ -490,7 +493,7 @@ def _adapters(config: Config) -> Iterator[str]:
     if rollout.weight_transport in _CUT:
         yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
     own, proxy = family.model.path, family.proxy.model.path
-    if config.shares_engines and proxy not in (None, own):
+    if config.proxy_shares_engines and proxy not in (None, own):
         yield (
             f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
             f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"

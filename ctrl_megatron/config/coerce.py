@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
-from ctrl_megatron.config.foreign import foreign_key, unknown_key
+from ctrl_megatron.config.foreign import foreign_key_hint, unknown_key_hint
 from ctrl_megatron.config.keys import field_types, keys_of_class
 from ctrl_megatron.errors import UserError, did_you_mean
 
@@ -21,7 +21,7 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class KeyPlace:
     """The place where a key was written."""
 
     text: str
@@ -32,7 +32,7 @@ class Place:
         return self.text
 
 
-def build(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, Place]) -> T:
+def build_config(cls: type[T], tree: Mapping[str, Any], places: Mapping[str, KeyPlace]) -> T:
     """The dataclass ``cls`` filled from ``tree``; fields that are absent keep their default.
 
     ``places`` maps a dotted key to where it was written.
@@ -62,15 +62,15 @@ def _group(
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)
         if name not in hints:
-            foreign = [(leaf, foreign_key(leaf)) for leaf in _leaves(key, value)]
+            foreign = [(leaf, foreign_key_hint(leaf)) for leaf in _leaves(key, value)]
             problems += [(leaf, text) for leaf, text in foreign if text]
             if not all(text for _, text in foreign):
-                problems.append((key, unknown_key(key, cls, keys)))
+                problems.append((key, unknown_key_hint(key, cls, keys)))
         elif dataclasses.is_dataclass(hints[name]):
             values[name] = _group(hints[name], value, key, keys, problems)
         else:
             try:
-                values[name] = coerce(hints[name], value)
+                values[name] = coerce_value(hints[name], value)
             except ValueError as error:
                 problems.append((key, f"{key} {error}"))
     return cls(**values)
@@ -83,7 +83,7 @@ def _leaves(name: str, value: object) -> list[str]:
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
 
 
-def coerce(hint: Any, value: Any) -> Any:
+def coerce_value(hint: Any, value: Any) -> Any:
     """``value`` as the type ``hint``; UserError, whose message continues the key, if it is not."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -93,9 +93,9 @@ def coerce(hint: Any, value: Any) -> Any:
         if len(inner) > 1:  # a list or a mapping
             kind = dict if isinstance(value, Mapping) else tuple
             inner = [a for a in inner if typing.get_origin(a) is kind]
-        return coerce(inner[0], value)
+        return coerce_value(inner[0], value)
     if origin is Literal:
-        return one_of(arguments, value)
+        return require_one_of(arguments, value)
     if origin is tuple:
         return _tuple(arguments, value)
     if origin is dict:
@@ -106,7 +106,7 @@ def coerce(hint: Any, value: Any) -> Any:
     return _scalar(hint, value)
 
 
-def one_of(allowed: tuple[str, ...], value: Any) -> str:
+def require_one_of(allowed: tuple[str, ...], value: Any) -> str:
     """``value``; UserError, whose message continues the key, if it is none of ``allowed``."""
     if value in allowed:
         return value
@@ -124,7 +124,7 @@ def _tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     if not variadic and len(value) != len(arguments):
         raise UserError(f"must be a list of {len(arguments)} values, not {value!r}")
     hints = [arguments[0]] * len(value) if variadic else list(arguments)
-    return tuple(coerce(hint, item) for hint, item in zip(hints, value, strict=True))
+    return tuple(coerce_value(hint, item) for hint, item in zip(hints, value, strict=True))
 
 
 def _scalar(hint: type, value: Any) -> bool | int | float | str:

@@ -96,7 +96,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     )
 
 
-def read_restarts(environ: Mapping[str, str] = os.environ) -> int:
+def read_restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """How often the launcher (``--max-restarts`` of torchrun or of the command), the script of the
     job and its scheduler (SLURM) have started this run's processes again.
     """
@@ -104,7 +104,7 @@ def read_restarts(environ: Mapping[str, str] = os.environ) -> int:
     return sum(_integer(environ, name) for name in counts if name in environ)
 
 
-def count_restart(total: int, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_restart_count(total: int, environ: MutableMapping[str, str] = os.environ) -> None:
     """Let the processes that this one starts from now on count ``total`` restarts."""
     environ[_RESTARTS] = str(total)
 
@@ -179,17 +179,19 @@ def read_ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("RAY_ADDRESS") or None
 
 
-def sent_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_for_other_machines(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of this process that its ranks on other machines have too: all but Ray's."""
     return {name: value for name, value in environ.items() if not name.startswith("RAY_")}
 
 
-def machine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def machine_local_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of this process that belong to its machine, whatever other machines send."""
     return {name: environ[name] for name in _OF_MACHINE if name in environ}
 
 
-def set_device_variables(tensor: int, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_device_variables(
+    tensor_parallel_size: int, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Set the variables that CUDA and PyTorch read when a trainer's rank loads them; what the user
     has set stays. Engines do not get them (``child_environment``).
 
@@ -197,17 +199,17 @@ def set_device_variables(tensor: int, environ: MutableMapping[str, str] = os.env
     whose packed length differs. vLLM's pool of memory that sleeps does not allow them.
 
     ``CUDA_DEVICE_MAX_CONNECTIONS=1`` lets CUDA run kernels in launch order. Megatron-Core relies on
-    that order where it overlaps the communication of ``tensor`` ranks with matrix products
-    (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an engine, so it is set
-    only for ``tensor`` > 1.
+    that order where it overlaps the communication of ``tensor_parallel_size`` ranks with matrix
+    products (``tensor_parallel/layers.py``). It prevents all other overlaps, also in an engine, so
+    it is set only for ``tensor_parallel_size`` > 1.
     """
     if not environ.keys() & set(ALLOCATOR_VARIABLES):
         environ[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
-    if tensor > 1:
+    if tensor_parallel_size > 1:
         environ.setdefault(_KERNEL_ORDER, "1")
 
 
-def keep_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+def bind_to_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let gloo and NCCL listen on loopback in this process and its children, unless the user names
     an interface: by themselves they take the one that the machine's name leads to.
     """
@@ -220,7 +222,7 @@ def gpus_are_hidden(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
 
 
-def first_host(node_list: str) -> str:
+def first_slurm_host(node_list: str) -> str:
     """First host of SLURM's compressed list: ``gpu[03-05,9],x1`` gives ``gpu03``."""
     match = re.match(r"([^\[\],]+)(?:\[([^\]]+)\])?([^,]*)", node_list.strip())
     if match is None:
@@ -231,7 +233,7 @@ def first_host(node_list: str) -> str:
 
 def _slurm_meeting_point(environ: Mapping[str, str]) -> tuple[str, int]:
     nodes = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
-    address = environ.get("MASTER_ADDR") or first_host(_text(environ, nodes))
+    address = environ.get("MASTER_ADDR") or first_slurm_host(_text(environ, nodes))
     for name in ("MASTER_PORT", "CTRL_MASTER_PORT"):
         if name in environ:
             return address, _integer(environ, name)

@@ -30,8 +30,8 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=formatter)
-        self.register("type", int, whole())
-        self.register("type", float, number())
+        self.register("type", int, integer_flag())
+        self.register("type", float, float_flag())
 
     def error(self, message: str) -> NoReturn:
         about_value = re.match(rf"argument (?:\S+/)?(\S+): (?={_VALUE}|{_SAID})", message)
@@ -50,7 +50,7 @@ class ToolParser(CommandParser):
             self.exit(2, f"{self.prog}: {error}\n")
 
 
-def whole(least: int = -_LARGEST, most: int = _LARGEST) -> Callable[[str], int]:
+def integer_flag(least: int = -_LARGEST, most: int = _LARGEST) -> Callable[[str], int]:
     """The type of a flag that is a whole number."""
 
     def read(text: str) -> int:
@@ -65,12 +65,12 @@ def whole(least: int = -_LARGEST, most: int = _LARGEST) -> Callable[[str], int]:
     return read
 
 
-def count(least: int = 1) -> Callable[[str], int]:
+def count_flag(least: int = 1) -> Callable[[str], int]:
     """The type of a flag that counts something."""
-    return whole(least, _MANY)
+    return integer_flag(least, _MANY)
 
 
-def number(
+def float_flag(
     least: float = -math.inf,
     most: float = math.inf,
     *,
@@ -95,13 +95,13 @@ def number(
     return read
 
 
-share = number(0, below=1)
+share = float_flag(0, below=1)
 """The type of a flag that is a share, from 0 to below 1."""
-temperature = number(0, 100)
-port = whole(0, 65535)
+temperature = float_flag(0, 100)
+port = integer_flag(0, 65535)
 
 
-def given_path(text: str) -> Path:
+def existing_path(text: str) -> Path:
     """The type of a flag that names a file or directory to read."""
     path = Path(text)
     # Unlike Path's, they answer for names that no file can have.
@@ -113,15 +113,15 @@ def given_path(text: str) -> Path:
     return path
 
 
-def given_file(text: str) -> Path:
+def existing_file(text: str) -> Path:
     """The type of a flag that names a file to read."""
-    path = given_path(text)
+    path = existing_path(text)
     if path.is_dir():
         raise _refused(path, "is a directory; name a file")
     return path
 
 
-def new_path(text: str) -> Path:
+def output_path(text: str) -> Path:
     """The type of a flag that names a file or directory to write."""
     path = Path(text)
     try:

@@ -245,7 +245,7 @@ ABSENT: Mapping[str, str] = {
 """Keys of those trainers, or groups of keys, without a counterpart -> an explanation."""
 
 
-def foreign_key(name: str) -> str:
+def foreign_key_hint(name: str) -> str:
     """A sentence about a key of another trainer; empty for any other name."""
     if name in RENAMED:
         return f"unknown key {name!r}: here that is {RENAMED[name]}"
@@ -255,9 +255,9 @@ def foreign_key(name: str) -> str:
     return f"unknown key {name!r}: {ABSENT[group]}; leave it out" if group else ""
 
 
-def unknown_key(name: str, group: type, keys: Collection[str]) -> str:
+def unknown_key_hint(name: str, group: type, keys: Collection[str]) -> str:
     """A sentence about a key that does not exist in ``group``, a class of the schema."""
-    if foreign := foreign_key(name):
+    if foreign := foreign_key_hint(name):
         return foreign
     prefix, _, last = name.rpartition(".")
     siblings = list(field_types(group))

@@ -58,9 +58,9 @@ class Condition:
 
     def is_met(self, config: Any) -> bool:
         """Whether the key is read."""
-        return self.holds(*(value_of(config, switch) for switch in self.switches))
+        return self.holds(*(value_at_key(config, switch) for switch in self.switches))
 
-    def below(self, prefix: str) -> Condition:
+    def with_prefix(self, prefix: str) -> Condition:
         """The condition of a key of the group ``prefix``."""
         switches = tuple(prefix + s if s.startswith(".") else s for s in self.switches)
         return Condition(switches, self.holds, self.text.format(*switches))
@@ -148,7 +148,7 @@ def keys_of_class(
         facts, hint = field.metadata, hints[field.name]
         own = facts.get("read", ())
         own = own if isinstance(own, tuple) else (own,)
-        read = (*above, *(condition.below(prefix) for condition in own))
+        read = (*above, *(condition.with_prefix(prefix) for condition in own))
         of_stage: Stage = facts.get("stage") or stage
         if dataclasses.is_dataclass(hint):
             yield from keys_of_class(hint, name, read, of_stage)  # type: ignore[arg-type]
@@ -164,5 +164,5 @@ def keys_of_class(
         )
 
 
-def value_of(config: Any, name: str) -> Any:
+def value_at_key(config: Any, name: str) -> Any:
     return reduce(getattr, name.split("."), config)

@@ -21,17 +21,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ctrl_megatron.config.checks import Purpose, check, unread
-from ctrl_megatron.config.coerce import Place, build
-from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.checks import Purpose, check_key_relations, unread_keys
+from ctrl_megatron.config.coerce import KeyPlace, build_config
+from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.config.schema import ALIASES, KEYS, Config
 from ctrl_megatron.config.secrets import (
     HIDDEN,
-    hidden_in,
-    instead_of,
-    secrets_in,
+    hidden_key_names,
+    secret_storage_advice,
     secrets_in_tree,
-    shown,
+    secrets_in_value,
+    values_without_secrets,
 )
 from ctrl_megatron.errors import (
     UserError,
@@ -93,25 +93,25 @@ def load_config(
         except (OmegaConfBaseException, TypeError, AttributeError) as error:
             raise UserError(f"override {text!r} does not fit the file: {error}") from error
         places = {k: place for k, place in places.items() if not k.startswith(key + ".")}
-        places[key] = Place(f"override {text!r}", is_override=True)
-    given = by_present_names(OmegaConf.to_container(tree, resolve=False))
+        places[key] = KeyPlace(f"override {text!r}", is_override=True)
+    given = with_current_key_names(OmegaConf.to_container(tree, resolve=False))
     try:
         # With the defaults, a reference can name a key that is not set, or has another name.
         former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items()})
         merged = OmegaConf.create(_overlay(_overlay(to_dict(Config()), former), given))
-        plain = by_present_names(OmegaConf.to_container(merged, resolve=True))
+        plain = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
         with _environment_as_written():
-            raw = by_present_names(OmegaConf.to_container(merged, resolve=True))
+            raw = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         key = getattr(error, "full_key", None) or "a value"
         raise UserError(f"{key}: the reference cannot be resolved: {reason}") from error
     assert isinstance(plain, dict)
     _conceal(plain)
-    config = build(Config, {str(key): value for key, value in plain.items()}, places)
+    config = build_config(Config, {str(key): value for key, value in plain.items()}, places)
     written = _written(given, places)
     _require_secrets(config, places)
-    check(config, purpose, written)
+    check_key_relations(config, purpose, written)
     object.__setattr__(config, "written", written)
     object.__setattr__(config, "unresolved", _unresolved(config, plain, raw))
     return config
@@ -129,17 +129,17 @@ def _conceal(tree: Any) -> None:
     conceal_in_user_errors(text for text in secrets_in_tree(tree) if not _SERVER.fullmatch(text))
 
 
-def _require_secrets(config: Config, places: Mapping[str, Place]) -> None:
+def _require_secrets(config: Config, places: Mapping[str, KeyPlace]) -> None:
     """UserError for what a run did not write because it can be a secret."""
-    left_out, problems = unread(config), list[UserError]()
+    left_out, problems = unread_keys(config), list[UserError]()
     for key in (key for name, key in KEYS.items() if name not in left_out):
-        for name in dict.fromkeys(hidden_in(key, value_of(config, key.name))):
+        for name in dict.fromkeys(hidden_key_names(key, value_at_key(config, key.name))):
             place = places.get(name) or places.get(key.name)
             problems.append(
                 UserError(
                     f"{f'{place}: ' if place else ''}{name} has {HIDDEN} in place of what can be a "
                     "secret, which no file of a run holds",
-                    remedy=f"give the value again, {name}=VALUE; {instead_of(key)}",
+                    remedy=f"give the value again, {name}=VALUE; {secret_storage_advice(key)}",
                 )
             )
     raise_all(problems)
@@ -165,7 +165,7 @@ def _environment_as_written() -> Iterator[None]:
 def _unresolved(config: Config, plain: Any, raw: Any) -> dict[str, tuple[Any, Any]]:
     """``Config.unresolved``: the keys whose value ``raw`` refers to the environment."""
     return {
-        name: (value_of(config, name), _at(raw, name))
+        name: (value_at_key(config, name), _at(raw, name))
         for name in KEYS
         if "${oc.env:" in str(_at(raw, name)) and _at(raw, name) != _at(plain, name)
     }
@@ -184,7 +184,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     except UserError:
         # Text that is not YAML has no parts of which some could be shown.
         declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
-        conceal_in_user_errors(secrets_in(declared, value) if declared else ())
+        conceal_in_user_errors(secrets_in_value(declared, value) if declared else ())
         return key, read_yaml(value, f"override {text!r}")[0]
 
 
@@ -193,9 +193,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def shown_dict(config: Config) -> dict[str, Any]:
+def dict_without_secrets(config: Config) -> dict[str, Any]:
     """The configuration as ``to_dict`` has it, without what can be a secret."""
-    return json.loads(json.dumps(_tree(shown(config))))
+    return json.loads(json.dumps(_tree(values_without_secrets(config))))
 
 
 def to_yaml(config: Config) -> str:
@@ -205,12 +205,16 @@ def to_yaml(config: Config) -> str:
     can be a secret is ``***``, and comments say what to do in its place; ``load_config`` asks for
     it. References to the environment are written as they are.
     """
-    left_out = unread(config)
-    values = {name: value for name, value in shown(config).items() if name not in left_out}
+    left_out = unread_keys(config)
+    values = {
+        name: value
+        for name, value in values_without_secrets(config).items()
+        if name not in left_out
+    }
     hidden = (
-        f"# {name}: {HIDDEN} is not written; {instead_of(KEYS[key])}\n"
+        f"# {name}: {HIDDEN} is not written; {secret_storage_advice(KEYS[key])}\n"
         for key, value in values.items()
-        for name in dict.fromkeys(hidden_in(KEYS[key], value))
+        for name in dict.fromkeys(hidden_key_names(KEYS[key], value))
     )
     return "".join(hidden) + write_yaml(_tree(values))
 
@@ -229,7 +233,7 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_yaml(
     text: str, source: str, tags: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
-) -> tuple[Any, dict[str, Place]]:
+) -> tuple[Any, dict[str, KeyPlace]]:
     """The tree of ``text``, and the place of every dotted key. ``tags``: a tag such as ``!Ref`` ->
     what becomes of the text behind it.
 
@@ -245,7 +249,7 @@ def read_yaml(
         node, tree = yaml.compose(text, Tagged), yaml.load(text, Tagged)
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML: {_yaml_problem(error)}") from error
-    places: dict[str, Place] = {}
+    places: dict[str, KeyPlace] = {}
     _locate(node, "", source, places)
     return tree, places
 
@@ -265,19 +269,19 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"{problem} (line {mark.line + 1})" if mark is not None else problem
 
 
-def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, Place]) -> None:
+def _locate(node: yaml.Node | None, prefix: str, source: str, places: dict[str, KeyPlace]) -> None:
     if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:
         key = f"{prefix}.{name.value}" if prefix else str(name.value)
-        place = Place(f"{source} line {name.start_mark.line + 1}")
+        place = KeyPlace(f"{source} line {name.start_mark.line + 1}")
         if key in places and name.value != "<<":
             raise UserError(f"{place}: the key {key!r} is set twice (first at {places[key]})")
         places[key] = place
         _locate(value, key, source, places)
 
 
-def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
+def _written(given: Any, places: Mapping[str, KeyPlace]) -> dict[str, KeyPlace]:
     """The keys that are set, and the place of each; a key that is null is not set."""
     written = {}
     for name in KEYS:
@@ -289,11 +293,11 @@ def _written(given: Any, places: Mapping[str, Place]) -> dict[str, Place]:
             below = (k for k in places if k.startswith(f"{name}."))
             # A key that YAML's << inserts has no place of its own.
             found = next((k for k in (*above, *below) if k in places), None)
-            written[name] = Place("the file") if found is None else places[found]
+            written[name] = KeyPlace("the file") if found is None else places[found]
     return written
 
 
-def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
+def _read_file(path: Path) -> tuple[DictConfig, dict[str, KeyPlace]]:
     if path.is_dir():
         raise UserError(f"the configuration file {path} is a directory; name a file in it")
     if not path.is_file():
@@ -310,10 +314,10 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, Place]]:
         if old in places and new in places:
             raise UserError(f"{places[new]}: the key {new!r} is set twice (first at {places[old]})")
     present = {ALIASES.get(name, name): place for name, place in places.items()}
-    return DictConfig(by_present_names(_nested(tree or {}, "", places))), present
+    return DictConfig(with_current_key_names(_nested(tree or {}, "", places))), present
 
 
-def by_present_names(tree: Any) -> Any:
+def with_current_key_names(tree: Any) -> Any:
     """The tree with the keys of ``ALIASES`` where they belong."""
     for old, new in ALIASES.items():
         group, _, name = old.rpartition(".")
@@ -327,7 +331,7 @@ def _spelt_out(key: str, value: Any) -> Any:
     return {"auto": True} if (key, value) == ("placement", "auto") else value
 
 
-def _nested(tree: Mapping[Any, Any], prefix: str, places: Mapping[str, Place]) -> dict[Any, Any]:
+def _nested(tree: Mapping[Any, Any], prefix: str, places: Mapping[str, KeyPlace]) -> dict[Any, Any]:
     """The tree with a name such as ``kl_ctrl.kl_coef`` inside a group as a group of its own. What
     is below a key, such as the options of a function, stays as it is.
     """

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
-from ctrl_megatron.config.coerce import Place, coerce
+from ctrl_megatron.config.coerce import KeyPlace, coerce_value
 from ctrl_megatron.errors import UserError, describe_location, did_you_mean, raise_all
 
 _LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -19,7 +19,7 @@ def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Paramete
     return {name: p for name, p in parameters.items() if p.kind not in _LOOSE}
 
 
-def takes_any_name(function: Callable[..., Any]) -> bool:
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Whether ``function`` has a ``**`` parameter."""
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     return inspect.Parameter.VAR_KEYWORD in kinds
@@ -27,19 +27,19 @@ def takes_any_name(function: Callable[..., Any]) -> bool:
 
 def accepted_options(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of ``offered`` for which ``function`` has a parameter; all if it has ``**``."""
-    if takes_any_name(function):
+    if takes_any_keyword(function):
         return dict(offered)
     parameters = named_parameters(function)
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def own_options(
+def function_options(
     function: Callable[..., Any],
     values: Mapping[str, Any],
     key: str,
     *,
     inputs: Collection[str],
-    place: Place | None = None,
+    place: KeyPlace | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of ``function`` from ``values``, the mapping at the configuration key.
 
@@ -53,7 +53,7 @@ def own_options(
     was written, begins the messages about values.
     """
     options = {name: p for name, p in named_parameters(function).items() if name not in inputs}
-    any_name, who = takes_any_name(function), describe_location(function)
+    any_name, who = takes_any_keyword(function), describe_location(function)
     before = "" if place is None else f"{place}: "
     problems, found = [], dict[str, Any]()
     for name, value in values.items():
@@ -84,7 +84,7 @@ def _converted(
             hint = typing.get_type_hints(function)[parameter.name if parameter else ""]
         except NameError:  # an annotation of names that are imported for type checkers alone
             return value
-    return coerce(hint, value) if _has_key_type(hint) else value
+    return coerce_value(hint, value) if _has_key_type(hint) else value
 
 
 def _has_key_type(hint: Any) -> bool:

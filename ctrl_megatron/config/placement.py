@@ -8,8 +8,8 @@ from typing import Any
 
 from ctrl_megatron.config.actor_rollout_ref import REFERENCE, RoleLayout
 from ctrl_megatron.config.algorithm import VALUE_MODEL, Where
-from ctrl_megatron.config.coerce import coerce
-from ctrl_megatron.config.keys import Condition, value_of
+from ctrl_megatron.config.coerce import coerce_value
+from ctrl_megatron.config.keys import Condition, value_at_key
 from ctrl_megatron.config.reward_model import REWARD_MODEL
 from ctrl_megatron.config.schema import Config
 from ctrl_megatron.errors import UserError
@@ -40,12 +40,12 @@ class SeparateRanks:
         return f"placement.{self.roles[0]}"
 
     @property
-    def model_size(self) -> int:
+    def ranks_per_model_copy(self) -> int:
         """Ranks that hold one copy of each model."""
         return self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
 
 
-def roles_apart(config: Config, world_size: int) -> tuple[SeparateRanks, ...]:
+def separate_role_ranks(config: Config, world_size: int) -> tuple[SeparateRanks, ...]:
     """The ranks of every role that does not share the actor's, of a run of ``world_size`` ranks.
 
     UserError for ranks that do not exist or belong to several roles in part, for an order of a
@@ -53,7 +53,7 @@ def roles_apart(config: Config, world_size: int) -> tuple[SeparateRanks, ...]:
     """
     each = config.trainer.n_gpus_per_node
     where = {
-        role: value_of(config, f"placement.{role}")
+        role: value_at_key(config, f"placement.{role}")
         for role, (condition, _) in ROLES.items()
         if condition.is_met(config)
     }
@@ -134,14 +134,14 @@ _BY_FORM: Mapping[str, Callable[..., tuple[int, ...]]] = {"hosts": _of_hosts, "s
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
     try:
-        return coerce(hint, value)
+        return coerce_value(hint, value)
     except UserError as error:
         raise UserError(f"{name} {error}", remedy=_FORMS) from None
 
 
 def _layout(config: Config, roles: list[str], ranks: tuple[int, ...]) -> RoleLayout:
     groups = [ROLES[role][1] for role in roles]
-    layouts = [value_of(config, group) for group in groups]
+    layouts = [value_at_key(config, group) for group in groups]
     if len({*layouts}) > 1:
         raise UserError(
             f"the roles {' and '.join(roles)} have the same ranks and different layouts",
@@ -149,14 +149,14 @@ def _layout(config: Config, roles: list[str], ranks: tuple[int, ...]) -> RoleLay
             remedy="set both to the same sizes, or name other ranks",
         )
     made = SeparateRanks(roles=tuple(roles), ranks=ranks, layout=layouts[0])
-    data, rest = divmod(len(ranks), made.model_size)
+    data, rest = divmod(len(ranks), made.ranks_per_model_copy)
     if rest:
         raise UserError(
             f"its {len(ranks)} ranks are not divided by {groups[0]}.tensor_model_parallel_size="
             f"{layouts[0].tensor_model_parallel_size} x pipeline_model_parallel_size="
             f"{layouts[0].pipeline_model_parallel_size}",
             key=made.config_key,
-            remedy=f"name a multiple of {made.model_size} ranks, or change the sizes",
+            remedy=f"name a multiple of {made.ranks_per_model_copy} ranks, or change the sizes",
         )
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if mini % data:

@@ -25,7 +25,7 @@ from ctrl_megatron.config.algorithm import (
     RolePlacement,
     Sandbox,
 )
-from ctrl_megatron.config.coerce import Place
+from ctrl_megatron.config.coerce import KeyPlace
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -94,7 +94,7 @@ class Data:
     first."""
 
     @property
-    def val_sets(self) -> tuple[str, ...]:
+    def val_set_names(self) -> tuple[str, ...]:
         """The names under which several ``val_files`` are reported: the file's name, after its
         folder's if two files have the same one. Empty for one file.
         """
@@ -191,10 +191,10 @@ class Trainer:
     the engines, its judging, the end of a weight push, a coroutine node of your own. Then the run
     ends and names the work."""
 
-    def dumps(self, step: int) -> bool:
+    def is_dump_step(self, step: int) -> bool:
         return _names(self.dump_steps, step)
 
-    def profiles(self, step: int) -> bool:
+    def is_profile_step(self, step: int) -> bool:
         """Whether step number ``step`` is profiled."""
         return _names(self.profile_steps, step)
 
@@ -252,7 +252,7 @@ class Sft:
 class Config:
     """The configuration of a run. ``load_config`` makes one."""
 
-    written: ClassVar[Mapping[str, Place]] = MappingProxyType({})
+    written: ClassVar[Mapping[str, KeyPlace]] = MappingProxyType({})
     """The keys that are set and the place of each, filled in by ``load_config``. Not a key."""
     unresolved: ClassVar[Mapping[str, tuple[Any, Any]]] = MappingProxyType({})
     """The keys that refer to the environment: value, and as it was written. Not a key."""
@@ -271,7 +271,7 @@ class Config:
     sft: Sft = group(Sft, stage="sft")
 
     @property
-    def agents(self) -> tuple[Config, ...]:
+    def policy_configs(self) -> tuple[Config, ...]:
         """The configuration of each policy that learns, by the number of its ``agent_group``: this
         one, and where there is a second policy, one in which it has the actor's place.
         """
@@ -286,9 +286,9 @@ class Config:
             ref=replace(family.ref, model=replace(family.ref.model, path=None)),
             rollout=replace(rollout, n=second.rollout.n or rollout.n),
         )
-        return (self, self.replaced(actor_rollout_ref=own))
+        return (self, self.replace_groups(actor_rollout_ref=own))
 
-    def replaced(self, **groups: Any) -> Config:
+    def replace_groups(self, **groups: Any) -> Config:
         """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
         config = replace(self, **groups)
         object.__setattr__(config, "written", self.written)
@@ -296,7 +296,7 @@ class Config:
         return config
 
     @property
-    def sequence_tokens(self) -> int:
+    def max_critique_sequence_tokens(self) -> int:
         """Longest critique prompt plus the longest critique."""
         return self.data.max_prompt_length + self.data.max_response_length
 
@@ -306,7 +306,7 @@ class Config:
         proxy shares them, a revision prompt contains problem, solution and critique, so it counts
         as a whole critique sequence. ``pipeline.inputs`` computes what the rows need."""
         revision = self.actor_rollout_ref.rollout.revision_max_tokens
-        return self.sequence_tokens + (revision if self.shares_engines else 0)
+        return self.max_critique_sequence_tokens + (revision if self.proxy_shares_engines else 0)
 
     @property
     def max_model_len(self) -> int:
@@ -320,15 +320,15 @@ class Config:
         return REVISIONS.is_met(self)
 
     @property
-    def shares_engines(self) -> bool:
+    def proxy_shares_engines(self) -> bool:
         """True if actor and proxy generate on the same engines."""
         kind = self.actor_rollout_ref.proxy.kind
         return self.writes_revisions and kind in ("shared", "agent1")
 
     @property
-    def has_frozen_proxy(self) -> bool:
+    def shares_engines_with_frozen_proxy(self) -> bool:
         """True if the actor's engines also generate with a proxy that does not learn."""
-        return self.shares_engines and self.actor_rollout_ref.proxy.kind == "shared"
+        return self.proxy_shares_engines and self.actor_rollout_ref.proxy.kind == "shared"
 
     @property
     def has_proxy_engines(self) -> bool:
@@ -365,12 +365,12 @@ class Config:
         return self.actor_rollout_ref.model.shared_prefix and not coupled
 
     @property
-    def scored_tokens(self) -> int:
+    def max_training_row_tokens(self) -> int:
         """Tokens of the longest row of a training pass: of a sequence, or under
         ``coupled_grpo_pipeline`` of its three masked versions one after the other
         (``models.masked_versions``), which is three times as many."""
         coupled = self.dag.custom_pipeline_fn == COUPLED_GRPO_PIPELINE
-        return self.sequence_tokens * (3 if coupled else 1)
+        return self.max_critique_sequence_tokens * (3 if coupled else 1)
 
     @property
     def reference_is_base(self) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ctrl_megatron.config.keys import Key, value_of
+from ctrl_megatron.config.keys import Key, value_at_key
 from ctrl_megatron.config.schema import KEYS, Config
 
 HIDDEN = "***"
@@ -44,37 +44,37 @@ _FORMS = (_QUERY, _WRITTEN)
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\w+\}")
 
 
-def shown(config: Config) -> dict[str, Any]:
+def values_without_secrets(config: Config) -> dict[str, Any]:
     """Dotted name -> value of every key, as it may be written and sent to others."""
-    return {name: hide(KEYS[name], _unresolved(config, name)) for name in KEYS}
+    return {name: hide_secrets(KEYS[name], _unresolved(config, name)) for name in KEYS}
 
 
-def hide(key: Key, value: Any, found: Callable[[str], None] = lambda text: None) -> Any:
+def hide_secrets(key: Key, value: Any, found: Callable[[str], None] = lambda text: None) -> Any:
     """The value of a key without what can be a secret, of which each text is given to ``found``."""
     return _mapped(value, key.secret is not None and key.secret.whole, found)
 
 
-def secrets_in(key: Key, value: Any) -> list[str]:
-    """The texts that ``hide`` takes out of the value of a key."""
+def secrets_in_value(key: Key, value: Any) -> list[str]:
+    """The texts that ``hide_secrets`` takes out of the value of a key."""
     found = list[str]()
-    hide(key, value, found.append)
+    hide_secrets(key, value, found.append)
     return found
 
 
 def secrets_in_tree(tree: Any) -> list[str]:
-    """The texts that ``hide_tree`` takes out of a configuration's tree."""
+    """The texts that ``hide_secrets_in_tree`` takes out of a configuration's tree."""
     found = list[str]()
-    hide_tree(tree, found.append)
+    hide_secrets_in_tree(tree, found.append)
     return found
 
 
-def hide_tree(tree: Any, found: Callable[[str], None] = lambda text: None) -> Any:
+def hide_secrets_in_tree(tree: Any, found: Callable[[str], None] = lambda text: None) -> Any:
     """A configuration's tree without what can be a secret, also at keys that do not exist, such as
     an older version's; each text of these is given to ``found``."""
 
     def below(prefix: str, inner: Any) -> Any:
         if prefix in KEYS:
-            return hide(KEYS[prefix], inner, found)
+            return hide_secrets(KEYS[prefix], inner, found)
         if isinstance(inner, Mapping):
             return {n: below(f"{prefix}.{n}" if prefix else str(n), v) for n, v in inner.items()}
         named = any(map(_says_secret, prefix.split(".")))
@@ -83,24 +83,26 @@ def hide_tree(tree: Any, found: Callable[[str], None] = lambda text: None) -> An
     return below("", tree)
 
 
-def hidden_in(key: Key, value: Any) -> Iterator[str]:
+def hidden_key_names(key: Key, value: Any) -> Iterator[str]:
     """The dotted names, from the key's own, of the parts that are hidden in ``value``, which was
     read from a file that a run has written."""
     yield from (name for name, text in _leaves(key.name, value) if HIDDEN in _parts(text))
 
 
-def hide_credentials(text: str) -> str:
+def hide_credentials_in_text(text: str) -> str:
     """A text without the names, passwords and queries of its addresses, and without the values
     behind ``Bearer`` and ``--token``-like arguments. A secret elsewhere in the text stays."""
     return _hide_addresses(text, lambda part: None)
 
 
-def hide_flags(values: Mapping[str, Any]) -> dict[str, Any]:
+def hide_credentials_in_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of a command, by name, without passwords of addresses."""
-    return {name: hide_credentials(v) if isinstance(v, str) else v for name, v in values.items()}
+    return {
+        name: hide_credentials_in_text(v) if isinstance(v, str) else v for name, v in values.items()
+    }
 
 
-def instead_of(key: Key) -> str:
+def secret_storage_advice(key: Key) -> str:
     """Advice to a user in place of writing a secret into a file."""
     own = f"{key.secret.instead}, or " if key.secret is not None and key.secret.instead else ""
     return f"{own}write ${{oc.env:NAME}} for the variable NAME"
@@ -108,7 +110,7 @@ def instead_of(key: Key) -> str:
 
 def _unresolved(config: Config, name: str) -> Any:
     """The value of a key; where it refers to the environment, as it was written."""
-    value = value_of(config, name)
+    value = value_at_key(config, name)
     resolved, text = config.unresolved.get(name, (None, None))
     return text if name in config.unresolved and value == resolved else value
 

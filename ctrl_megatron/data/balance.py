@@ -43,9 +43,9 @@ def partition_groups(
     """Like :func:`partition`, but all items of a group are in the same part.
 
     ``groups`` has one name per item, in any order; every part gets the same number of groups. With
-    ``swaps`` groups change places afterwards (:func:`exchange_items`), which many parts with a few
-    very large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition` does,
-    for groups.
+    ``swaps`` groups change places afterwards (:func:`swap_items_to_balance`), which many parts with
+    a few very large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition`
+    does, for groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
@@ -54,11 +54,13 @@ def partition_groups(
     sums = [sum(costs[i] for i in block) for block in blocks]
     shared = partition(sums, k)
     if swaps:
-        shared = exchange_items(sums, shared)
+        shared = swap_items_to_balance(sums, shared)
     return [sorted(i for block in part for i in blocks[block]) for part in shared]
 
 
-def exchange_items(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
+def swap_items_to_balance(
+    costs: Sequence[float], parts: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """``parts`` after items of the part with the largest sum have changed places with items of
     smaller parts, until that sum is within a thousandth of the mean or no change lowers it.
     """

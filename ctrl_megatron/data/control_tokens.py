@@ -18,7 +18,7 @@ _MARKER = re.compile("<[|\uff5c].+[|\uff5c]>")
 _SIGN = re.compile(r"[^\w\s▁]")
 
 
-class ControlTokens:
+class ControlTokenEncoder:
     """Tokenizes the output of a chat template, from a fast ``tokenizer`` of transformers and the
     source of its ``template``.
 
@@ -60,7 +60,7 @@ class ControlTokens:
     def is_control(self, number: int) -> bool:
         return self._tokenizer.id_to_token(number) in self._inside.values()
 
-    def shelter(self, text: str, role: Role) -> str:
+    def escape_control_tokens(self, text: str, role: Role) -> str:
         """``text`` as input of a template, with placeholders for the control tokens spelled in it.
 
         An earlier message of the ``assistant`` keeps the tags that the template searches for, such
@@ -75,9 +75,9 @@ class ControlTokens:
         text = self._sheltered.sub(lambda match: self._outside[match[0]], text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_untemplated(self, text: str) -> list[int]:
         """Tokens of an answer without a template."""
-        return self.encode_rendered(self.shelter(text, "answer"))
+        return self.encode_rendered(self.escape_control_tokens(text, "answer"))
 
 
 def _is_read(tag: str, template: str) -> bool:

@@ -17,7 +17,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """
 
 
-def read_placed_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_json_lines_with_places(file: Path) -> list[tuple[str, dict[str, Any]]]:
     """``(place, object)`` for each non-empty line; ``place`` names file and line for messages.
 
     A file named ``*.gz`` is decompressed. Raises ``ValueError`` for a file that cannot be read, a

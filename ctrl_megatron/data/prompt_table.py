@@ -27,12 +27,12 @@ class PromptTable:
     """Name of each file that is reported separately -> ids of its rows (at least one)."""
 
     @cached_property
-    def number_of(self) -> Mapping[str, int]:
+    def row_number_by_id(self) -> Mapping[str, int]:
         return {row.id: number for number, row in enumerate(self.rows)}
 
     def row(self, row_id: str) -> Row:
         """The row with this id; KeyError if there is none."""
-        return self.rows[self.number_of[row_id]]
+        return self.rows[self.row_number_by_id[row_id]]
 
 
 def load_prompt_table(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.verl_form import VERL_COLUMNS, is_verl_form, own_columns
+from ctrl_megatron.data.verl_form import VERL_COLUMNS, columns_of_verl_row, is_verl_form
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.tests import (
     DEFAULT_TIME_LIMIT,
@@ -123,7 +123,7 @@ def require_columns(rows: Iterable[Row], columns: Sequence[str], reader: str) ->
                 )
 
 
-def row_of(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
+def row_of_attempt(attempt: Attempt, prompt: Sequence[Message] | None = None) -> Row:
     """The row of ``attempt``; ``prompt`` defaults to the request for its critique."""
     problem = attempt.problem
     if prompt is None:
@@ -202,10 +202,10 @@ def read_rows(
 def _read_row(record: dict[str, Any], place: str, prompt_key: str | None, *, verl: bool) -> Row:
     if verl:
         try:
-            record = own_columns(record)
+            record = columns_of_verl_row(record)
         except ValueError as error:
             raise UserError(f"{place}: {error}") from error
-    return row_from(record, place, prompt_key)
+    return row_from_record(record, place, prompt_key)
 
 
 def rows_by_id(rows: Iterable[Row]) -> dict[str, Row]:
@@ -245,7 +245,8 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row]) -> None:
         for row in rows
     ]
     rows_by_id(
-        row_from(record, f"{path}: row {n}", "prompt") for n, record in enumerate(records, start=1)
+        row_from_record(record, f"{path}: row {n}", "prompt")
+        for n, record in enumerate(records, start=1)
     )
     text = pa.string()
     types = {
@@ -309,9 +310,9 @@ def write_parquet(path: str | os.PathLike[str], table: Any) -> None:
         draft.unlink(missing_ok=True)
 
 
-def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
+def row_from_record(record: Mapping[str, Any], place: str, prompt_key: str | None) -> Row:
     """The row of one raw record. Raises ``ValueError`` naming ``place`` and the wrong column."""
-    cell = Cells(record, place)
+    cell = RecordCells(record, place)
     identity, kind = cell.text("id"), cell.text("prompter_type", default="")
     tests: tuple[str, ...] | str = ()
     if kind and kind not in get_args(PrompterType):
@@ -358,7 +359,7 @@ def row_from(record: Mapping[str, Any], place: str, prompt_key: str | None) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class RecordCells:
     """Typed access to one record; every error names the place."""
 
     record: Mapping[str, Any]

@@ -22,7 +22,7 @@ class Sampler(Protocol):
         """The batches that the next calls of ``next_batch`` will return."""
         ...
 
-    def is_through(self, epochs: int, size: int) -> bool:
+    def is_exhausted(self, epochs: int, size: int) -> bool:
         """Whether a batch of ``size`` further rows would begin after the first ``epochs``
         epochs.
         """
@@ -74,7 +74,7 @@ class ResumableSampler:
         self.epoch, self.position = now
         return coming
 
-    def is_through(self, epochs: int, size: int) -> bool:
+    def is_exhausted(self, epochs: int, size: int) -> bool:
         return self.epoch + (self.position + size > self.num_rows) >= epochs
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class MixtureSampler:
         self.load_state_dict(now)
         return coming
 
-    def is_through(self, epochs: int, size: int) -> bool:
+    def is_exhausted(self, epochs: int, size: int) -> bool:
         """Whether ``size`` further rows would be more than ``epochs`` times all rows."""
         return sum(self._drawn) + size > epochs * sum(map(len, self._parts))
 

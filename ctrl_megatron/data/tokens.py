@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.data.control_tokens import ControlTokens
+from ctrl_megatron.data.control_tokens import ControlTokenEncoder
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
 
@@ -66,12 +66,12 @@ class TextCodec:
         return template
 
     @cached_property
-    def _control(self) -> ControlTokens:
+    def _control(self) -> ControlTokenEncoder:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
             raise UserError(
                 f"the tokenizer of {self.path} has no fast form; save one with tokenizer.json"
             )
-        return ControlTokens(self.tokenizer, self._template)
+        return ControlTokenEncoder(self.tokenizer, self._template)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
@@ -83,7 +83,7 @@ class TextCodec:
         """
         return self._control.encode_rendered(self._rendered(messages, add_generation_prompt))
 
-    def encode_answered(
+    def encode_chat_and_answer(
         self, messages: Sequence[Mapping[str, str]], answer: str
     ) -> tuple[list[int], list[int]]:
         """Tokens of a conversation whose last message is the assistant's ``answer``: (those that
@@ -95,7 +95,7 @@ class TextCodec:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return whole[:same], whole[same:]
 
-    def encode_reply(self, text: str, *, ended: bool) -> list[int]:
+    def encode_next_turn(self, text: str, *, ended: bool) -> list[int]:
         """Tokens by which a conversation goes on after an answer: the rest of the answer's turn,
         the user's message ``text``, and the start of the next answer, as the template writes them.
 
@@ -122,7 +122,7 @@ class TextCodec:
             raise UserError("a conversation needs at least one message")
         chat: list[Message] = [
             {
-                key: self._control.shelter(
+                key: self._control.escape_control_tokens(
                     text, "assistant" if message.get("role") == "assistant" else "user"
                 )
                 for key, text in message.items()
@@ -135,7 +135,7 @@ class TextCodec:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                strftime_now=self.today,
+                strftime_now=self.template_date,
             )
         except TemplateError as error:
             roles = ", ".join(message.get("role", "?") for message in chat)
@@ -143,7 +143,7 @@ class TextCodec:
                 f"the chat template of {self.path} refuses the roles ({roles}): {error}"
             ) from error
 
-    def today(self, form: str) -> str:
+    def template_date(self, form: str) -> str:
         """``TEMPLATE_DATE`` in a template's format; the first call logs a warning."""
         if not self._said_date:
             self._said_date = True
@@ -157,7 +157,7 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of ``text`` without added tokens. A special token spelled in it is text."""
-        return self._control.encode_text(text)
+        return self._control.encode_untemplated(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids`` with unchanged white space."""
@@ -176,17 +176,17 @@ class TextCodec:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's, those of ``generation_config.json``, and the
-        template's ``turn_end``, in this order.
+        template's ``turn_end_token_id``, in this order.
 
         Raises ``ValueError`` if the files name none.
         """
         ids = _end_tokens(self.path, self.tokenizer)
         if not ids:
             raise UserError(f"{self.path} names no end-of-text token (eos_token)")
-        return ids if self.turn_end in (None, *ids) else (*ids, self.turn_end)
+        return ids if self.turn_end_token_id in (None, *ids) else (*ids, self.turn_end_token_id)
 
     @cached_property
-    def turn_end(self) -> int | None:
+    def turn_end_token_id(self) -> int | None:
         """The control token that the chat template writes behind an answer, with which a model of
         this template has to end its own; None where it writes none.
         """
@@ -281,7 +281,7 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     if fast is not None and tokenizer.chat_template:
         codec = TextCodec(directory)
         codec.tokenizer = tokenizer
-        ends |= {codec.turn_end} - {None}
+        ends |= {codec.turn_end_token_id} - {None}
     return {
         "vocabulary": tokenizer.get_vocab(),
         "merges": state.get("model", {}).get("merges"),
@@ -292,7 +292,7 @@ def tokenizer_parts(directory: str | PathLike[str]) -> dict[str, Any]:
     }
 
 
-def different_part(
+def first_different_part(
     one: Mapping[str, Any], other: Mapping[str, Any], parts: Iterable[str]
 ) -> str | None:
     """The first of ``parts`` in which two results of ``tokenizer_parts`` differ, with a token as an

@@ -33,7 +33,7 @@ def is_verl_form(columns: Collection[str]) -> bool:
     return "id" not in columns and "data_source" in columns and "reward_model" in columns
 
 
-def row_problem(record: Mapping[str, Any], name: str) -> Problem | None:
+def problem_of_verl_row(record: Mapping[str, Any], name: str) -> Problem | None:
     """The programming problem ``name`` of a row; None if ``ground_truth`` has no tests.
 
     Raises ``ValueError`` naming the wrong column.
@@ -55,7 +55,7 @@ def row_problem(record: Mapping[str, Any], name: str) -> Problem | None:
         raise UserError(f"column 'reward_model': ground_truth: {error}") from error
 
 
-def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+def columns_of_verl_row(record: Mapping[str, Any]) -> dict[str, Any]:
     """The row's columns and those that the trainer adds: an ``id`` derived from the content and,
     if ``ground_truth`` has tests, the columns by which the sandbox judges a program.
 
@@ -64,9 +64,9 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     with long_integers():
         text = json.dumps(record, sort_keys=True, default=str)
     content = text.encode(errors="surrogatepass")
-    name = f"{source_of(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
+    name = f"{data_source_of(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"
     columns: dict[str, Any] = {**record, "id": name}
-    problem = row_problem(record, name)
+    problem = problem_of_verl_row(record, name)
     if problem is not None:
         columns |= {
             "problem": problem.statement,
@@ -79,7 +79,7 @@ def own_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def source_of(record: Mapping[str, Any]) -> str:
+def data_source_of(record: Mapping[str, Any]) -> str:
     """Column ``data_source``. Raises ``ValueError``."""
     source = record.get("data_source")
     if not isinstance(source, str) or not source.strip():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 
 _FIELDS = ("id", "critique")
@@ -21,7 +21,7 @@ def read_critiques(path: Path) -> dict[str, str]:
     Raises UserError that names line and field of a mistake.
     """
     found: dict[str, str] = {}
-    for place, record in read_placed_lines(path):
+    for place, record in read_json_lines_with_places(path):
         for name in _FIELDS:
             if not isinstance(record.get(name), str) or not record[name].strip():
                 raise UserError(f"{place}: field {name!r} must be a text that is not empty")

@@ -19,7 +19,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ctrl_megatron.background import gather_results
-from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_page import show_page
 from ctrl_megatron.generation.search_nodes import total, vote
@@ -159,7 +159,9 @@ class CriticService:
             entry_point=asked.entry_point,
         )
         if asked.tests:
-            check_tests([row_of(Attempt(id="tests", problem=problem, solution=asked.solution))])
+            check_tests(
+                [row_of_attempt(Attempt(id="tests", problem=problem, solution=asked.solution))]
+            )
         if asked.stream:
             return await _events(request, partial(self._criticise, asked, problem))
         answer: dict[str, Any] = {"tests": None, "revision": None}
@@ -210,7 +212,7 @@ class CriticService:
         """Every test with ``passed`` and ``detail``; None without tests."""
         if not problem.selected_uts or self._judge is None:
             return None
-        row = row_of(Attempt(id="solution", problem=problem, solution=solution), ())
+        row = row_of_attempt(Attempt(id="solution", problem=problem, solution=solution), ())
         verdict = await request_verdict(self._judge, grading_job(solution, row, run_all_cases=True))
         return [
             {"test": test, "passed": passed, "detail": detail}

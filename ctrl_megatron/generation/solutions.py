@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.prompts import generation_messages, settle_answer
 from ctrl_megatron.rewards.grading import GradingJob, Judge, grading_job, request_verdict
@@ -60,7 +60,7 @@ async def first_solutions(
 
 
 def attempt_job(attempt: Attempt) -> GradingJob:
-    return grading_job(attempt.solution, row_of(attempt, ()), run_all_cases=True)
+    return grading_job(attempt.solution, row_of_attempt(attempt, ()), run_all_cases=True)
 
 
 async def judge_attempts(

@@ -242,7 +242,7 @@ class _Stage:
             name: frozen_state(shape, layout, pp=pp, dtype=dtype)
             for name, shape in models.frozen.items()
         }
-        for policy in range(1, len(config.agents)):
+        for policy in range(1, len(config.policy_configs)):
             # Each policy that learns has a reference of its own.
             if "reference" in self.frozen:
                 self.frozen[f"reference of agent{policy}"] = self.frozen["reference"]
@@ -270,9 +270,9 @@ class _Stage:
         phases["start: models"] = self._building()
         if pushes:
             phases["generate"] = self._generating()
-            if self.config.has_frozen_proxy:
+            if self.config.shares_engines_with_frozen_proxy:
                 phases["sync proxy"] = self._pushing_awake()
-            if len(self.config.agents) > 1 and not self.compute.param_offload:
+            if len(self.config.policy_configs) > 1 and not self.compute.param_offload:
                 phases["sync agent1"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()
@@ -492,7 +492,7 @@ class _Stage:
     def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
         data, n = self.config.data, self.family.rollout.n
         if not self.config.shares_prefixes or n == 1:
-            groups, own = prompts * n // self.layout.data, self.config.scored_tokens
+            groups, own = prompts * n // self.layout.data, self.config.max_training_row_tokens
             return self._pass(name, budget, groups=groups, size=1, own=own)
         return self._pass(
             name,
@@ -544,7 +544,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
     items = {"weight buckets": IN_FLIGHT * max(place.end for place in places)}
     proxy = family.proxy
-    if config.has_frozen_proxy and proxy.keep_in_host_memory and sends == "merged":
+    if config.shares_engines_with_frozen_proxy and proxy.keep_in_host_memory and sends == "merged":
         items["proxy's weights"] = sum(spec_bytes(spec) for spec in specs)
     return items
 

@@ -104,7 +104,7 @@ def _use(
     *,
     quantised: bool = False,
 ) -> EngineUse:
-    dtype = config.actor_rollout_ref.dtype_in(keys)
+    dtype = config.actor_rollout_ref.engine_dtype(keys)
     tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
     given = keys.engine_kwargs.get("max_num_batched_tokens") or BATCHED_TOKENS
     sequences = keys.max_num_seqs or ENGINES[keys.name].default_max_sequences(gpu_memory)

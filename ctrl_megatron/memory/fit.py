@@ -8,7 +8,7 @@ from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
-from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budget
 from ctrl_megatron.memory.shapes import ModelShapes
@@ -32,7 +32,7 @@ def problem(config: Config, budget: MemoryBudget) -> str | None:
         if engine is None:
             continue
         if engine.cache_tokens < engine.longest:
-            share = value_of(config, f"{prefix}gpu_memory_utilization")
+            share = value_at_key(config, f"{prefix}gpu_memory_utilization")
             return (
                 f"start: {name}: {prefix}gpu_memory_utilization={share} of "
                 f"{gib(budget.gpu_memory)} leaves the key-value cache room for "
@@ -114,9 +114,9 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
         if not rollout.free_cache_engine:
             yield _ROLLOUT + "free_cache_engine", True
     budget = _ACTOR + "ppo_max_token_len_per_gpu"
-    longest = config.sft.max_length if purpose == "sft" else config.sequence_tokens
+    longest = config.sft.max_length if purpose == "sft" else config.max_critique_sequence_tokens
     longest = -(-longest // actor.megatron.context_parallel_size)
-    tokens = value_of(config, budget)
+    tokens = value_at_key(config, budget)
     while (tokens := tokens // 2) >= longest:
         yield budget, tokens
     if actor.compute.recompute_granularity != "full":
@@ -157,7 +157,7 @@ def _changed(config: Any, key: str, value: Any) -> Any:
     if below:
         value = _changed(getattr(config, name), below, value)
     if isinstance(config, Config):
-        return config.replaced(**{name: value})
+        return config.replace_groups(**{name: value})
     return dataclasses.replace(config, **{name: value})
 
 

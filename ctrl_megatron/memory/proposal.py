@@ -70,7 +70,7 @@ def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWo
     """
     actor = config.actor_rollout_ref.actor
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    length, answer = config.sequence_tokens, config.data.max_response_length
+    length, answer = config.max_critique_sequence_tokens, config.data.max_response_length
 
     def passes(shape: AnyShape | None, times: int, *, backward: bool, head: bool = True) -> float:
         if shape is None:
@@ -141,7 +141,7 @@ def candidates(
     whole = sum(busy_of(work, ("actor", *ROLES))) / size
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for keys in _placements(config, size):
-        changed = with_keys(config.replaced(placement=RolePlacement()), keys)
+        changed = with_keys(config.replace_groups(placement=RolePlacement()), keys)
         try:
             check_world_size(changed, size)
             worlds = worlds_of(size, changed)
@@ -187,7 +187,7 @@ def with_auto_placement(
         config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels=kernels
     )
     chosen = propose(found)
-    chosen_config = with_keys(config.replaced(placement=RolePlacement()), chosen.keys)
+    chosen_config = with_keys(config.replace_groups(placement=RolePlacement()), chosen.keys)
     return chosen_config, proposal_table(found, chosen, generation=GENERATION)
 
 

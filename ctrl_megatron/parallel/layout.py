@@ -312,9 +312,9 @@ def layout_for(world_size: int, actor: Actor) -> Layout:
 
 def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first."""
-    from ctrl_megatron.config.placement import roles_apart
+    from ctrl_megatron.config.placement import separate_role_ranks
 
-    actor, apart = config.actor_rollout_ref.actor, roles_apart(config, world_size)
+    actor, apart = config.actor_rollout_ref.actor, separate_role_ranks(config, world_size)
     taken = {rank for one in apart for rank in one.ranks}
     others = tuple(rank for rank in range(world_size) if rank not in taken)
     worlds = [World(ranks=others, layout=layout_for(len(others), actor))]
@@ -323,7 +323,7 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
         layout = Layout(
             tensor=tensor,
             pipeline=one.layout.pipeline_model_parallel_size,
-            data=len(one.ranks) // one.model_size,
+            data=len(one.ranks) // one.ranks_per_model_copy,
             sequence_parallel=actor.megatron.sequence_parallel and tensor > 1,
         )
         worlds.append(World(ranks=one.ranks, layout=layout, roles=one.roles))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.checked_tests import FILE, TestChecks, read_checks, write_checks
 from ctrl_megatron.metrics.display import work_bar
@@ -34,7 +34,7 @@ def checked_problems(
     """
     rows = [
         replace(
-            row_of(Attempt(id=problem.id, problem=problem, solution=""), ()),
+            row_of_attempt(Attempt(id=problem.id, problem=problem, solution=""), ()),
             place=f"{folder / source.name}: row {number}",
         )
         for number, problem in enumerate(problems, start=1)

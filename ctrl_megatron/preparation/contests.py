@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.data.verl_form import row_problem, source_of
+from ctrl_megatron.data.verl_form import data_source_of, problem_of_verl_row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH
 from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
@@ -83,7 +83,7 @@ def live_code_bench_problem(record: Mapping[str, Any], number: int) -> Problem:
 
 def verl_problem(record: Mapping[str, Any], number: int) -> Problem:
     """A row in verl's form. Raises ``NoTests`` if its ``ground_truth`` has none."""
-    problem = row_problem(record, f"verl/{source_of(record)}/{number}")
+    problem = problem_of_verl_row(record, f"verl/{data_source_of(record)}/{number}")
     if problem is None:
         raise NoTests("has an answer in place of tests")
     return problem

@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Literal, get_args
 
-from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import Row, row_of
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
+from ctrl_megatron.data.rows import Row, row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutations import Mutation, MutationKind, mutations, occurrences
 from ctrl_megatron.prompts import (
@@ -59,7 +59,7 @@ class Mutant:
 def read_mutants(path: Path, problems: dict[str, Problem]) -> list[Mutant]:
     """The mutants of a file. Raises UserError naming line and key of a wrong value."""
     found = []
-    for place, record in read_placed_lines(path):
+    for place, record in read_json_lines_with_places(path):
         try:
             mutant = Mutant(**record)
         except TypeError as error:
@@ -107,7 +107,7 @@ def attempt_row(mutant: Mutant, problem: Problem) -> Row:
         id=mutant.id, problem=problem, solution=fenced(mutant.code), pass_rate=mutant.pass_rate
     )
     known = {"wrong": mutant.wrong, "right": mutant.right, "kind": mutant.kind}
-    return replace(row_of(attempt), extra=known)
+    return replace(row_of_attempt(attempt), extra=known)
 
 
 def right_row(problem: Problem) -> Row:
@@ -118,7 +118,7 @@ def right_row(problem: Problem) -> Row:
         solution=fenced(problem.reference.strip()),
         pass_rate=1.0,
     )
-    return replace(row_of(attempt), extra={"wrong": "", "right": "", "kind": "none"})
+    return replace(row_of_attempt(attempt), extra={"wrong": "", "right": "", "kind": "none"})
 
 
 def proxy_examples(

@@ -9,8 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
+from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import loads
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, comparison_complaint, decode_tests
@@ -51,7 +51,7 @@ def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
     for path in map(Path, paths):
         before = len(found)
         for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-            for place, given in read_placed_lines(file):
+            for place, given in read_json_lines_with_places(file):
                 try:
                     problem = problem_from(given)
                 except ValueError as error:
@@ -133,7 +133,7 @@ def problem_from(given: Mapping[str, Any]) -> Problem:
         difficulty=record["difficulty"],
     )
     try:
-        judgeable_tests(row_of(Attempt(id=problem.id, problem=problem, solution=""), ()))
+        judgeable_tests(row_of_attempt(Attempt(id=problem.id, problem=problem, solution=""), ()))
     except ValueError as error:
         named = f"{problem.id!r}"
         why = str(error).removeprefix(f"{named}: ")

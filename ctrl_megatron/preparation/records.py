@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.problems.long_integers import long_integers
@@ -31,7 +31,7 @@ def read_data_records(path: Path) -> list[Record]:
         return _numbered(path, _read_arrow(path))
     if path.suffix == ".json":
         return _read_json_list(path)
-    return read_placed_lines(path)
+    return read_json_lines_with_places(path)
 
 
 def _numbered(path: Path, records: list[dict[str, Any]]) -> list[Record]:

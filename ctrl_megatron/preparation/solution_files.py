@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import Fate
 from ctrl_megatron.preparation.published import Dropped
@@ -21,7 +21,7 @@ def read_solutions(
     """
     used, seen = {problem.id: problem for problem in problems}, dict[str, str]()
     attempts, dropped = list[Attempt](), Dropped()
-    for place, entry in read_placed_lines(path):
+    for place, entry in read_json_lines_with_places(path):
         for key in ("id", "problem_id", "solution"):
             if not isinstance(entry.get(key), str):
                 raise UserError(f"{place}: key {key!r} is missing or no text")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.preparation.selection import (
@@ -71,10 +71,10 @@ class TrainingFiles:
         """Write each file that has content into ``folder``."""
         for name, attempts in (("train", self.train), ("val", self.val)):
             if attempts:
-                write_rows(folder / f"{name}.parquet", map(row_of, attempts))
+                write_rows(folder / f"{name}.parquet", map(row_of_attempt, attempts))
         if self.solve:
             asked = (
-                row_of(Attempt(id=p.id, problem=p, solution=""), generation_messages(p))
+                row_of_attempt(Attempt(id=p.id, problem=p, solution=""), generation_messages(p))
                 for p in self.solve
             )
             write_rows(folder / "solve.parquet", asked)

@@ -68,7 +68,7 @@ class StepDump:
 
         UserError where the disk has no room for it.
         """
-        if not self._worker.config.trainer.dumps(step):
+        if not self._worker.config.trainer.is_dump_step(step):
             return
         with self._worker.timeline.phase("dump"):
             self._write(step, batch)
@@ -77,7 +77,7 @@ class StepDump:
         """Write the batch of any step, as it was just before the update. Collective. Returns the
         directory.
         """
-        if not self._worker.config.trainer.dumps(step):
+        if not self._worker.config.trainer.is_dump_step(step):
             self._write(step, batch)
         return self._folder / f"{_PREFIX}{step}"
 
@@ -131,7 +131,7 @@ class StepDump:
     def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
         """Add what the update has written. Collective."""
         worker, groups = self._worker, self._worker.groups
-        if not worker.config.trainer.dumps(step):
+        if not worker.config.trainer.is_dump_step(step):
             return
         target, part = self._folder / f"{_PREFIX}{step}", groups.place.dp
         if groups.is_leader:

@@ -38,7 +38,7 @@ class StepProfile:
         """Start the configured recordings of a profiled step. Collective: ranks leave together, so
         that their times count from the same moment.
         """
-        if not self._trainer.profiles(step):
+        if not self._trainer.is_profile_step(step):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._trainer.profile_memory:
@@ -55,7 +55,7 @@ class StepProfile:
 
     def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
         """Write the step's files. Collective."""
-        if not self._trainer.profiles(step):
+        if not self._trainer.is_profile_step(step):
             return
         groups, name = self._worker.groups, f"step_{step}"
         own = self._folder / f"{name}.rank_{groups.rank}"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.config import Config, read_yaml, shown_dict, to_yaml
-from ctrl_megatron.config.load import by_present_names
-from ctrl_megatron.config.secrets import HIDDEN, hide_tree
+from ctrl_megatron.config import Config, dict_without_secrets, read_yaml, to_yaml
+from ctrl_megatron.config.load import with_current_key_names
+from ctrl_megatron.config.secrets import HIDDEN, hide_secrets_in_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.picture import FILE, graph_facts, graph_tree
@@ -43,7 +43,7 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._config = to_yaml(config)
         self.display = Display(total_steps).start()
-        tree, trainer = shown_dict(config), config.trainer
+        tree, trainer = dict_without_secrets(config), config.trainer
         # Trackers file the run under these names, whatever they were written as.
         names = {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}
         tree["trainer"] |= names
@@ -188,7 +188,7 @@ def config_changes(run_dir: Path, text: str) -> list[str]:
     if not path.is_file():
         return []
     trees = (read_yaml(part, str(path))[0] for part in (read_text(path), text))
-    old, new = (_flat(hide_tree(by_present_names(tree))) for tree in trees)
+    old, new = (_flat(hide_secrets_in_tree(with_current_key_names(tree))) for tree in trees)
     keys = [
         key
         for key in {**old, **new}

@@ -90,7 +90,7 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
 
 
 def _planned(config: Config, name: str, weight: float) -> PlannedReward:
-    tasks = config.reward.tasks.get(name)
+    tasks = config.reward.tasks_by_function.get(name)
     if name == MODEL_REWARD:
         return PlannedReward(weight=weight, reads=(), options={}, runs_programs=False, tasks=tasks)
     parameters = reward_parameters(name)

@@ -122,7 +122,7 @@ def engine_spec(
         host=hosts.addresses[host],
         devices=place.devices_on(host) if on_gpus else (),
         model_path=family.model.path if is_actor else proxy_path(config),
-        dtype=family.dtype_in(keys),
+        dtype=family.engine_dtype(keys),
         max_model_len=max_model_len,
         tensor_parallel_size=keys.tensor_model_parallel_size,
         part=part,

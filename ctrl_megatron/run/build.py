@@ -10,7 +10,7 @@ from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import ProxyServer
 from ctrl_megatron.config.environment import read_openai_key
-from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from ctrl_megatron.engine_kinds import ENGINES
@@ -71,7 +71,7 @@ def build_worker(
     )
     (policy, reference), *others = (
         build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
-        for role, own in zip(AGENTS, config.agents, strict=False)
+        for role, own in zip(AGENTS, config.policy_configs, strict=False)
     )
     value = None
     if run.is_here("critic"):
@@ -113,7 +113,7 @@ def build_worker(
     further = [
         dataclasses.replace(
             worker,
-            config=config.agents[number],
+            config=config.policy_configs[number],
             role=AGENTS[number],
             actor=policy,
             reference=reference,
@@ -250,7 +250,7 @@ def build_proxy(
         device,
         inputs.codec,
         max_model_len=services.max_model_len,
-        role="proxy" if config.has_frozen_proxy else "agent1",
+        role="proxy" if config.shares_engines_with_frozen_proxy else "agent1",
     )
 
 
@@ -282,7 +282,7 @@ def row_sampler(config: Config, train: PromptTable) -> Sampler:
     parts, taken = list[list[int]](), set[str]()
     for ids in train.sets.values():
         # A row that several files contain is drawn as one of the first.
-        parts.append(sorted(train.number_of[id_] for id_ in ids - taken))
+        parts.append(sorted(train.row_number_by_id[id_] for id_ in ids - taken))
         taken |= ids
     sampler: Sampler = (
         MixtureSampler(parts, data.mixture, seed=seed, shuffle=data.shuffle)
@@ -323,8 +323,8 @@ def build_policies(
     with_reference: bool = True,
 ) -> tuple[Policy, Policy | BasePolicy | None]:
     """The policy of a ``role`` for ``steps`` training steps, and its reference if the objective has
-    a KL and ``with_reference`` it is to be here. ``config`` is the policy's (``Config.agents``).
-    ``device`` is None where no engines share it.
+    a KL and ``with_reference`` it is to be here. ``config`` is the policy's
+    (``Config.policy_configs``). ``device`` is None where no engines share it.
     """
     family = config.actor_rollout_ref
     take_device = _nothing if device is None else device.free_for_trainer
@@ -497,7 +497,7 @@ def optimizer_options(config: Config, lr_key: str, steps: int) -> OptimizerOptio
     actor = config.actor_rollout_ref.actor
     optim = actor.optim
     return OptimizerOptions(
-        lr=value_of(config, lr_key),
+        lr=value_at_key(config, lr_key),
         lr_key=lr_key,
         total_steps=steps,
         weight_decay=optim.weight_decay,
@@ -561,4 +561,4 @@ def device_owner(
 
 def shared_proxy(config: Config) -> dict[Role, str]:
     """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
-    return {"proxy": proxy_path(config)} if config.has_frozen_proxy else {}
+    return {"proxy": proxy_path(config)} if config.shares_engines_with_frozen_proxy else {}

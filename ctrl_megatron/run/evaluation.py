@@ -12,7 +12,7 @@ from typing import Any
 
 from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.secrets import hide_credentials
+from ctrl_megatron.config.secrets import hide_credentials_in_text
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, convert_input_errors, run_all_checks
 from ctrl_megatron.eval.pairwise import ResponsePair, read_response_pairs
@@ -212,10 +212,8 @@ def _check_frozen(config: Config) -> None:
 def _proxy(config: Config) -> dict[str, str]:
     keys = config.actor_rollout_ref.proxy
     if keys.kind == "api":
-        return {
-            "model": keys.api.model,
-            "path": f"{keys.api.model} on {', '.join(map(hide_credentials, keys.api.base_url))}",
-        }
+        servers = ", ".join(map(hide_credentials_in_text, keys.api.base_url))
+        return {"model": keys.api.model, "path": f"{keys.api.model} on {servers}"}
     return _weights(proxy_path(config))
 
 

@@ -129,7 +129,7 @@ def read_inputs(
     own = None
     if proxy_codec is not None:
         own = proxy_length(config, codec, proxy_codec, rows)
-    shares = revises and config.shares_engines
+    shares = revises and config.proxy_shares_engines
     return RunInputs(
         codec=codec,
         train=train,
@@ -305,7 +305,7 @@ def prompt_tables(
     mixed = [str(number) for number, _ in enumerate(trained)] if config.data.mixture else []
     train = _table(config, codec, "data.train_files", trained, mixed, check=check)
     files = config.data.val_files if validates else ()
-    sets = config.data.val_sets
+    sets = config.data.val_set_names
     validation = None
     if files:
         validation = _table(config, codec, "data.val_files", files, sets, check=check)

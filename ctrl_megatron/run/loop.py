@@ -213,7 +213,7 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         """Whether the last step is done, or the rows of all epochs have been drawn."""
         schedule, epochs = self.schedule, self.schedule.total_epochs
-        drawn = epochs is not None and self.sampler.is_through(epochs, schedule.batch_size)
+        drawn = epochs is not None and self.sampler.is_exhausted(epochs, schedule.batch_size)
         return drawn or self.worker.step >= schedule.total_steps
 
     def _before_update(self, batch: TensorDict, policy: int) -> None:

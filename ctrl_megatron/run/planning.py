@@ -34,7 +34,7 @@ def saved_parts(config: Config) -> tuple[str, ...]:
 
 
 def _further_policies(config: Config) -> tuple[Role, ...]:
-    return AGENTS[1 : len(config.agents)]
+    return AGENTS[1 : len(config.policy_configs)]
 
 
 def counted_epochs(config: Config) -> int | None:
@@ -62,5 +62,5 @@ def planned_steps(config: Config, train: PromptTable) -> int:
         state = read_trainer_state(checkpoint, models, ("sampler", *saved_parts(config)))
         sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
-    through = sampler.is_through(epochs, config.gen_batch_size)
+    through = sampler.is_exhausted(epochs, config.gen_batch_size)
     return min(steps, checkpoint.step) if through else steps

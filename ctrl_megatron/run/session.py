@@ -21,7 +21,7 @@ from ctrl_megatron.checkpoint.run_directory import (
     require_shared_directory,
 )
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.environment import read_launch, read_restarts
+from ctrl_megatron.config.environment import read_launch, read_restart_count
 from ctrl_megatron.errors import FAILED, STOPPED, record_running_user_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import keep_going_unread
@@ -210,7 +210,7 @@ def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> Metric
     served = MetricsServer(
         config.trainer.metrics_host, config.trainer.metrics_port, trouble=trouble
     )
-    restarts = Gauge("ctrl_restarts", "Starts after the first one.", [({}, read_restarts())])
+    restarts = Gauge("ctrl_restarts", "Starts after the first one.", [({}, read_restart_count())])
     served.add(lambda: [restarts])
     return served
 

@@ -9,7 +9,14 @@ import os
 import sys
 from dataclasses import fields, replace
 
-from ctrl_megatron.config.flags import CommandParser, given_file, new_path, number, port, whole
+from ctrl_megatron.config.flags import (
+    CommandParser,
+    existing_file,
+    float_flag,
+    integer_flag,
+    output_path,
+    port,
+)
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.problems.long_integers import INTEGER_DIGITS
 from ctrl_megatron.sandbox.access import read_token
@@ -87,29 +94,31 @@ def _parser() -> CommandParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port, default=8080, help="0 takes a free port")
     parser.add_argument(
-        "--token-file", type=given_file, help="file whose first line is the clients' bearer token"
+        "--token-file",
+        type=existing_file,
+        help="file whose first line is the clients' bearer token",
     )
     parser.add_argument(
         "--allow-open", action="store_true", help="listen beyond loopback without a token"
     )
     parser.add_argument(
         "--drain-seconds",
-        type=number(0, 86400),
+        type=float_flag(0, 86400),
         default=10.0,
         help="what running requests get to finish after SIGTERM",
     )
     parser.add_argument(
-        "--endpoint-file", type=new_path, help="file to hold the address while it answers"
+        "--endpoint-file", type=output_path, help="file to hold the address while it answers"
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
-    parser.add_argument("--workers", type=whole(1, 1024), default=usable_cores())
+    parser.add_argument("--workers", type=integer_flag(1, 1024), default=usable_cores())
     parser.add_argument("--isolation", choices=LEVELS, default="standard")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the programs")
     parser.add_argument("--preload", nargs="*", default=[], help="further modules to import once")
     parser.add_argument("--without", nargs="*", choices=MECHANISMS, default=[])
     parser.add_argument(
         "--problem-seconds",
-        type=number(above=0, most=86400),
+        type=float_flag(above=0, most=86400),
         help="what all tests of a problem may spend on workers (as in --limits)",
     )
     parser.add_argument("--limits", default="{}", help="JSON object of SandboxLimits fields")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ctrl_megatron.data.rows import Cells, read_parquet, write_parquet
+from ctrl_megatron.data.rows import RecordCells, read_parquet, write_parquet
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.types import Message
 
@@ -35,7 +35,7 @@ def read_examples(files: Sequence[str]) -> list[SftExample]:
     examples = []
     for file in files:
         for number, record in enumerate(read_parquet(file).to_pylist(), start=1):
-            cell = Cells(record, f"{file}: row {number}")
+            cell = RecordCells(record, f"{file}: row {number}")
             example = SftExample(
                 id=cell.text("id"),
                 prompt=cell.messages("prompt"),

@@ -172,7 +172,7 @@ def tokenise(
     for example in examples:
         prompt = tuple(codec.encode_chat(example.prompt, add_generation_prompt=True))
         fill, canvas = codec.eos_token_ids[0], config.sft.canvas
-        end = fill if codec.turn_end is None else codec.turn_end
+        end = fill if codec.turn_end_token_id is None else codec.turn_end_token_id
         response = (*codec.encode(example.response), end)
         if len(response) > (canvas or len(response)):
             dropped += 1

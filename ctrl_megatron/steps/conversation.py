@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ctrl_megatron.data.rows import Row, row_of
+from ctrl_megatron.data.rows import Row, row_of_attempt
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import summarise
@@ -248,7 +248,7 @@ def _rows_of_pair(pair: ResponsePair) -> list[Row]:
         selected_uts="[]",
     )
     return [
-        row_of(Attempt(id=pair.pair_id, problem=problem, solution=response), ())
+        row_of_attempt(Attempt(id=pair.pair_id, problem=problem, solution=response), ())
         for response in (pair.response_a, pair.response_b)
     ]
 

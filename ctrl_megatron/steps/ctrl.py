@@ -35,7 +35,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.algorithms.rollout_correction import RolloutMismatchSums
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.options import own_options
+from ctrl_megatron.config.options import function_options
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import (
@@ -567,7 +567,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     for name in ("values", "reward_baselines"):
         if name in batch:
             offered[name] = batch[name]
-    offered |= own_options(
+    offered |= function_options(
         get_adv_estimator(algorithm.adv_estimator),
         algorithm.adv_estimator_options,
         "algorithm.adv_estimator_options",

@@ -187,7 +187,7 @@ async def play(
             if observations[-1].done or len(answers) == limits.turns:
                 break
             ended = completion.finish_reason == "stop"
-            reply = codec.encode_reply(observations[-1].text, ended=ended)
+            reply = codec.encode_next_turn(observations[-1].text, ended=ended)
             if len(tokens) + len(reply) >= limits.response:
                 reason = "length"
                 break

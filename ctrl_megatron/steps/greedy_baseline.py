@@ -42,7 +42,7 @@ def draw_greedy_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``critique_columns``.
     """
     rows = _of_groups(batch, data_rows_of(worker.train, batch))
-    prompts = [worker.train.prompts[worker.train.number_of[row.id]] for row in rows]
+    prompts = [worker.train.prompts[worker.train.row_number_by_id[row.id]] for row in rows]
     params = greedy_params(worker.codec, worker.config.data.max_response_length)
     drawn = criticise(worker, rows, prompts, params, TRAINED)
     # Its length is not rewarded.

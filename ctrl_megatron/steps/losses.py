@@ -27,7 +27,7 @@ from ctrl_megatron.algorithms import (
 )
 from ctrl_megatron.algorithms.registry import LossScalars
 from ctrl_megatron.config import Actor
-from ctrl_megatron.config.options import accepted_options, own_options
+from ctrl_megatron.config.options import accepted_options, function_options
 from ctrl_megatron.errors import (
     UserError,
     convert_user_code_errors,
@@ -53,7 +53,7 @@ class ActorLoss:
     def __init__(self, actor: Actor, *, response_limit: int) -> None:
         self._actor, self._response_limit = actor, response_limit
         self._function = POLICY_LOSS_REGISTRY.get(actor.policy_loss).function
-        self._options = own_options(
+        self._options = function_options(
             self._function,
             actor.policy_loss_options,
             "actor_rollout_ref.actor.policy_loss_options",

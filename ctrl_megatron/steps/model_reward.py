@@ -127,5 +127,5 @@ def total_rewards(worker: DAGWorker, batch: TensorDict) -> torch.Tensor:
 
 def _is_rewarded(worker: DAGWorker, rows: Sequence[Row]) -> torch.Tensor:
     """(B,) bool: whether the model rewards the rows' tasks (``reward.reward_tasks``)."""
-    tasks = worker.config.reward.tasks.get(MODEL_REWARD)
+    tasks = worker.config.reward.tasks_by_function.get(MODEL_REWARD)
     return torch.tensor([tasks is None or row.task in tasks for row in rows], dtype=torch.bool)

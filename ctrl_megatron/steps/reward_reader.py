@@ -36,7 +36,7 @@ class RewardReader:
     ) -> tuple[list[int], list[int]]:
         """The conversation up to the token at which the head is read, as the part that all answers
         to ``prompt`` begin with, and the rest."""
-        shared, rest = self.codec.encode_answered(prompt, answer)
+        shared, rest = self.codec.encode_chat_and_answer(prompt, answer)
         while rest and rest[-1] == self.padding:
             rest.pop()
         while not rest and len(shared) > 1 and shared[-1] == self.padding:

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
 from ctrl_megatron.commands.start import CommandParser, command
-from ctrl_megatron.config.flags import count, given_file, new_path, share
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.config.flags import count_flag, existing_file, output_path, share
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import judge_attempts
@@ -94,15 +94,19 @@ def fitting(codec: TextCodec, prompt: int, program: int) -> Callable[[Attempt], 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, choose, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--solutions", type=given_file, required=True, help="collected programs")
-    parser.add_argument("--humanevalpack", type=given_file, required=True, help="its Python file")
+    parser.add_argument("--solutions", type=existing_file, required=True, help="collected programs")
+    parser.add_argument(
+        "--humanevalpack", type=existing_file, required=True, help="its Python file"
+    )
     parser.add_argument("--tokenizer", type=Path, required=True, help="directory of the critic")
-    parser.add_argument("--out", type=new_path, default=Path("runs/real"))
+    parser.add_argument("--out", type=output_path, default=Path("runs/real"))
     parser.add_argument("--overwrite", action="store_true", help="replace this tool's own files")
-    parser.add_argument("--test-size", type=count(), default=100, help="most rows of a test set")
-    parser.add_argument("--longest-prompt", type=count(), default=416, help="tokens")
-    parser.add_argument("--longest-program", type=count(), default=128, help="tokens")
-    parser.add_argument("--mutants", type=count(), default=4, help="most mutants of a problem")
+    parser.add_argument(
+        "--test-size", type=count_flag(), default=100, help="most rows of a test set"
+    )
+    parser.add_argument("--longest-prompt", type=count_flag(), default=416, help="tokens")
+    parser.add_argument("--longest-program", type=count_flag(), default=128, help="tokens")
+    parser.add_argument("--mutants", type=count_flag(), default=4, help="most mutants of a problem")
     parser.add_argument(
         "--highest-pass-rate",
         type=share,
@@ -147,16 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     low = options.highest_pass_rate
     mutated = [attempt_row(m, problems[m.problem_id]) for m in mutants]
     rows = {
-        "rl": [row_of(a) for a in _wrong(mbpp) if (a.pass_rate or 0.0) <= low],
+        "rl": [row_of_attempt(a) for a in _wrong(mbpp) if (a.pass_rate or 0.0) <= low],
         "rl_mutants": [row for row in mutated if (row.pass_rate or 0.0) <= low],
         **{
             name: [attempt_row(m, of_test[m.problem_id]) for m in found]
             for name, found in chosen.items()
         },
         "model_faults": [
-            row_of(a) for a in _spread(_wrong(models), options.test_size, options.seed)
+            row_of_attempt(a) for a in _spread(_wrong(models), options.test_size, options.seed)
         ],
-        "right_and_wrong": [row_of(attempt) for attempt in both],
+        "right_and_wrong": [row_of_attempt(attempt) for attempt in both],
         "rl_all_mutants": mutated,
     }
     for name, found in rows.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.evalplus import human_eval_problem
 from ctrl_megatron.preparation.mutants import Mutant, Split
@@ -52,7 +52,7 @@ def read_programs(solutions: Path, humanevalpack: Path) -> Programs:
     """
     dropped, problems = Dropped(), dict[str, Problem]()
     human, references = list[Attempt](), list[Attempt]()
-    for place, record in read_placed_lines(humanevalpack):
+    for place, record in read_json_lines_with_places(humanevalpack):
         _require_texts(record, _PACK, place)
         problem = _pack_problem(record, place)
         problems[problem.id] = problem
@@ -63,7 +63,7 @@ def read_programs(solutions: Path, humanevalpack: Path) -> Programs:
             code = f"{record['declaration']}{record[column]}"
             found += _attempts(f"{problem.id}/{name}", problem, code, dropped)
     written: dict[Literal["MBPP", "HumanEval"], list[Attempt]] = {"MBPP": [], "HumanEval": []}
-    for number, (place, record) in enumerate(read_placed_lines(solutions)):
+    for number, (place, record) in enumerate(read_json_lines_with_places(solutions)):
         _require_texts(record, _TEXTS, place)
         benchmark, _, task = record["task_id"].partition("/")
         if benchmark == "Python":  # HumanEvalPack's, which its own file has as well

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command, run_child
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
@@ -346,7 +346,7 @@ def _judge_public(test: TestSet, transcript: Path, product: Path) -> None:
     from ctrl_megatron.generation.solutions import judge_attempts
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
-    turns = [turn_from(record, place) for place, record in read_placed_lines(transcript)]
+    turns = [turn_from(record, place) for place, record in read_json_lines_with_places(transcript)]
     first = [turn for turn in turns if turn.turn == 1]
     rows = read_rows([str(test.folder / f"{test.name}.parquet")])
     attempts = {row.id: row.attempt() for row in rows}

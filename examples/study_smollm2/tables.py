@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.data.json_lines import read_placed_lines
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.measures import pass_at_k
 from ctrl_megatron.eval.resampling import Cells, Estimate, Resampling, cells_of, ratio
@@ -86,14 +86,16 @@ def curve_file(folder: Path, run: str, seed: int) -> Path:
 def kept_turns(folder: Path, setting: str) -> list[Turn]:
     """All transcripts of a setting, in the order of their files' names."""
     paths = sorted(folder.glob(f"{setting}.*.jsonl.gz"))
-    return [turn_from(record, place) for p in paths for place, record in read_placed_lines(p)]
+    return [
+        turn_from(record, place) for p in paths for place, record in read_json_lines_with_places(p)
+    ]
 
 
 def kept_public(folder: Path, setting: str) -> Mapping[str, Public]:
     """Arm -> the results of the public test."""
     found: dict[str, dict[tuple[str, int, int], bool]] = defaultdict(dict)
     for path in sorted(folder.glob(f"public.{setting}.*.jsonl.gz")):
-        for _, line in read_placed_lines(path):
+        for _, line in read_json_lines_with_places(path):
             place = line["attempt"], line["seed"], line["sample"]
             found[line["critic"]][place] = line["passed"]
     return found

@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from ctrl_megatron.commands import launcher
 from ctrl_megatron.commands.start import command, training_config
-from ctrl_megatron.config.environment import read_restarts
+from ctrl_megatron.config.environment import read_restart_count
 from ctrl_megatron.errors import STOPPED, record_running_user_code, convert_user_code_errors
 
 launcher._LEFT_SECONDS = 1.0
@@ -64,7 +64,7 @@ def meet(how):
 
 def restarted(run_dir):
     # The first start and the first restart save a step each, the second restart saves none.
-    rank, restarts = os.environ["RANK"], read_restarts()
+    rank, restarts = os.environ["RANK"], read_restart_count()
     if rank == "0":  # ends in silence, however soon rank 1 is killed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     (run_dir / f"{{restarts}}.{{rank}}").mkdir(parents=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from refusals import ACTOR, PATHS, messages
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.config.elastic import fitting_hosts, on_started
+from ctrl_megatron.config.elastic import config_for_world_size, max_fitting_hosts
 from ctrl_megatron.errors import UserError
 
 MEGATRON = ACTOR + "megatron."
@@ -47,12 +47,12 @@ def test_as_many_hosts_are_used_as_fit(
     able = [hosts for hosts in range(least, min(left, planned) + 1) if fits(hosts)]
     if not able:
         with pytest.raises(UserError):
-            fitting_hosts(config, left)
+            max_fitting_hosts(config, left)
         return
-    hosts = fitting_hosts(config, left)
+    hosts = max_fitting_hosts(config, left)
     assert hosts == max(able)
     # Ranks that are started there find a configuration that announces them.
-    assert on_started(config, hosts * each).trainer.nnodes == hosts
+    assert config_for_world_size(config, hosts * each).trainer.nnodes == hosts
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_named(keys: tuple[str, ...], left: int, words: str
     batch = ("data.train_batch_size=32", ACTOR + "ppo_mini_batch_size=32")
     config = load_config(None, [*PATHS, *batch, "trainer.nnodes=4", *keys])
     with pytest.raises(UserError, match=words):
-        fitting_hosts(config, left)
+        max_fitting_hosts(config, left)
 
 
 def test_a_run_needs_no_more_hosts_than_it_has() -> None:
@@ -78,4 +78,4 @@ def test_a_run_needs_no_more_hosts_than_it_has() -> None:
 def test_other_numbers_of_ranks_are_still_refused() -> None:
     config = load_config(None, [*PATHS, "trainer.nnodes=4", "trainer.min_nnodes=2"])
     for world_size in (1, 4, 5):
-        assert on_started(config, world_size) is config
+        assert config_for_world_size(config, world_size) is config

@@ -10,7 +10,7 @@ import pytest
 import ctrl_megatron
 from ctrl_megatron.config.environment import (
     child_environment,
-    first_host,
+    first_slurm_host,
     read_launch,
     read_log_level,
     read_provider_keys,
@@ -87,7 +87,7 @@ def test_ranks_outside_the_world_are_refused() -> None:
     ],
 )
 def test_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert first_slurm_host(nodes) == first
 
 
 def test_own_variables_are_checked() -> None:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.config import Config, load_config, parse_override, to_dict, to_yaml
-from ctrl_megatron.config.actor_rollout_ref import Compute
-from ctrl_megatron.config.coerce import build
+from ctrl_megatron.config.actor_rollout_ref import OffloadAndRecompute
+from ctrl_megatron.config.coerce import build_config
 from ctrl_megatron.config.load import read_yaml, write_yaml
 from ctrl_megatron.record.recorder import config_changes
 
@@ -45,7 +45,9 @@ def test_keys_of_compute_may_have_their_former_names(tmp_path: Path) -> None:
     file.write_text(f"{old}param_offload: true\n{old}logprob_chunk_size: 8\n")
     config = load(f"{ACTOR}compute.logprob_chunk_size=9", f"{old}grad_offload=true", path=file)
     compute = config.actor_rollout_ref.actor.compute
-    assert compute == Compute(param_offload=True, logprob_chunk_size=9, grad_offload=True)
+    assert compute == OffloadAndRecompute(
+        param_offload=True, logprob_chunk_size=9, grad_offload=True
+    )
     referred = load(f"reward.max_requests=${{{old}logprob_chunk_size}}", path=file)
     assert referred.reward.max_requests == 8
     whole = load(ACTOR + "megatron={param_offload: false}", path=file)
@@ -260,7 +262,7 @@ def group_strategy(cls: type) -> st.SearchStrategy[Any]:
 def test_yaml_round_trip_of_any_configuration(config: Config) -> None:
     tree, _ = read_yaml(write_yaml(to_dict(config)), "test")
     assert tree == to_dict(config)
-    assert build(Config, tree, {}) == config
+    assert build_config(Config, tree, {}) == config
 
 
 @settings(max_examples=300, deadline=None)

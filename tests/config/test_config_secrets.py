@@ -9,8 +9,13 @@ import pytest
 from refusals import PATHS
 
 from ctrl_megatron.commands.evaluate import proxy_overrides
-from ctrl_megatron.config import KEYS, load_config, shown_dict, to_yaml
-from ctrl_megatron.config.secrets import hidden_in, hide, hide_credentials, instead_of
+from ctrl_megatron.config import KEYS, dict_without_secrets, load_config, to_yaml
+from ctrl_megatron.config.secrets import (
+    hidden_key_names,
+    hide_credentials_in_text,
+    hide_secrets,
+    secret_storage_advice,
+)
 from ctrl_megatron.errors import without_concealed
 from ctrl_megatron.record.recorder import config_changes, keep_config
 
@@ -32,7 +37,7 @@ SECRETIVE = (
 def test_no_text_of_a_configuration_has_its_secrets() -> None:
     config = load_config(None, (*PATHS, *SECRETIVE))
     assert config.reward.provider_options["api_key"] == SECRET
-    text, tree = to_yaml(config), shown_dict(config)
+    text, tree = to_yaml(config), dict_without_secrets(config)
     assert SECRET not in text and SECRET not in str(tree)
     options = tree["actor_rollout_ref"]
     assert options["proxy"]["api"]["base_url"] == [
@@ -99,7 +104,7 @@ def test_variables_are_written_by_their_names(
     config = load_config(file, overrides)
     assert config.reward.provider_options["api_key"] == config.trainer.experiment_name == SECRET
     assert config.trainer.seed == config.trainer.max_bad_steps == 7
-    for one in (config, config.replaced(sft=config.sft)):
+    for one in (config, config.replace_groups(sft=config.sft)):
         text = to_yaml(one)
         assert SECRET not in text and "seed: ${oc.decode:${oc.env:NUMBER}}" in text
         assert "api_key: ${oc.env:OF_MINE}" in text
@@ -136,7 +141,7 @@ def test_a_proxys_address_may_have_a_password() -> None:
 
 def test_what_says_secret_and_what_does_not() -> None:
     key = KEYS["dag.options"]
-    shown = hide(
+    shown = hide_secrets(
         key,
         {
             **dict.fromkeys(("token", "HF_TOKEN", "api-key", "secretKey", "env", "pwd"), "x"),
@@ -160,19 +165,19 @@ def test_what_says_secret_and_what_does_not() -> None:
         ),
         *("authtoken", "client_secrets", "accessTokens", "dsn", "proxyPassword"),
     )
-    assert hide(key, dict.fromkeys(names, "x")) == dict.fromkeys(names, "***")
+    assert hide_secrets(key, dict.fromkeys(names, "x")) == dict.fromkeys(names, "***")
     plain = {"maxTokens": 5, "stop_tokens": ["x"], "keys": ["x"], "at": "a:b", "mail": "a@b"}
-    assert hide(key, plain) == plain
-    assert hide(key, {"http_proxy": "me:pw@proxy:3128"}) == {"http_proxy": "***@proxy:3128"}
+    assert hide_secrets(key, plain) == plain
+    assert hide_secrets(key, {"http_proxy": "me:pw@proxy:3128"}) == {"http_proxy": "***@proxy:3128"}
     written = ["Bearer sk-123456", "run --hf-token abcdefg1 -x", "--api-key=***", "a Bearer bond"]
-    assert hide(key, {"a": {"value": written}})["a"]["value"] == [
+    assert hide_secrets(key, {"a": {"value": written}})["a"]["value"] == [
         *("Bearer ***", "run --hf-token *** -x", "--api-key=***", "a Bearer bond"),
     ]
-    assert [*hidden_in(key, hide(key, {"a": written[:1]}))] == ["dag.options.a"]
-    assert hide_credentials("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
+    assert [*hidden_key_names(key, hide_secrets(key, {"a": written[:1]}))] == ["dag.options.a"]
+    assert hide_credentials_in_text("http://a:b@h,http://c@i/x?q#z ftp://d:e/f@j no@mail") == (
         "http://***@h,http://***@i/x?***#z ftp://***@j no@mail"
     )
-    assert instead_of(KEYS[f"{P}base_url"]).startswith("set OPENAI_API_KEY")
+    assert secret_storage_advice(KEYS[f"{P}base_url"]).startswith("set OPENAI_API_KEY")
 
 
 def test_messages_name_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

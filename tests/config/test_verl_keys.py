@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.config.foreign import ABSENT, RENAMED, foreign_key
+from ctrl_megatron.config.foreign import ABSENT, RENAMED, foreign_key_hint
 from ctrl_megatron.config.schema import KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from.md").read_text(encoding="utf-8")
@@ -80,8 +80,8 @@ def test_a_group_of_theirs_is_answered_key_by_key(tmp_path: Path) -> None:
     "name", ["trainer.log_val_generations", "trainer.log_val_generations.anything.else"]
 )
 def test_keys_below_a_group_of_theirs_are_answered(name: str) -> None:
-    assert any(answer in foreign_key(name) for answer in ABSENT.values())
-    assert foreign_key("nobodys.key") == foreign_key("actor_rollout_ref.actor.lrr") == ""
+    assert any(answer in foreign_key_hint(name) for answer in ABSENT.values())
+    assert foreign_key_hint("nobodys.key") == foreign_key_hint("actor_rollout_ref.actor.lrr") == ""
 
 
 def test_hydras_plus_is_named() -> None:

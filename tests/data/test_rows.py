@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.rows import Row, read_rows, row_of, rows_by_id, write_rows
+from ctrl_megatron.data.rows import Row, read_rows, row_of_attempt, rows_by_id, write_rows
 from ctrl_megatron.problems.tests import decode_tests
 from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.types import Attempt, Problem
@@ -65,7 +65,7 @@ def write_raw(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_attempts_survive_the_file(tmp_path: Path) -> None:
     file = tmp_path / "new" / "rows.parquet"
-    write_rows(file, map(row_of, ATTEMPTS))
+    write_rows(file, map(row_of_attempt, ATTEMPTS))
     rows = read_rows(file)
     assert [row.attempt() for row in rows] == ATTEMPTS
     assert [list(row.prompt) for row in rows] == [
@@ -95,7 +95,7 @@ def test_any_text_survives(
     )
     attempt = Attempt(id=name, problem=problem, solution=solution, pass_rate=pass_rate)
     file = tmp_path_factory.mktemp("rows") / "rows.parquet"
-    write_rows(file, [row_of(attempt)])
+    write_rows(file, [row_of_attempt(attempt)])
     assert read_rows(file)[0].attempt() == attempt
 
 
@@ -117,7 +117,7 @@ def test_files_are_read_in_order_and_a_prompt_of_ones_own_is_kept(tmp_path: Path
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
     names = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
     for name, attempt in zip(names, ATTEMPTS, strict=False):
-        write_rows(name, [row_of(attempt, prompt)])
+        write_rows(name, [row_of_attempt(attempt, prompt)])
     rows = read_rows([str(name) for name in names])
     assert [row.id for row in rows] == ["t/double/0", "t/double/1"]
     assert list(rows[0].prompt) == prompt
@@ -346,10 +346,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_bad_row_is_not_written(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
-    write_rows(file, [row_of(ATTEMPTS[0])])
+    write_rows(file, [row_of_attempt(ATTEMPTS[0])])
     before = file.read_bytes()
-    bad: Row = row_of(ATTEMPTS[1], [])
+    bad: Row = row_of_attempt(ATTEMPTS[1], [])
     with pytest.raises(ValueError, match="row 2: column 'prompt'"):
-        write_rows(file, [row_of(ATTEMPTS[0]), bad])
+        write_rows(file, [row_of_attempt(ATTEMPTS[0]), bad])
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]

@@ -44,7 +44,7 @@ def test_an_epoch_shows_every_row_at_most_once(
 def test_it_is_through_once_no_whole_batch_is_left(shape: tuple[int, int], epochs: int) -> None:
     num_rows, size = shape
     sampler, batches = ResumableSampler(num_rows, seed=1), 0
-    while not sampler.is_through(epochs, size):
+    while not sampler.is_exhausted(epochs, size):
         sampler.next_batch(size)
         batches += 1
         assert sampler.epoch < epochs
@@ -195,7 +195,7 @@ def test_a_run_names_what_is_too_small_before_engines_start(shares: tuple[float,
     names = ["a", "b", "c"]
     table = SimpleNamespace(
         rows=names,
-        number_of={name: place for place, name in enumerate(names)},
+        row_number_by_id={name: place for place, name in enumerate(names)},
         sets={"0": {"a", "b"}, "1": {"b", "c"}},
     )
     message = "file 1 of data.train_files, which has 2" if shares else "the training data"

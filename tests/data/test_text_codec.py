@@ -47,15 +47,15 @@ def test_a_reply_follows_the_tokens_of_an_answer_as_the_template_writes_it(
     prompt, answer = codec.encode_chat(asked), codec.encode("yo")
     (end,) = codec.eos_token_ids
     whole = codec.encode_chat(said)
-    assert [*prompt, *answer, end, *codec.encode_reply(reply, ended=True)] == whole
-    assert [*prompt, *answer, *codec.encode_reply(reply, ended=False)] == whole
+    assert [*prompt, *answer, end, *codec.encode_next_turn(reply, ended=True)] == whole
+    assert [*prompt, *answer, *codec.encode_next_turn(reply, ended=False)] == whole
 
 
 def test_a_template_that_changes_answers_has_no_reply(tmp_path: Path) -> None:
     template = TEMPLATE.replace("m.content", "m.content | upper")
     codec = TextCodec(save_tokenizer(tmp_path / "upper", template=template))
     with pytest.raises(UserError, match="changes an assistant's text"):
-        codec.encode_reply("wrong", ended=True)
+        codec.encode_next_turn("wrong", ended=True)
 
 
 def test_a_conversation_ends_where_the_answer_starts(codec: TextCodec) -> None:
@@ -125,7 +125,7 @@ def test_an_answer_ends_as_the_template_ends_it(
     template = TEMPLATE.replace("<e>\n", behind)
     codec = TextCodec(save_tokenizer(tmp_path / "a", template=template, eos="<s>"))
     ids = {text: codec.tokenizer.convert_tokens_to_ids(text) for text in ("<s>", "<e>")}
-    assert codec.turn_end == (end and ids[end])
+    assert codec.turn_end_token_id == (end and ids[end])
     assert codec.eos_token_ids == ((ids["<s>"], ids["<e>"]) if end else (ids["<s>"],))
     example = SftExample(id="a", prompt=({"role": "user", "content": "hi"},), response="yo")
     taught = [*codec.encode("yo"), ids[end or "<s>"]]
@@ -139,7 +139,7 @@ def test_what_begins_the_next_answer_ends_none(tmp_path: Path) -> None:
     """Of a template that asks for an answer behind every conversation."""
     asks = "{% if true %}<e>"
     template = TEMPLATE.replace("<e>\n", "").replace("{% if add_generation_prompt %}<s>", asks)
-    assert TextCodec(save_tokenizer(tmp_path, template=template)).turn_end is None
+    assert TextCodec(save_tokenizer(tmp_path, template=template)).turn_end_token_id is None
 
 
 def test_what_the_template_refuses(codec: TextCodec) -> None:

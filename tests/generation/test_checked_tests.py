@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.data.rows import Row, row_from
+from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.checked_tests import (
     FILE,
@@ -62,7 +62,7 @@ def row(folder: Path, *tests: str, number: int = 1, **fields: Any) -> Row:
         "entry_point": "sort",
         "time_limit": 2.0,
     }
-    return row_from(record | fields, f"{folder}/rows.parquet: row {number}", None)
+    return row_from_record(record | fields, f"{folder}/rows.parquet: row {number}", None)
 
 
 def check(rows: Sequence[Row], judge: Any, spare: Path) -> TestChecks:

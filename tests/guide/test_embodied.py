@@ -12,7 +12,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.algorithms.progress import progress_rewards
 from ctrl_megatron.config import load_config
-from ctrl_megatron.data.rows import Row, row_from
+from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.guide.embodied import ProgressReward, embodied_srpo_pipeline, within
 from ctrl_megatron.steps.worker import DAGWorker
@@ -84,7 +84,7 @@ def test_the_graph_of_the_guide() -> None:
 
 def test_the_examples_world() -> None:
     record, lengths = problems(seed=1, count=5)[0], set[int]()
-    row = row_from(record, "here", "prompt")
+    row = row_from_record(record, "here", "prompt")
 
     async def act(actions: list[str]) -> Any:
         world = GridWorld(None, row, 0)

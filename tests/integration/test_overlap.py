@@ -10,7 +10,7 @@ import torch
 from in_process import in_process
 from tiny_run import REPOSITORY
 
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Attempt, Problem
 
@@ -28,7 +28,7 @@ def judged(actor_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     problems = read_problems(REPOSITORY / "examples/problems")[:3]
     data = tmp_path_factory.mktemp("rows") / "train.parquet"
     attempts = [Attempt(id=p.id, problem=p, solution="pass", pass_rate=0.0) for p in problems]
-    write_rows(data, [row_of(attempt) for attempt in attempts])
+    write_rows(data, [row_of_attempt(attempt) for attempt in attempts])
     right = [problem.reference for problem in problems]
     wrong = [problem.buggy[0] for problem in problems]
     written = [

@@ -51,6 +51,6 @@ def test_a_profiled_step(job: Job) -> None:
 def test_the_memory_of_a_gpu_that_is_not_there_is_refused() -> None:
     settings = ["trainer.profile_steps=all", "trainer.profile_memory=true"]
     config = load_config(None, settings, "none")
-    assert config.trainer.profiles(1) and config.trainer.profiles(1000)
+    assert config.trainer.is_profile_step(1) and config.trainer.is_profile_step(1000)
     with pytest.raises(UserError, match=r"trainer\.profile_memory: there is no GPU"):
         check_profile(config)

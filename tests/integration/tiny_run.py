@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.types import Attempt, Problem
 
@@ -153,7 +153,7 @@ def write_problems(path: Path, first: int = 0) -> Path:
         )
         for i, p in enumerate(problems)
     ]
-    write_rows(path, [row_of(attempt) for attempt in attempts])
+    write_rows(path, [row_of_attempt(attempt) for attempt in attempts])
     return path
 
 

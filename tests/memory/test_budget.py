@@ -101,7 +101,7 @@ def test_kept_prefixes_are_a_cache_of_all_rows() -> None:
 def test_every_phase_of_a_run_is_there_in_its_order(file: str) -> None:
     config, shapes = example(file)
     found = list(totals(memory_budget(config, shapes, gpu_memory=MEMORY)))
-    phases = [p for p in PHASES if config.shares_engines or p != "sync proxy"]
+    phases = [p for p in PHASES if config.proxy_shares_engines or p != "sync proxy"]
     assert found == [*phases, "save-on-stop", "resume"]
     tuned = memory_budget(config, shapes, gpu_memory=MEMORY, purpose="sft")
     assert not {"start: engine", "generate", "log-probs", "sync"} & totals(tuned).keys()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
-from ctrl_megatron.data.rows import row_of, write_rows
+from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.sft.examples import SftExample, write_examples
@@ -58,7 +58,7 @@ def make_world(folder: Path) -> Path:
         Attempt(id=f"seven/{n}", problem=problem, solution="print(7)", pass_rate=1.0)
         for n in range(ROWS)
     ]
-    write_rows(folder / "train.parquet", [row_of(attempt) for attempt in attempts])
+    write_rows(folder / "train.parquet", [row_of_attempt(attempt) for attempt in attempts])
     asked = ({"role": "user", "content": "?"},)
     examples = [SftExample(id=str(n), prompt=asked, response="yes") for n in range(ROWS)]
     write_examples(folder / "sft.parquet", examples)

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.config import flags
-from ctrl_megatron.config.flags import CommandParser, count, given_file, number, whole
+from ctrl_megatron.config.flags import (
+    CommandParser,
+    count_flag,
+    existing_file,
+    float_flag,
+    integer_flag,
+)
 from ctrl_megatron.errors import UserError
 
 COMMANDS = {
@@ -70,9 +76,9 @@ def wrong(actions: list[argparse.Action]) -> Iterator[tuple[str, str]]:
         flag = action.option_strings[-1]
         if is_number(action):
             yield from ((flag, value) for value in NO_NUMBERS)
-        elif action.type is flags.new_path:
+        elif action.type is flags.output_path:
             yield from ((flag, value) for value in NO_PLACES)
-        elif action.type in (flags.given_path, flags.given_file):
+        elif action.type in (flags.existing_path, flags.existing_file):
             yield from ((flag, value) for value in NO_FILES)
 
 
@@ -105,17 +111,17 @@ def test_what_no_flag_can_be_is_named_in_a_line(
 @pytest.mark.parametrize(
     ("type_", "text", "said"),
     [
-        (count(), "0", "--n=0 must be at least 1"),
-        (count(), "-1", "--n=-1 must be at least 1"),
-        (count(0), "3000000000", "--n=3000000000 must be at most 2147483647"),
-        (whole(), "1.5", "--n=1.5 is no whole number"),
+        (count_flag(), "0", "--n=0 must be at least 1"),
+        (count_flag(), "-1", "--n=-1 must be at least 1"),
+        (count_flag(0), "3000000000", "--n=3000000000 must be at most 2147483647"),
+        (integer_flag(), "1.5", "--n=1.5 is no whole number"),
         (int, "0x10", "--n=0x10 is no whole number"),
         (float, "nan", "--n=nan must be a finite number"),
         (float, "1,5", "--n=1,5 is no number"),
-        (number(0, 1), "1.01", "--n=1.01 must be at most 1"),
-        (number(0, below=1), "1", "--n=1.0 must be below 1"),
-        (number(above=0), "0", "--n=0.0 must be greater than 0"),
-        (given_file, ".", "--n=. is a directory; name a file"),
+        (float_flag(0, 1), "1.01", "--n=1.01 must be at most 1"),
+        (float_flag(0, below=1), "1", "--n=1.0 must be below 1"),
+        (float_flag(above=0), "0", "--n=0.0 must be greater than 0"),
+        (existing_file, ".", "--n=. is a directory; name a file"),
     ],
 )
 def test_a_bound_is_said_with_flag_and_value(type_: object, text: str, said: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.commands.prepare_data import main
-from ctrl_megatron.data.rows import read_rows, row_of, write_rows
+from ctrl_megatron.data.rows import read_rows, row_of_attempt, write_rows
 from ctrl_megatron.generation.checked_tests import FILE, TestChecks
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -58,7 +58,7 @@ def test_the_command_checks_and_its_rows_need_no_check(
     # The next command finds the results, and so does a run in a folder that is not the first one.
     (problem,), left_out = checked_problems(read_problems(out), out, tmp_path / "rl", no_sandbox)
     assert problem.uncounted == (1,) and not left_out
-    row = row_of(Attempt(id="t/double/0", problem=problem, solution="", pass_rate=0.0))
+    row = row_of_attempt(Attempt(id="t/double/0", problem=problem, solution="", pass_rate=0.0))
     write_rows(tmp_path / "rl" / "train.parquet", [row])
     (read,) = read_rows(tmp_path / "rl" / "train.parquet")
     assert read.reference == GOOD["reference"] and read.uncounted == ()
@@ -68,7 +68,7 @@ def test_the_command_checks_and_its_rows_need_no_check(
 
 def test_a_reference_is_in_no_text_that_a_model_reads(tmp_path: Path) -> None:
     (problem,) = read_problems(write(tmp_path / "in.jsonl", GOOD))
-    row = row_of(Attempt(id="t/double/0", problem=problem, solution="pass"))
+    row = row_of_attempt(Attempt(id="t/double/0", problem=problem, solution="pass"))
     assert row.reference and row.reference not in json.dumps(row.prompt)
     assert row.attempt().problem.reference == ""
     assert "reference" not in row.extra
@@ -84,5 +84,7 @@ def test_rows_without_references_have_no_such_column(tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
     (problem,) = read_problems(write(tmp_path / "in.jsonl", GOOD | {"reference": ""}))
-    write_rows(tmp_path / "a.parquet", [row_of(Attempt(id="a", problem=problem, solution=""))])
+    write_rows(
+        tmp_path / "a.parquet", [row_of_attempt(Attempt(id="a", problem=problem, solution=""))]
+    )
     assert "reference" not in parquet.read_table(tmp_path / "a.parquet").column_names

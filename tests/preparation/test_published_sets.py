@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from ctrl_megatron.commands.prepare_data import main
-from ctrl_megatron.data.rows import row_of
+from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.preparation.evalplus import unrolled_tests
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
@@ -289,7 +289,7 @@ def judged(programs: list[tuple[Problem, str]]) -> list[float]:
             jobs = [
                 grading_job(
                     fenced(code),
-                    row_of(Attempt(id=problem.id, problem=problem, solution=fenced(code))),
+                    row_of_attempt(Attempt(id=problem.id, problem=problem, solution=fenced(code))),
                     run_all_cases=True,
                 )
                 for problem, code in programs

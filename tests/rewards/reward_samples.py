@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from ctrl_megatron.data.rows import Row, row_from
+from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, RunCodeRequest, RunCodeResponse, SubmitRequest
 
@@ -23,11 +23,11 @@ STDIO = (
 
 
 def function_row(name: str = "add/0", **fields: Any) -> Row:
-    return row_from(function_record(name, **fields), "rows.parquet: row 0", None)
+    return row_from_record(function_record(name, **fields), "rows.parquet: row 0", None)
 
 
 def stdio_row(name: str = "sum/0", **fields: Any) -> Row:
-    return row_from(stdio_record(name, **fields), "rows.parquet: row 0", None)
+    return row_from_record(stdio_record(name, **fields), "rows.parquet: row 0", None)
 
 
 def function_record(name: str = "add/0", **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.config import load_config
 from ctrl_megatron.data.prompt_table import PromptTable
-from ctrl_megatron.data.rows import Row, row_from
+from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.rewards.plan import plan_rewards
@@ -33,7 +33,7 @@ def endpoint() -> Iterator[str]:
 def row(folder: Path, number: int, tests: tuple[str, ...] = GOOD, **fields: Any) -> Row:
     record = {"id": f"r{number}", "problem": "Add.", "solution": "pass", "entry_point": "add"}
     record |= {"prompter_type": "mbppplus", "selected_uts": list(tests), "time_limit": 2.0}
-    return row_from(record | fields, f"{folder}/train.parquet: row {number}", None)
+    return row_from_record(record | fields, f"{folder}/train.parquet: row {number}", None)
 
 
 def started(folder: Path, endpoint: str, rows: list[Row], *keys: str, rank: Any = None) -> Any:

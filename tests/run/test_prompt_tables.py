@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.data.rows import Row, row_of, write_rows
+from ctrl_megatron.data.rows import Row, row_of_attempt, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.run.inputs import prompt_tables
 from ctrl_megatron.types import Attempt, Problem
@@ -38,15 +38,15 @@ def tables(
 
 def test_one_file_may_serve_both(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
-    write_rows(file, [row_of(ATTEMPT)])
+    write_rows(file, [row_of_attempt(ATTEMPT)])
     train, validation = tables(file, file)
     assert train.rows == validation.rows
 
 
 def test_bad_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
     train, other = tmp_path / "train.parquet", tmp_path / "other.parquet"
-    write_rows(train, [row_of(replace(ATTEMPT, id=name)) for name in ("a", "bad", "b")])
-    write_rows(other, [row_of(replace(ATTEMPT, id="c"))])
+    write_rows(train, [row_of_attempt(replace(ATTEMPT, id=name)) for name in ("a", "bad", "b")])
+    write_rows(other, [row_of_attempt(replace(ATTEMPT, id="c"))])
 
     def check(row: Row) -> None:
         if row.id == "bad":
@@ -63,7 +63,7 @@ def test_bad_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_of_several_validation_files_each_is_a_set(tmp_path: Path) -> None:
     train, one, two = (tmp_path / f"{name}.parquet" for name in ("train", "one", "two"))
-    both, other = row_of(ATTEMPT), row_of(replace(ATTEMPT, id="p/1"))
+    both, other = row_of_attempt(ATTEMPT), row_of_attempt(replace(ATTEMPT, id="p/1"))
     write_rows(train, [both])
     write_rows(one, [both])
     write_rows(two, [both, other])
@@ -77,17 +77,17 @@ def test_of_several_validation_files_each_is_a_set(tmp_path: Path) -> None:
 def test_a_validation_file_without_a_row_that_fits_is_named(tmp_path: Path) -> None:
     train, one, two = (tmp_path / f"{name}.parquet" for name in ("train", "one", "two"))
     long = [{"role": "user", "content": "very long"}]
-    write_rows(train, [row_of(ATTEMPT)])
-    write_rows(one, [row_of(ATTEMPT)])
-    write_rows(two, [row_of(replace(ATTEMPT, id="p/1"), long)])
+    write_rows(train, [row_of_attempt(ATTEMPT)])
+    write_rows(one, [row_of_attempt(ATTEMPT)])
+    write_rows(two, [row_of_attempt(replace(ATTEMPT, id="p/1"), long)])
     with pytest.raises(ValueError, match=r"val_files: .*two\.parquet: no row has a prompt"):
         tables(train, f"[{one},{two}]", "data.max_prompt_length=2", codec=LONG)
 
 
 def test_different_rows_with_one_id_are_refused(tmp_path: Path) -> None:
     train, validation = tmp_path / "train.parquet", tmp_path / "val.parquet"
-    write_rows(train, [row_of(ATTEMPT)])
-    write_rows(validation, [row_of(replace(ATTEMPT, pass_rate=1.0))])
+    write_rows(train, [row_of_attempt(ATTEMPT)])
+    write_rows(validation, [row_of_attempt(replace(ATTEMPT, pass_rate=1.0))])
     told = r"val\.parquet: row 1: column 'id' repeats 'p/0' of .*train\.parquet.* in pass_rate"
     with pytest.raises(ValueError, match=told):
         tables(train, validation)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack
 
 from ctrl_megatron.config import Config, check_world_size, load_config
-from ctrl_megatron.config.placement import roles_apart
+from ctrl_megatron.config.placement import separate_role_ranks
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import always
@@ -301,7 +301,7 @@ def test_ranks_are_named_by_number_by_host_and_by_share(
         *("algorithm.adv_estimator=gae", KL, "trainer.nnodes=2", "trainer.n_gpus_per_node=4"),
         *(f"placement.critic={critic}", f"placement.reference={reference}"),
     )
-    assert {" ".join(one.roles): one.ranks for one in roles_apart(config, 8)} == found
+    assert {" ".join(one.roles): one.ranks for one in separate_role_ranks(config, 8)} == found
     worlds = worlds_of(8, config)
     assert sorted(rank for world in worlds for rank in world.ranks) == list(range(8))
     assert worlds[0].ranks[0] == 0 and all(len(w.ranks) == w.layout.world_size for w in worlds)

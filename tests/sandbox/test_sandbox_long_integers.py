@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sandbox_talk import BackgroundLoop, submission
 
-from ctrl_megatron.data.json_lines import read_placed_lines
-from ctrl_megatron.data.rows import row_from
-from ctrl_megatron.data.verl_form import own_columns
+from ctrl_megatron.data.json_lines import read_json_lines_with_places
+from ctrl_megatron.data.rows import row_from_record
+from ctrl_megatron.data.verl_form import columns_of_verl_row
 from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.leaks import leak_of
 from ctrl_megatron.problems.long_integers import (
@@ -86,10 +86,10 @@ def test_rows_and_problems_of_long_integers_are_read(tmp_path: Path) -> None:
     assert decode_tests("mbppplus", f'["assert f({LONG}) == 1"]') == (f"assert f({LONG}) == 1",)
     file = tmp_path / "lines.jsonl"
     file.write_text(f'{{"x": {LONG}}}\n')
-    assert read_placed_lines(file) == [(f"{file}: line 1", {"x": number(LONG)})]
+    assert read_json_lines_with_places(file) == [(f"{file}: line 1", {"x": number(LONG)})]
     file.write_text(f'{{"x": {"9" * (INTEGER_DIGITS + 1)}}}\n')
     with pytest.raises(ValueError, match="line 1 is not JSON: an integer has more than 100000"):
-        read_placed_lines(file)
+        read_json_lines_with_places(file)
     assert read_function_tests({"test_list": [f"assert f({LONG}) == 1"]}).stubs == ("f",)
 
 
@@ -136,7 +136,7 @@ def test_rows_of_functions_hold_them(ground_truth: str) -> None:
         "reward_model": {"ground_truth": ground_truth},
         "extra_info": {"index": 1},
     }
-    (test,) = row_from(own_columns(record), "a row", "prompt").selected_uts
+    (test,) = row_from_record(columns_of_verl_row(record), "a row", "prompt").selected_uts
     assert f", {LONG})" in test and f"'{LONG}'" not in test, test[-80:]
 
 
@@ -149,7 +149,7 @@ def test_rows_of_programs_hold_them_in_any_column() -> None:
             **{"id": "a", "problem": "p", "solution": "```python\nprint(7)\n```"},
             **{"prompter_type": "code_contests", "selected_uts": f"[{case}]"},
         }
-        attempt = row_from(record, "a row", None).attempt()
+        attempt = row_from_record(record, "a row", None).attempt()
         verdict = Verdict(passed=(False,), total=1, detail=("wrong",))
         assert "7777" in execution_hint(attempt, verdict).text
         assert not leak_of("It prints nothing.", attempt)

@@ -208,7 +208,7 @@ class Greedy:
 def name_draws(worker: Any, role: str, prompts: Any, params: Any, finished: Any = None) -> Any:
     """Completions whose one token is the draw: seed, name of the prompt, number."""
     assert role == "actor"
-    return named(params.names(len(prompts)), params)
+    return named(params.prompt_names(len(prompts)), params)
 
 
 def named(names: Any, params: Any) -> Any:

@@ -25,7 +25,7 @@ def test_the_runs_train_what_the_stages_before_made() -> None:
     assert Path(tuning.trainer.run_dir) / "hf" == SIZES.tuned
     run = load_config(demo.ROOT / demo.CONFIG, rl[5:], "rl")
     assert run.actor_rollout_ref.model.path == str(SIZES.tuned)
-    assert run.data.val_sets == ("rl", "unseen") and Path(run.trainer.run_dir) == SIZES.run
+    assert run.data.val_set_names == ("rl", "unseen") and Path(run.trainer.run_dir) == SIZES.run
     assert (tuning.sft.total_training_steps, run.trainer.total_training_steps) == (7, 3)
 
 

@@ -27,7 +27,7 @@ from ctrl_megatron.checkpoint import sharded
 from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
 from ctrl_megatron.checkpoint.manifest import RunOrigin
 from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors, save_tensors
-from ctrl_megatron.config.flags import CommandParser, count, new_path
+from ctrl_megatron.config.flags import CommandParser, count_flag, output_path
 
 ORIGIN = RunOrigin("bench", 1)
 SIDE = 4096
@@ -66,9 +66,9 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 def main() -> int:
     """Print the table."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--gib", type=count(), default=2, help="size of the checkpoint")
-    parser.add_argument("--repeats", type=count(), default=5)
-    parser.add_argument("--out", type=new_path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--gib", type=count_flag(), default=2, help="size of the checkpoint")
+    parser.add_argument("--repeats", type=count_flag(), default=5)
+    parser.add_argument("--out", type=output_path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     size = options.gib << 30
     given, taken = tensors_of(size, filled=True), tensors_of(size, filled=False)

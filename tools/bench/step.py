@@ -154,7 +154,7 @@ def questions(folder: Path, task: Task) -> list[str]:
 
 def write_prompts(texts: list[str], path: Path) -> None:
     """The questions as rows of training data."""
-    from ctrl_megatron.data.rows import row_of, write_rows
+    from ctrl_megatron.data.rows import row_of_attempt, write_rows
     from ctrl_megatron.types import Attempt, Problem
 
     rows = []
@@ -163,7 +163,7 @@ def write_prompts(texts: list[str], path: Path) -> None:
             id=str(number), statement=text, prompter_type="mbppplus", selected_uts=("assert True",)
         )
         attempt = Attempt(id=str(number), problem=problem, solution="")
-        rows.append(row_of(attempt, [{"role": "user", "content": text}]))
+        rows.append(row_of_attempt(attempt, [{"role": "user", "content": text}]))
     write_rows(path, rows)
 
 

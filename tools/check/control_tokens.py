@@ -45,7 +45,10 @@ def faults_of(codec: TextCodec) -> Iterator[str]:
             ([*asked, {"role": "assistant", "content": text}], False),
         ):
             rendered = tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=open_end, strftime_now=codec.today
+                chat,
+                tokenize=False,
+                add_generation_prompt=open_end,
+                strftime_now=codec.template_date,
             )
             own = tokenizer.encode(rendered, add_special_tokens=False)
             if codec.encode_chat(chat, open_end) != own:

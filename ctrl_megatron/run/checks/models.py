@@ -12,7 +12,7 @@ from ctrl_megatron.config import (
     Config,
     Purpose,
 )
-from ctrl_megatron.data.tokens import MEANING, TextCodec, different_part, tokenizer_parts
+from ctrl_megatron.data.tokens import MEANING, TextCodec, first_different_part, tokenizer_parts
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
 from ctrl_megatron.models.families import engine_obstacle
@@ -81,7 +81,7 @@ def check_model_files(
 
 def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
     family = config.actor_rollout_ref
-    if config.has_frozen_proxy:
+    if config.shares_engines_with_frozen_proxy:
         yield _PROXY, family.proxy.model.path or actor
     if config.agent1.model.path is not None:
         yield _AGENT, config.agent1.model.path
@@ -222,7 +222,7 @@ def check_tokenizers(
         reads = key in (_MODEL, *_ROLES)
         if not known or not found:
             continue
-        part = different_part(known, found, MEANING if reads else known)
+        part = first_different_part(known, found, MEANING if reads else known)
         if part is not None:
             problems.append(
                 UserError(
@@ -241,7 +241,7 @@ def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     prompt, response = data.max_prompt_length, data.max_response_length
     asked = f"data.max_prompt_length={prompt} + data.max_response_length={response}"
-    longest = config.sequence_tokens
+    longest = config.max_critique_sequence_tokens
     if purpose == "sft":
         asked, longest = f"sft.max_length={config.sft.max_length}", config.sft.max_length
     elif key not in _ROLES and config.max_model_len > longest:
@@ -268,7 +268,7 @@ def check_proxy(config: Config) -> TextCodec | None:
     keys, path = config.actor_rollout_ref.proxy.engine, proxy_path(config)
     require_engine(keys.name, keys.python)
     with convert_input_errors(_PROXY):
-        checkpoint_specs(path, config.actor_rollout_ref.dtype_in(keys))
+        checkpoint_specs(path, config.actor_rollout_ref.engine_dtype(keys))
         codec = TextCodec(path)
         codec.encode_chat([{"role": "user", "content": "?"}])
         if not codec.eos_token_ids:
@@ -347,7 +347,7 @@ def check_reward_model(config: Config) -> TextCodec | None:
     with convert_input_errors("reward_model.model.tokenizer_path"):
         codec = TextCodec(keys.model.tokenizer_path or path)
         question = {"role": "user", "content": "?"}
-        shared, rest = codec.encode_answered([question], "?")
+        shared, rest = codec.encode_chat_and_answer([question], "?")
         largest = max(codec.tokenizer.get_vocab().values())
         if largest >= shape.vocab_size:
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.keys import value_of
+from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.errors import UserError, raise_all
 from ctrl_megatron.graph.declarations import KEYS_OF_NODES, OF_MODELS, OF_REWARD_MODEL, VALIDATION
 from ctrl_megatron.graph.graph import TaskGraph
@@ -45,7 +45,7 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
     order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
     problems = _unknown_policies(config, graph)
     raise_all(problems)
-    for policy, own in enumerate(config.agents):
+    for policy, own in enumerate(config.policy_configs):
         nodes = [node for node in order if node.agent_group == policy]
         problems += [*_missing_fields(own, graph, nodes), *_unused_models(own, graph, nodes)]
     raise_all(problems)
@@ -69,7 +69,7 @@ def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> 
 
 def _unknown_policies(config: Config, graph: TaskGraph) -> list[UserError]:
     """Problems of nodes whose policy the run lacks, and of a policy without nodes."""
-    known, problems = len(config.agents), list[UserError]()
+    known, problems = len(config.policy_configs), list[UserError]()
     for node in graph.nodes.values():
         if node.agent_group >= known:
             problems.append(
@@ -169,7 +169,7 @@ def check_read(config: Config, graph: TaskGraph) -> None:
         if _is_below(name, KEYS_OF_NODES)
         and not _is_below(name, read)
         and (place.is_override or not by_override)
-        and not (name == "data.val_files" and not value_of(config, name))
+        and not (name == "data.val_files" and not value_at_key(config, name))
     ]
     if problems:
         raise UserError("\n".join(problems))

@@ -13,10 +13,10 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
 )
 from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
-from ctrl_megatron.config.checks import loss_hint
+from ctrl_megatron.config.checks import policy_loss_hint
 from ctrl_megatron.config.import_path import import_callable
-from ctrl_megatron.config.keys import value_of
-from ctrl_megatron.config.options import named_parameters, own_options
+from ctrl_megatron.config.keys import value_at_key
+from ctrl_megatron.config.options import function_options, named_parameters
 from ctrl_megatron.errors import UserError, convert_user_code_errors, run_all_checks
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
@@ -99,7 +99,7 @@ def pipeline_of(config: Config) -> TaskGraph:
         function = import_callable(reference, key) if reference else ctrl_pipeline
         parameters = named_parameters(function).items()
         first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
-        options = own_options(
+        options = function_options(
             function,
             config.dag.options,
             "dag.options",
@@ -149,20 +149,20 @@ def _check_function(
     look_up: Callable[[str], Callable[..., object]],
     inputs: tuple[str, ...],
 ) -> None:
-    name, options = value_of(config, key), f"{key}_options"
+    name, options = value_at_key(config, key), f"{key}_options"
     try:
         function = look_up(name)
     except ValueError as error:
         raise UserError(
             f"{key}={name}: {error}; "
             + (
-                loss_hint(key, config)
+                policy_loss_hint(key, config)
                 or "correct the name, or register it in the module of dag.custom_pipeline_fn"
             )
         ) from None
-    own_options(
+    function_options(
         function,
-        value_of(config, options),
+        value_at_key(config, options),
         options,
         inputs=inputs,
         place=config.written.get(options),
