@@ -87,8 +87,9 @@ class ServiceKeeper:
         self._thread.start()
 
     def final_death_message(self) -> str | None:
-        """The end after which it is not started again, for ``FailureWatch.guard``; before ``watch``
-        any."""
+        """The end after which it is not started again, for ``FailureWatch.add_check``; before
+        ``watch`` any.
+        """
         if self._thread is None:
             return self.service.death_message()
         return self.failure if self.failure and not self._hangs else None

@@ -609,10 +609,10 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     from ctrl_megatron.models.optimizer import OptimizerOptions
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.models.strategy import ModelOptions
-    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.groups import initialize_groups, shutdown_groups
     from ctrl_megatron.parallel.layout import Layout
 
-    groups = initialize(Layout(), seed=1, timeout_seconds=300)
+    groups = initialize_groups(Layout(), seed=1, timeout_seconds=300)
     shape = read_model_shape(directory)
     # Gradients are looked at, so nothing may scale them, and the weights stay.
     frozen = OptimizerOptions(lr=0.0, total_steps=1, clip_grad=1e9, weight_decay=0.0)
@@ -656,7 +656,7 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
             mine: torch.Tensor = weight.main_grad[piece.slices]  # type: ignore[attr-defined]
             others = [found[1][piece.hf][piece.hf_slices] for found in (theirs, exact)]
             gradients.append((mine.cpu(), *others))
-    shutdown()
+    shutdown_groups()
     return {
         "ours": errors(ours - exact[0], names, [(m, e) for m, _, e in gradients]),
         "theirs": errors(theirs[0] - exact[0], names, [(t, e) for _, t, e in gradients]),
@@ -727,9 +727,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
-    from ctrl_megatron.parallel.devices import unreached_gpus
+    from ctrl_megatron.parallel.devices import why_gpus_unusable
 
-    if fault := unreached_gpus():
+    if fault := why_gpus_unusable():
         print(f"FAIL  {fault}")
         return 1
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

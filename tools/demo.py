@@ -25,7 +25,7 @@ from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
-from ctrl_megatron.metrics import measure_peak_flops
+from ctrl_megatron.metrics import measure_cpu_peak_flops
 from ctrl_megatron.metrics.report.run_files import read_run_files
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
@@ -130,7 +130,7 @@ def faster_dtype(console: Console) -> str:
     """
     if _gpus():
         return "bfloat16"
-    rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
+    rates = {name: measure_cpu_peak_flops(name) for name in ("bfloat16", "float32")}
     chosen = max(rates, key=rates.__getitem__)
     measured = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
     console.print(f"this CPU multiplies matrices at {measured}: the models are {chosen}")
@@ -185,8 +185,8 @@ def _summary(console: Console, run: str) -> None:
     first = results["after SFT"]
     table.add_row("no critique (first solutions)", _told(first.curves[0]["pass_rate"]), "")
     for name, result in results.items():
-        judged = result.last["judgment_accuracy"]
-        table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")
+        judged = result.last_turn_rates["judgment_accuracy"]
+        table.add_row(name, _told(result.last_turn_rates["pass_rate"]), f"{judged.value:.1%}")
     console.print(table)
     gain = results["after RL"].gains["pass_rate"]
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")

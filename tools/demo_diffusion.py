@@ -33,7 +33,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.config.flags import count_flag, output_path
 from ctrl_megatron.data.rows import Row, row_of_attempt, write_rows
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
+from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns, sum_into_cells
 from ctrl_megatron.metrics import read_json_lines
 from ctrl_megatron.metrics.report.figures import curve_svg
 from ctrl_megatron.metrics.report.run_files import read_run_files
@@ -200,8 +200,8 @@ def groups_by_step(run: Path) -> list[list[tuple[float, int]]]:
 
 def mean_reward(groups: Sequence[tuple[float, int]]) -> Estimate:
     """The mean reward and its 90 % interval over groups, each of another problem."""
-    cells = cells_of([(0, number, own) for number, own in enumerate(groups)], 1, len(groups))
-    estimate = Resampling(len(groups)).estimate(cells, ratio)
+    cells = sum_into_cells([(0, number, own) for number, own in enumerate(groups)], 1, len(groups))
+    estimate = Resampling(len(groups)).estimate(cells, ratio_of_columns)
     assert estimate is not None
     return estimate
 

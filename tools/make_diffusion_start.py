@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import output_path
-from ctrl_megatron.metrics import byte_bar
+from ctrl_megatron.metrics import byte_progress_bar
 
 
 @command("make_diffusion_start")
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from ctrl_megatron.checkpoint.diffusion_start import hf_to_masked_diffusion
 
-    with byte_bar() as progress:
+    with byte_progress_bar() as progress:
         shape = hf_to_masked_diffusion(
             options.hf,
             options.out,

@@ -25,7 +25,7 @@ from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import existing_path, output_path
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.generation.solutions import attempt_job, judge_attempts
+from ctrl_megatron.generation.solutions import grading_job_of_attempt, judge_attempts
 from ctrl_megatron.metrics import JsonlWriter, read_json_lines
 from ctrl_megatron.preparation.mutants import Mutant, Split
 from ctrl_megatron.preparation.mutations import Mutation, mutations
@@ -60,7 +60,7 @@ async def judge(todo: Sequence[Attempt], part: Path) -> None:
                     lines.append(
                         {
                             "id": attempt.id,
-                            "digest": attempt_job(attempt).key,
+                            "digest": grading_job_of_attempt(attempt).key,
                             "pass_rate": attempt.pass_rate,
                         }
                     )
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = options.out.with_name(options.out.name + ".part")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     known = judged_already(part)
-    digests = {attempt.id: attempt_job(attempt).key for attempt, _ in mutants}
+    digests = {attempt.id: grading_job_of_attempt(attempt).key for attempt, _ in mutants}
     asyncio.run(judge([a for a, _ in mutants if digests[a.id] not in known], part))
     rates = judged_already(part)
     found = [

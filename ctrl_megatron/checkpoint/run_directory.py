@@ -17,7 +17,7 @@ from pathlib import Path
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.config.flags import require_writable
 from ctrl_megatron.errors import UserError, convert_input_errors
-from ctrl_megatron.parallel.parent_watch import process_start
+from ctrl_megatron.parallel.parent_watch import process_start_ticks
 
 LOCK_FILE, MARKER_FILE = "run.lock", ".ctrl_megatron_run"
 _WRITTEN = (
@@ -46,7 +46,7 @@ class LockHolder:
     @staticmethod
     def this_process() -> LockHolder:
         pid = os.getpid()
-        return LockHolder(socket.gethostname(), _boot(), pid, process_start(pid) or 0)
+        return LockHolder(socket.gethostname(), _boot(), pid, process_start_ticks(pid) or 0)
 
     def is_alive(self, lock: Path) -> bool:
         """Whether the process still runs or, on another host, whether it renews the lock.
@@ -56,7 +56,7 @@ class LockHolder:
         """
         if self.boot != _boot():
             return _renewed(lock)
-        return process_start(self.pid) == self.started or _is_locked(lock)
+        return process_start_ticks(self.pid) == self.started or _is_locked(lock)
 
 
 class RunLock:

@@ -196,7 +196,7 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
         if not param.trained or (saving and param.copy):
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
-        own_at = (*param.at, *groups.place.on(*(REPLICAS[param.mesh] if divided else ())))
+        own_at = (*param.at, *groups.place.indices_on(*(REPLICAS[param.mesh] if divided else ())))
         for owned_range in owned.get(id(weight), ()):
             flats += [
                 (f"optimizer.{name}.", flat, owned_range.start, own_at)

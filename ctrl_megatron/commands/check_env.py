@@ -189,9 +189,9 @@ def torch_gpu_findings(ranks: int = 1) -> Iterator[EnvironmentFinding]:
     """Whether torch finds a GPU for each rank of this machine."""
     import torch
 
-    from ctrl_megatron.parallel.devices import gpus_here, unreached_gpus
+    from ctrl_megatron.parallel.devices import gpu_device_files, why_gpus_unusable
 
-    if fault := unreached_gpus():
+    if fault := why_gpus_unusable():
         yield EnvironmentFinding("FAIL", "torch and GPUs", fault)
     elif torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
@@ -204,7 +204,7 @@ def torch_gpu_findings(ranks: int = 1) -> Iterator[EnvironmentFinding]:
         else:
             yield EnvironmentFinding("pass", "torch and GPUs", found)
     else:
-        why = "hidden by CUDA_VISIBLE_DEVICES" if gpus_here() else "no GPU"
+        why = "hidden by CUDA_VISIBLE_DEVICES" if gpu_device_files() else "no GPU"
         yield EnvironmentFinding("skip", "torch and GPUs", f"{why}: runs go over gloo on the CPU")
 
 

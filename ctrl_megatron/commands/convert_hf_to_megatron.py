@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import output_path
-from ctrl_megatron.metrics import byte_bar
+from ctrl_megatron.metrics import byte_progress_bar
 
 
 @command("convert_hf_to_megatron")
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from ctrl_megatron.checkpoint.convert import hf_to_megatron
 
-    with byte_bar() as progress:
+    with byte_progress_bar() as progress:
         hf_to_megatron(options.hf, options.out, progress=progress, overwrite=options.overwrite)
     print(f"wrote {options.out}; it loads on any tensor, pipeline and data parallel layout")
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import output_path
-from ctrl_megatron.metrics import byte_bar
+from ctrl_megatron.metrics import byte_progress_bar
 
 
 @command("convert_megatron_to_hf")
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         megatron_to_peft(options.checkpoint, options.out, **where)
         print(f"wrote {options.out} for PEFT")
         return 0
-    with byte_bar() as progress:
+    with byte_progress_bar() as progress:
         megatron_to_hf(
             options.checkpoint,
             options.out,

@@ -162,7 +162,9 @@ def _settings(
     names += tuple(f"{name}_{what}" for name in _TEXTS for what in ("temperature", "max_tokens"))
     judged = {"judged": options.sandbox != "none", "problems": problem_fingerprint(problems)}
     own: dict[str, Any] = {
-        f"{role}_weights": source.weights() for role, source in sources.items() if not source.url
+        f"{role}_weights": source.weights_fingerprint()
+        for role, source in sources.items()
+        if not source.url
     }
     if own:
         own |= {"engine": options.engine or default_engine(), "dtype": options.dtype}
@@ -257,9 +259,9 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
     from ctrl_megatron.generation.search_nodes import (
         SearchNode,
         best_leaves,
+        layer_table,
         leaves_of,
-        total,
-        turn_table,
+        sum_if_known,
         write_records,
     )
 
@@ -268,18 +270,18 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
     summary: dict[str, Any] = {
         "problems": sum(node.node_type == "root" for node in nodes),
         "nodes": len(nodes),
-        "turns": turn_table(nodes, options.widths),
+        "turns": layer_table(nodes, options.widths),
     }
     if options.best_of_n:
         leaves = leaves_of(nodes)
-        scores = await tree.score(leaves)
+        scores = await tree.score_leaves(leaves)
         chosen = best_leaves(leaves, scores)
         write_records(options.out / "best.parquet", chosen, SearchNode)
         known = [leaf.success for leaf in chosen if leaf.success is not None]
         summary["best_of_n"] = {
             "solved": sum(known) / len(chosen) if len(known) == len(chosen) else None,
-            "completion_tokens": total(s.completion_tokens for s in scores.values()),
-            "prompt_tokens": total(s.prompt_tokens for s in scores.values()),
+            "completion_tokens": sum_if_known(s.completion_tokens for s in scores.values()),
+            "prompt_tokens": sum_if_known(s.prompt_tokens for s in scores.values()),
         }
     summary["sandbox_seconds"] = tree.sandbox_seconds
     write_text_atomically(options.out / "summary.json", json.dumps(summary, indent=1) + "\n")

@@ -205,11 +205,11 @@ def _torchrun(words: Sequence[str]) -> LaunchEnd:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    from ctrl_megatron.parallel.rendezvous_state import keep_state_as_json
-    from ctrl_megatron.parallel.store import serve_at_addresses
+    from ctrl_megatron.parallel.rendezvous_state import install_json_state
+    from ctrl_megatron.parallel.store import install_address_store
 
-    serve_at_addresses()
-    keep_state_as_json()
+    install_address_store()
+    install_json_state()
     options = parse_args(torchrun_arguments(words))
     if options.nnodes in ("1", "1:1"):
         # It meets no other machine, and its name may lead nowhere.

@@ -112,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # These import torch, which would slow down the refusal of wrong arguments.
     from ctrl_megatron.memory.budget import memory_budget
     from ctrl_megatron.memory.engine import GIB
-    from ctrl_megatron.memory.fit import misfit
+    from ctrl_megatron.memory.fit import describe_misfit
     from ctrl_megatron.memory.proposal import with_auto_placement
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.memory.table import memory_table
     from ctrl_megatron.models.shape import ModelShape
 
     shapes = model_shapes(
-        config, purpose, same=options.model_config, proxy_file=options.proxy_config
+        config, purpose, single_file=options.model_config, proxy_file=options.proxy_config
     )
     if options.push:
         assert isinstance(shapes.actor, ModelShape)
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, _ = with_auto_placement(config, shapes, gpu_memory=memory)
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     print(memory_table(config, budget, proxy_is_unknown=shapes.proxy_is_unknown))
-    if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose):
+    if wrong := describe_misfit(config, shapes, gpu_memory=memory, purpose=purpose):
         raise UserError(wrong)
     return 0
 
@@ -151,10 +151,10 @@ def _ranks_of(gpus: int, config: Config, purpose: Purpose) -> int:
 
 def _placement(config: Config, shapes: ModelShapes, memory: int, generation: float) -> str:
     """The placements of roles that are possible, and the best one."""
-    from ctrl_megatron.memory.proposal import candidates, proposal_table, propose
+    from ctrl_megatron.memory.proposal import choose_placement, placement_candidates, proposal_table
 
-    found = candidates(config, shapes, gpu_memory=memory, generation=generation)
-    return proposal_table(found, propose(found), generation=generation)
+    found = placement_candidates(config, shapes, gpu_memory=memory, generation=generation)
+    return proposal_table(found, choose_placement(found), generation=generation)
 
 
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:

@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pass_at(given: list[int] | None, evaluations: Sequence[Path]) -> list[int]:
-    from ctrl_megatron.eval.report import kept_ks
+    from ctrl_megatron.eval.report import ks_of_existing_report
 
-    found = given or [k for folder in evaluations for k in kept_ks(folder)]
+    found = given or [k for folder in evaluations for k in ks_of_existing_report(folder)]
     return sorted({1, *found})
 
 

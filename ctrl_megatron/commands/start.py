@@ -203,10 +203,10 @@ def _output_fault(error: BaseException) -> UserError | None:
 
 def _give_up_output() -> None:
     """Discard unwritten output; otherwise Python would try to write it again at exit."""
-    from ctrl_megatron.metrics.output import discard
+    from ctrl_megatron.metrics.output import discard_output
 
     with suppress(OSError, ValueError):
-        discard(sys.stdout.fileno())
+        discard_output(sys.stdout.fileno())
 
 
 def _launch() -> Launch | None:

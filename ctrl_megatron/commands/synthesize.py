@@ -203,7 +203,9 @@ def _settings(
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     shown = {**hide_credentials_in_flags(kept), **digests}
     flags = {f"--{name.replace('_', '-')}": value for name, value in shown.items()}
-    weights = {f"weights of --{role}": source.weights() for role, source in sources.items()}
+    weights = {
+        f"weights of --{role}": source.weights_fingerprint() for role, source in sources.items()
+    }
     return {**flags, **weights, "rules": _RULES}
 
 

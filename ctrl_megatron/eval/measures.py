@@ -29,7 +29,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def similarity(draft: str, revision: str) -> float:
+def program_similarity(draft: str, revision: str) -> float:
     """Similarity of the programs in two answers, in [0, 1]; 1 for equal programs.
 
     It is twice the number of matching words and signs over the number of all words and signs of
@@ -67,7 +67,7 @@ def judgment_counts(judged: Iterable[tuple[bool | None, bool]]) -> NDArray[np.fl
     return counts
 
 
-def discrimination(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+def discrimination_rates(counts: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     """Precision, recall and F1 of "the program is right" (``correct``) and of "it is wrong"
     (``incorrect``), and their mean F1 (``f1_macro``), as CTRL's table of discrimination has them.
 

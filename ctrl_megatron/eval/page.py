@@ -13,10 +13,10 @@ from ctrl_megatron.eval.results import CriticResult
 from ctrl_megatron.eval.tables import (
     MAIN_RATES,
     NUMBERS,
-    difference_text,
-    meanings,
+    rate_difference_text,
+    rate_in_words,
+    rate_meanings,
     rate_text,
-    words,
 )
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.metrics.display import format_number
@@ -25,7 +25,7 @@ from ctrl_megatron.metrics.report.document import (
     Example,
     PagePart,
     Table,
-    changes,
+    changed_lines,
     outcome_class,
     render_template,
 )
@@ -61,7 +61,7 @@ def render_evaluations(
         tables=tables,
         drawings=list(_drawings(results)),
         examples=list(_examples(results, turns)),
-        meanings=meanings(results),
+        meanings=rate_meanings(results),
         settings=json.dumps(settings, indent=1),
     )
 
@@ -71,8 +71,10 @@ def _tiles(results: Sequence[CriticResult]) -> list[tuple[str, str, str]]:
     before = results[0].curves[0]["pass@1"]
     shown = [("First solutions", rate_text(before.value, "pass@1"), "pass@1, by problem")]
     for result in results[:_TILES]:
-        after, gain = result.last["pass@1"], result.gains.get("pass@1")
-        than = f"{difference_text(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
+        after, gain = result.last_turn_rates["pass@1"], result.gains.get("pass@1")
+        than = (
+            f"{rate_difference_text(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
+        )
         shown.append((result.critic, rate_text(after.value, "pass@1"), than))
     return shown
 
@@ -81,24 +83,24 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
     solved = {
         r.critic: {
             "before": _point(r.curves[0]["pass@1"]),
-            "after": _point(r.last["pass@1"]),
+            "after": _point(r.last_turn_rates["pass@1"]),
         }
         for r in results
     }
     yield _drawing("Solved", "pass@1 of first solutions and after revision", interval_svg(solved))
     turned = {
         r.critic: {
-            "up": _point(r.last["delta_up"]),
-            "down": _point(r.last["delta_down"]),
+            "up": _point(r.last_turn_rates["delta_up"]),
+            "down": _point(r.last_turn_rates["delta_down"]),
         }
         for r in results
     }
     yield _drawing("Turned", "wrong to right, right to wrong", interval_svg(turned))
     f1 = {
         r.critic: {
-            name.removeprefix("f1_"): _point(r.last[name])
+            name.removeprefix("f1_"): _point(r.last_turn_rates[name])
             for name in ("f1_correct", "f1_incorrect", "f1_macro")
-            if name in r.last
+            if name in r.last_turn_rates
         }
         for r in results
     }
@@ -130,7 +132,7 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
                     percent=name not in NUMBERS,
                     x_label="turn",
                 )
-                yield _drawing(f"{words(name)} by turn", RATES[name], svg)
+                yield _drawing(f"{rate_in_words(name)} by turn", RATES[name], svg)
 
 
 def _point(rate: Estimate) -> tuple[float, tuple[float, float] | None]:
@@ -173,7 +175,7 @@ def _example(kind: str, turn: Turn) -> Example:
         ("first solution", _cut(turn.solution)),
         ("critique", _cut(turn.critique or "")),
         # The comparison shows the programs only, not the texts around them.
-        changes(extract_code(turn.solution), extract_code(turn.revision)),
+        changed_lines(extract_code(turn.solution), extract_code(turn.revision)),
         ("revision", _cut(turn.revision)),
     ]
     return Example(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
+from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns, sum_into_cells
 from ctrl_megatron.metrics.json_lines import read_json_lines
 
 Label = Literal["A>B", "B>A"]
@@ -63,7 +63,7 @@ class JudgedPair:
     critiques_b: tuple[str, ...]
 
     @staticmethod
-    def read(record: Mapping[str, Any], place: str) -> JudgedPair:
+    def from_json(record: Mapping[str, Any], place: str) -> JudgedPair:
         """The pair in a line of a file. Raises UserError that names ``place`` for a malformed
         line.
         """
@@ -82,7 +82,7 @@ class JudgedPair:
         return _sign(straight + swapped)
 
     @property
-    def consistent(self) -> bool:
+    def is_consistent(self) -> bool:
         """True where both orders name the same response."""
         return {*self.choices} == {"first", "second"}
 
@@ -126,7 +126,7 @@ def _pair_columns(pair: JudgedPair) -> Mapping[str, tuple[float, float]]:
     answered = len(pair.choices) - pair.choices.count(None)
     return {
         "choice_accuracy": (pair.decision == pair.label, 1),
-        "choice_consistency": (pair.consistent, 1),
+        "choice_consistency": (pair.is_consistent, 1),
         "choice_answered_rate": (answered, len(pair.choices)),
         "choice_first_rate": (pair.choices.count("first"), answered),
         "critique_accuracy": (pair.critique_decision == pair.label, 1),
@@ -161,7 +161,7 @@ def _pair_rates(
             (seeds.index(p.seed), names.index(p.pair_id), _pair_columns(p)[name]) for p in pairs
         ]
         value = plan(len(names), len(seeds)).estimate(
-            cells_of(parts, len(seeds), len(names)), ratio
+            sum_into_cells(parts, len(seeds), len(names)), ratio_of_columns
         )
         found |= {} if value is None else {name: value}
     return found

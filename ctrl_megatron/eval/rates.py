@@ -15,8 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.measures import discrimination, judgment_counts, pass_at_k, similarity
-from ctrl_megatron.eval.resampling import Cells, Statistic, cells_of, ratio
+from ctrl_megatron.eval.measures import (
+    discrimination_rates,
+    judgment_counts,
+    pass_at_k,
+    program_similarity,
+)
+from ctrl_megatron.eval.resampling import Cells, Statistic, ratio_of_columns, sum_into_cells
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.types import Verdict
 
@@ -69,7 +74,7 @@ class CriticChains:
     """Cells by turn and rate; all rates of ``JUDGED`` share the cells of "judgments"."""
 
     @property
-    def judged(self) -> set[Given]:
+    def judged_solutions(self) -> set[Given]:
         """The entries of ``given`` with at least one judged chain."""
         return {_given(chain) for chains in self.chains.values() for chain in chains}
 
@@ -130,9 +135,9 @@ def _of_chains(
     )
 
 
-def only(played: CriticChains, wanted: set[Given]) -> CriticChains:
+def restrict_to_solutions(played: CriticChains, wanted: set[Given]) -> CriticChains:
     """The chains of the first solutions in ``wanted``, with their cells."""
-    if wanted == played.judged:
+    if wanted == played.judged_solutions:
         return played
     every = (chain for chains in played.chains.values() for chain in chains)
     kept = _of_chains(
@@ -141,14 +146,14 @@ def only(played: CriticChains, wanted: set[Given]) -> CriticChains:
         unjudged=played.unjudged,
         least_drawn=played.least_drawn,
     )
-    measure(kept, ())
+    fill_cells(kept, ())
     return kept
 
 
 # Cells: the sums that a rate is computed from, by seed and problem
 
 
-def measure(played: CriticChains, ks: Sequence[int]) -> None:
+def fill_cells(played: CriticChains, ks: Sequence[int]) -> None:
     """Fill in ``played.cells``. pass@k exists where every problem has k chains; it counts the
     problems with k judged chains.
     """
@@ -160,13 +165,13 @@ def measure(played: CriticChains, ks: Sequence[int]) -> None:
             for name, values in _of_problem(chains, turn, ks).items():
                 parts.setdefault((turn, name), []).append((*place, values))
     sizes = len(played.seeds), len(played.problems)
-    played.cells.update({key: cells_of(found, *sizes) for key, found in parts.items()})
+    played.cells.update({key: sum_into_cells(found, *sizes) for key, found in parts.items()})
 
 
 def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[str, list[float]]:
     """Name of a rate after ``turn`` -> its columns: (mean, 1), or the counts of judgments."""
-    first = [known_verdict(chain[0].before) for chain in chains]
-    now = first if turn == 0 else [known_verdict(chain[turn - 1].after) for chain in chains]
+    first = [require_verdict(chain[0].before) for chain in chains]
+    now = first if turn == 0 else [require_verdict(chain[turn - 1].after) for chain in chains]
     means = {
         "pass@1": [program.accepted for program in now],
         "pass_rate": [program.pass_rate for program in now],
@@ -177,7 +182,7 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
         at = [chain[turn - 1] for chain in chains]
         both = list(zip(first, now, strict=True))
         judged = [
-            (t.judgment, known_verdict(t.before).accepted) for t in at if t.critique is not None
+            (t.judgment, require_verdict(t.before).accepted) for t in at if t.critique is not None
         ]
         means |= {
             "delta": [n.accepted - f.accepted for f, n in both],
@@ -200,7 +205,7 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
     return columns
 
 
-def known_verdict(verdict: Verdict | None) -> Verdict:
+def require_verdict(verdict: Verdict | None) -> Verdict:
     """``verdict``, which is known in every judged chain."""
     assert verdict is not None
     return verdict
@@ -210,20 +215,20 @@ def _stopped(chain: Sequence[Turn]) -> Verdict:
     """The verdict on the answer that the first critique with "Correct" would keep."""
     for turn in chain:
         if turn.judgment:
-            return known_verdict(turn.before)
-    return known_verdict(chain[-1].after)
+            return require_verdict(turn.before)
+    return require_verdict(chain[-1].after)
 
 
 @cache
 def _similarity(draft: str, revision: str) -> float:
-    return 1.0 if draft == revision else similarity(draft, revision)
+    return 1.0 if draft == revision else program_similarity(draft, revision)
 
 
 def _judged(name: str, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    return discrimination(counts)[name]
+    return discrimination_rates(counts)[name]
 
 
-def statistics(played: CriticChains, turn: int) -> dict[str, tuple[Cells, Statistic]]:
+def turn_statistics(played: CriticChains, turn: int) -> dict[str, tuple[Cells, Statistic]]:
     """Name of every rate of a turn, in the order of ``RATES`` -> (its cells, its statistic)."""
     found: dict[str, tuple[Cells, Statistic]] = {}
     for name in RATES:
@@ -231,8 +236,8 @@ def statistics(played: CriticChains, turn: int) -> dict[str, tuple[Cells, Statis
         if name == "pass@K":
             numbers = (n for t, n in played.cells if t == turn and n.startswith("pass@"))
             for more in sorted(set(numbers) - {"pass@1"}, key=lambda n: int(n.partition("@")[2])):
-                found[more] = played.cells[turn, more], ratio
+                found[more] = played.cells[turn, more], ratio_of_columns
         elif (turn, key) in played.cells:
-            statistic = partial(_judged, name) if name in JUDGED else ratio
+            statistic = partial(_judged, name) if name in JUDGED else ratio_of_columns
             found[name] = played.cells[turn, key], statistic
     return found

@@ -14,10 +14,10 @@ from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, ProblemResult, evaluate_turns
-from ctrl_megatron.eval.tables import meanings, tables
+from ctrl_megatron.eval.tables import rate_meanings, report_tables
 from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation, read_settings
-from ctrl_megatron.eval.validation_rates import summarise
-from ctrl_megatron.metrics.report.document import Table, date_of, write_page
+from ctrl_megatron.eval.validation_rates import validation_rates
+from ctrl_megatron.metrics.report.document import Table, format_utc, write_page
 
 LEVEL = 0.9
 """Confidence level of every interval."""
@@ -27,7 +27,7 @@ _NOTE = (
 )
 
 
-def kept_ks(folder: Path) -> list[int]:
+def ks_of_existing_report(folder: Path) -> list[int]:
     """The values k of pass@k in the existing report; without a report 1 and the number of samples.
     Raises UserError where the directory has no evaluation.
     """
@@ -56,7 +56,7 @@ def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[C
     write_text_atomically(folder / "problems.jsonl", "".join(f"{line}\n" for line in lines))
     firsts = [turn for turn in evaluation.turns if turn.turn == 1]
     table = [
-        {"stage": critic, **summarise([t for t in firsts if t.critic == critic])}
+        {"stage": critic, **validation_rates([t for t in firsts if t.critic == critic])}
         for critic in dict.fromkeys(turn.critic for turn in evaluation.turns)
     ]
     write_text_atomically(folder / "summary.json", json.dumps({"table": table}, indent=1))
@@ -110,14 +110,17 @@ def _write(
         "left_out": _left_out(evaluations),
         "evaluations": settings,
         "critics": [
-            {**dataclasses.asdict(dataclasses.replace(r, per_problem=())), "last": _plain(r.last)}
+            {
+                **dataclasses.asdict(dataclasses.replace(r, per_problem=())),
+                "last": _plain(r.last_turn_rates),
+            }
             for r in results
         ],
     }
     for critic in content["critics"]:
         del critic["per_problem"]
     write_text_atomically(targets["json"], json.dumps(content, indent=1) + "\n")
-    shown = tables(results)
+    shown = report_tables(results)
     write_text_atomically(targets["md"], _markdown(title, evaluations, results, shown, settings))
     page = render_evaluations(
         title,
@@ -145,7 +148,7 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
         "data": ", ".join(one["path"] for one in settings.get("rows") or ()),
         "critics": ", ".join(f"{n} ({one.get('path', '')})" for n, one in critics.items()),
         "proxy": proxy.get("path", ""),
-        "written": date_of(evaluation.written),
+        "written": format_utc(evaluation.written),
     }
 
 
@@ -168,7 +171,7 @@ def _markdown(
         lines += [f"## {name}", "", *([note, ""] if note else [])]
         lines += [_row(head), _row(["---"] * len(head)), *map(_row, rows), ""]
     lines += ["## What the numbers say", ""]
-    lines += [f"- {name}: {text}" for name, text in meanings(results)]
+    lines += [f"- {name}: {text}" for name, text in rate_meanings(results)]
     lines += ["", "## Settings", "", "```json", json.dumps(settings, indent=1), "```", ""]
     return "\n".join(lines)
 

@@ -52,17 +52,17 @@ class Resampling:
     def estimate(self, cells: Cells, statistic: Statistic) -> Estimate | None:
         """The statistic of all cells and its interval; None where the statistic has no value."""
         value = float(statistic(cells.sum(axis=(0, 1))))
-        return self._around(value, statistic(self.sums(cells)))
+        return self._around(value, statistic(self.resampled_sums(cells)))
 
     def difference(self, cells: Cells, base: Cells, statistic: Statistic) -> Estimate | None:
         """The statistic of ``cells`` minus that of ``base``, paired by problem, and its
         interval.
         """
         values = [float(statistic(part.sum(axis=(0, 1)))) for part in (cells, base)]
-        drawn = [statistic(self.sums(part)) for part in (cells, base)]
+        drawn = [statistic(self.resampled_sums(part)) for part in (cells, base)]
         return self._around(values[0] - values[1], drawn[0] - drawn[1])
 
-    def sums(self, cells: Cells) -> NDArray[np.float64]:
+    def resampled_sums(self, cells: Cells) -> NDArray[np.float64]:
         """(draws, columns): the sum of the cells of every resample."""
         seeds, problems, _ = cells.shape
         expected = (self.seed_counts.shape[1], self.problem_counts.shape[1])
@@ -85,12 +85,14 @@ class Resampling:
         return Estimate(value, float(low), float(high))
 
 
-def ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+def ratio_of_columns(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     """The first column over the second; nan where the second is 0."""
     return ratio_or_nan(sums[..., 0], sums[..., 1])
 
 
-def cells_of(parts: Sequence[tuple[int, int, Sequence[float]]], seeds: int, problems: int) -> Cells:
+def sum_into_cells(
+    parts: Sequence[tuple[int, int, Sequence[float]]], seeds: int, problems: int
+) -> Cells:
     """Cells from (number of the seed, number of the problem, columns). Parts of one cell are added;
     cells without a part are 0.
     """

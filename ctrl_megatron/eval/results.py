@@ -16,12 +16,12 @@ from ctrl_megatron.eval.rates import (
     CriticChains,
     chains_by_critic,
     critic_chains,
-    known_verdict,
-    measure,
-    only,
-    statistics,
+    fill_cells,
+    require_verdict,
+    restrict_to_solutions,
+    turn_statistics,
 )
-from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio
+from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns
 from ctrl_megatron.eval.transcripts import Turn
 
 _COMPARED = ("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy")
@@ -93,7 +93,7 @@ class CriticResult:
     per_problem: tuple[ProblemResult, ...]
 
     @property
-    def last(self) -> dict[str, Estimate]:
+    def last_turn_rates(self) -> dict[str, Estimate]:
         """The rates after the last turn; rates of judgments are those of the first turn."""
         judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
         first = self.curves[_TURN_OF_JUDGMENTS]
@@ -130,7 +130,7 @@ def evaluate_turns(
     base: CriticChains | None = None
     results = []
     for critic, mine in played.items():
-        measure(mine, ks)
+        fill_cells(mine, ks)
         results.append(_result(critic, mine, base, judged.get(critic, []), ks, plan))
         base = base or mine
     return results
@@ -149,7 +149,7 @@ def _result(
     curves = [
         {
             name: value
-            for name, given in statistics(mine, turn).items()
+            for name, given in turn_statistics(mine, turn).items()
             if (value := plan(*size).estimate(*given)) is not None
         }
         for turn in range(last + 1)
@@ -183,17 +183,17 @@ def _gains(
     """(gains of ``mine`` over ``base``, number of first solutions they are computed from). A first
     solution that was not judged for both critics is left out.
     """
-    shared = mine.judged & base.judged
+    shared = mine.judged_solutions & base.judged_solutions
     if not shared:
         return {}, 0
-    mine, base = only(mine, shared), only(base, shared)
+    mine, base = restrict_to_solutions(mine, shared), restrict_to_solutions(base, shared)
     gains: dict[str, Estimate] = {}
     for name in _COMPARED:
         # Judgments are compared where both critics judge the same programs.
         judged = name in (*JUDGED, "judgment_accuracy")
         turns = (1, 1) if judged else (_turns(mine), _turns(base))
-        given = statistics(mine, turns[0]).get(name)
-        against = statistics(base, turns[1]).get(name)
+        given = turn_statistics(mine, turns[0]).get(name)
+        against = turn_statistics(base, turns[1]).get(name)
         if given and against:
             resampling = plan(len(mine.problems), len(mine.seeds))
             gain = resampling.difference(given[0], against[0], given[1])
@@ -220,7 +220,8 @@ def _by_difficulty(
         at = [place for place, problem in enumerate(mine.problems) if level_of[problem] == level]
         resampling = plan(len(at), len(mine.seeds))
         before, after = (
-            resampling.estimate(mine.cells[turn, "pass@1"][:, at], ratio) for turn in (0, last)
+            resampling.estimate(mine.cells[turn, "pass@1"][:, at], ratio_of_columns)
+            for turn in (0, last)
         )
         levels[level] = LevelResult(problems=len(at), before=before, after=after)
     return levels
@@ -229,8 +230,8 @@ def _by_difficulty(
 def _per_problem(critic: str, mine: CriticChains) -> Iterable[ProblemResult]:
     for problem in mine.problems:
         chains = [c for (_, name), part in mine.chains.items() if name == problem for c in part]
-        before = [known_verdict(chain[0].before) for chain in chains]
-        after = [known_verdict(chain[-1].after) for chain in chains]
+        before = [require_verdict(chain[0].before) for chain in chains]
+        after = [require_verdict(chain[-1].after) for chain in chains]
         solved, total = sum(program.accepted for program in after), len(chains)
         true = (c[0].judgment is b.accepted for c, b in zip(chains, before, strict=True))
         yield ProblemResult(

@@ -21,7 +21,7 @@ MAIN_RATES = (
 _JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
 
 
-def tables(results: Sequence[CriticResult]) -> list[Table]:
+def report_tables(results: Sequence[CriticResult]) -> list[Table]:
     """All tables of the report. A column without values is left out."""
     listed = [
         _rates_table(
@@ -33,7 +33,7 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             [*MAIN_RATES[:1], *_more_ks(results), *MAIN_RATES[1:]],
         ),
     ]
-    if any(name in result.last for result in results for name in _JUDGMENT_RATES):
+    if any(name in result.last_turn_rates for result in results for name in _JUDGMENT_RATES):
         note = "Critiques of the first turn, in which all critics criticise the same programs."
         listed.append(
             _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
@@ -61,8 +61,12 @@ def tables(results: Sequence[CriticResult]) -> list[Table]:
             for r in results
             for source, rates in r.pairs.items()
         ]
-        note = "; ".join(f"{words(name)}: {text}" for name, text in PAIR_RATES.items()) + "."
-        listed.append(Table("Pairs", note, ["critic", "source", *map(words, PAIR_RATES)], rows))
+        note = (
+            "; ".join(f"{rate_in_words(name)}: {text}" for name, text in PAIR_RATES.items()) + "."
+        )
+        listed.append(
+            Table("Pairs", note, ["critic", "source", *map(rate_in_words, PAIR_RATES)], rows)
+        )
     rows = [
         [
             r.critic,
@@ -82,7 +86,7 @@ def _few(results: Sequence[CriticResult]) -> Iterable[str]:
     for result in results:
         for name, (count, places) in result.too_few.items():
             least, of = name.partition("@")[2], f"{count} of {places} problems (times seeds)"
-            if name in result.last:
+            if name in result.last_turn_rates:
                 what = f"leaves out {of} with fewer than {least} judged chains"
             else:
                 what = f"is missing, because {of} have fewer than {least} chains"
@@ -91,7 +95,7 @@ def _few(results: Sequence[CriticResult]) -> Iterable[str]:
 
 def _one_class(results: Sequence[CriticResult]) -> str:
     """The reason for a missing F1; empty where it exists."""
-    if any("f1_macro" in result.last for result in results):
+    if any("f1_macro" in result.last_turn_rates for result in results):
         return ""
     return " There is no F1: all of the programs are right, or all are wrong."
 
@@ -104,7 +108,7 @@ def _gains_table(results: Sequence[CriticResult]) -> Table:
         [
             result.critic,
             "not the same" if result.compared is None else "{} of {}".format(*result.compared),
-            *(difference_text(result.gains.get(name), name) for name in names),
+            *(rate_difference_text(result.gains.get(name), name) for name in names),
         ]
         for result in others
     ]
@@ -113,7 +117,7 @@ def _gains_table(results: Sequence[CriticResult]) -> Table:
         "solutions (times seeds) that both were judged on; pass@1 of these before: "
         f"{_cell(first.curves[0].get('pass@1'), 'pass@1')}."
     )
-    return Table("Gains", note, ["critic", "first solutions", *map(words, names)], rows)
+    return Table("Gains", note, ["critic", "first solutions", *map(rate_in_words, names)], rows)
 
 
 def _rates_table(
@@ -122,13 +126,13 @@ def _rates_table(
     results: Sequence[CriticResult],
     names: Sequence[str],
 ) -> Table:
-    known = [name for name in names if any(name in result.last for result in results)]
-    head = ["critic", "pass@1 before", *map(words, known)]
+    known = [name for name in names if any(name in result.last_turn_rates for result in results)]
+    head = ["critic", "pass@1 before", *map(rate_in_words, known)]
     rows = [
         [
             result.critic,
             _cell(result.curves[0].get("pass@1"), "pass@1"),
-            *(_cell(result.last.get(name), name) for name in known),
+            *(_cell(result.last_turn_rates.get(name), name) for name in known),
         ]
         for result in results
     ]
@@ -136,17 +140,19 @@ def _rates_table(
 
 
 def _more_ks(results: Sequence[CriticResult]) -> list[str]:
-    names = {n for r in results for n in r.last if n.startswith("pass@") and n != "pass@1"}
+    names = {
+        n for r in results for n in r.last_turn_rates if n.startswith("pass@") and n != "pass@1"
+    }
     return sorted(names, key=lambda name: int(name.partition("@")[2]))
 
 
 def _cell(rate: Estimate | None, name: str) -> str:
     if rate is None or name == "delta":
-        return difference_text(rate, name)
+        return rate_difference_text(rate, name)
     return rate_text(rate.value, name) + _interval(rate, name)
 
 
-def difference_text(rate: Estimate | None, name: str) -> str:
+def rate_difference_text(rate: Estimate | None, name: str) -> str:
     if rate is None:
         return "-"
     sign = "+" if rate.value >= 0 else ""
@@ -164,13 +170,13 @@ def rate_text(value: float, name: str) -> str:
     return f"{value:.1f}" if name in NUMBERS else format_number(value, percent=True)
 
 
-def words(name: str) -> str:
+def rate_in_words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def meanings(results: Sequence[CriticResult]) -> list[tuple[str, str]]:
+def rate_meanings(results: Sequence[CriticResult]) -> list[tuple[str, str]]:
     """(rate in words, its meaning) for every rate of ``results``."""
-    shown = {name for result in results for name in result.last}
+    shown = {name for result in results for name in result.last_turn_rates}
     if any(name.startswith("pass@") and name != "pass@1" for name in shown):
         shown.add("pass@K")
-    return [(words(name), text) for name, text in RATES.items() if name in shown]
+    return [(rate_in_words(name), text) for name, text in RATES.items() if name in shown]

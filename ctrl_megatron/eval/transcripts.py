@@ -16,7 +16,7 @@ from typing import Any
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.pairwise import JudgedPair
-from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
+from ctrl_megatron.metrics.json_lines import incomplete_last_line, read_json_lines
 from ctrl_megatron.types import Verdict
 
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
@@ -75,7 +75,7 @@ class Turn:
     revision_tokens: int = 0
 
 
-def turn_from(record: Mapping[str, Any], place: str) -> Turn:
+def turn_from_json(record: Mapping[str, Any], place: str) -> Turn:
     """The turn in a line of a transcript. Raises UserError that names ``place`` and the mistake."""
     names = {f.name for f in fields(Turn)}
     if record.keys() != names:
@@ -85,7 +85,7 @@ def turn_from(record: Mapping[str, Any], place: str) -> Turn:
     return Turn(**{**record, **verdicts})
 
 
-def turn_record(turn: Turn) -> dict[str, Any]:
+def turn_to_json(turn: Turn) -> dict[str, Any]:
     """The line of a transcript that stores ``turn``, as a JSON object."""
     verdicts = {"before": turn.before, "after": turn.after}
     return asdict(turn) | {
@@ -144,11 +144,11 @@ def read_evaluation(folder: Path) -> Evaluation:
     turns: list[Turn] = []
     for path in _all_parts(folder, TURNS_FOLDER):
         for number, record in enumerate(read_json_lines(path), start=1):
-            turns.append(turn_from(record, f"{path} line {number}"))
+            turns.append(turn_from_json(record, f"{path} line {number}"))
     pairs: list[JudgedPair] = []
     for path in _all_parts(folder, PAIRS_FOLDER):
         for number, record in enumerate(read_json_lines(path), start=1):
-            pairs.append(JudgedPair.read(record, f"{path} line {number}"))
+            pairs.append(JudgedPair.from_json(record, f"{path} line {number}"))
     if not turns:
         raise UserError(f"{folder} has no transcript yet; run ctrl-evaluate to its end")
     paths = [path for kind in (TURNS_FOLDER, PAIRS_FOLDER) for path in _all_parts(folder, kind)]
@@ -173,7 +173,7 @@ def _left_out(
     settings: Mapping[str, Any], turns: Sequence[Turn], paths: Sequence[Path]
 ) -> Iterator[str]:
     for path in paths:
-        if number := cut_line(path):
+        if number := incomplete_last_line(path):
             yield f"{path.parent.name}/{path.name}: line {number} is cut off"
     chains = {(t.critic, t.seed, t.attempt, t.sample) for t in turns}
     seeds = sorted({seed for _, seed, *_ in chains})
@@ -207,19 +207,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def part_file(folder: Path, critic: str, seed: int, kind: str = TURNS_FOLDER) -> Path:
+def transcript_part_file(folder: Path, critic: str, seed: int, kind: str = TURNS_FOLDER) -> Path:
     """The path of the transcript of a critic's chains of one seed."""
     plain = re.sub(r"[^\w.-]+", "_", critic).strip("_.")
     return folder / kind / f"{plain}.seed{seed}.jsonl"
 
 
-def write_part(path: Path, records: Iterable[Turn | JudgedPair]) -> None:
+def write_transcript_part(path: Path, records: Iterable[Turn | JudgedPair]) -> None:
     """Write the file of one critic and seed, whole or not at all."""
-    lines = (turn_record(r) if isinstance(r, Turn) else asdict(r) for r in records)
+    lines = (turn_to_json(r) if isinstance(r, Turn) else asdict(r) for r in records)
     write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def open_evaluation(
+def check_evaluation_folder(
     folder: Path,
     settings: Mapping[str, Any],
     critics: Mapping[str, Mapping[str, Any]],
@@ -266,7 +266,7 @@ def open_evaluation(
 def _check_names(folder: Path, critics: Iterable[str]) -> None:
     of_file: dict[Path, str] = {}
     for critic in critics:
-        other = of_file.setdefault(part_file(folder, critic, 0), critic)
+        other = of_file.setdefault(transcript_part_file(folder, critic, 0), critic)
         if other != critic:
             raise UserError(
                 f"the critics {other!r} and {critic!r} would have one file: their names differ in "
@@ -323,7 +323,7 @@ def begin_evaluation(
 
 
 def _parts(folder: Path, critic: str, kind: str) -> list[Path]:
-    plain = part_file(folder, critic, 0, kind).name.removesuffix("0.jsonl")
+    plain = transcript_part_file(folder, critic, 0, kind).name.removesuffix("0.jsonl")
     of_seed = re.compile(re.escape(plain) + r"-?\d+\.jsonl")
     return [path for path in (folder / kind).glob("*.jsonl") if of_seed.fullmatch(path.name)]
 

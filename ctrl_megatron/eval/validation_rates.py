@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctrl_megatron.eval.transcripts import Turn
 
 
-def summarise(results: Sequence[Turn]) -> dict[str, float]:
+def validation_rates(results: Sequence[Turn]) -> dict[str, float]:
     """Rates over the turns whose two verdicts are known; no rates where there is no such turn.
 
     ``to_right`` and ``to_wrong`` are the shares of turns that changed a wrong solution to a right

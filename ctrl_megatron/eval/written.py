@@ -10,7 +10,7 @@ from ctrl_megatron.errors import UserError
 _FIELDS = ("id", "critique")
 
 
-def is_written(critic: str) -> bool:
+def is_critique_file(critic: str) -> bool:
     """True where a critic is a file of critiques and not a model's directory."""
     return critic.endswith(".jsonl")
 

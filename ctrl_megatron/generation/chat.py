@@ -62,7 +62,7 @@ class Chat(Protocol):
     async def close(self) -> None: ...
 
 
-class DealtChat:
+class MultiServerChat:
     """A ``Chat`` over several servers of one model: conversations are dealt to all of them, and one
     that a server fails to answer goes to the next. ``ChatError`` names the failures of all. It is
     not asked again of another server once ``listener`` has received a part of its answer.

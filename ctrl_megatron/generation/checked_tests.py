@@ -38,7 +38,7 @@ _SHOWN = 200
 _log = logging.getLogger(__name__)
 
 
-class Uncounted(NamedTuple):
+class UncountedTest(NamedTuple):
     """A test that says nothing about a program."""
 
     position: int
@@ -51,12 +51,12 @@ class Uncounted(NamedTuple):
 class CheckedTests:
     """The result of a check."""
 
-    uncounted: tuple[Uncounted, ...] = ()
+    uncounted: tuple[UncountedTest, ...] = ()
     fault: str = ""
     """Why no program can be judged on the row; empty where it can."""
 
-    def apply_to(self, row: Row, *, aloud: bool = True) -> Row:
-        """``row`` without the tests that do not count, which are logged unless it is not ``aloud``.
+    def remove_uncounted_from(self, row: Row, *, log: bool = True) -> Row:
+        """``row`` without the tests that do not count, which are logged unless it is not ``log``.
         UserError where the row has a fault.
         """
         if self.fault:
@@ -65,7 +65,7 @@ class CheckedTests:
                 file=row.place,
                 remedy="correct the row, or set data.bad_rows=drop to leave such rows out",
             )
-        for _, test, why in self.uncounted if aloud else ():
+        for _, test, why in self.uncounted if log else ():
             text = "%s: %r: a test does not count, because it passes for programs that %s: %s"
             _log.warning(text, row.place, row.id, why, test)
         return replace(row, uncounted=tuple(one.position for one in self.uncounted))
@@ -99,8 +99,8 @@ class TestChecks:
 
     def __post_init__(self) -> None:
         tests = BatchTests(run_all_cases=True, **self.options)
-        for folder in {self.spare, *map(folder_of, self.rows)}:
-            self._known |= read_checks(folder / FILE)
+        for folder in {self.spare, *map(folder_of_row_file, self.rows)}:
+            self._known |= read_check_results(folder / FILE)
         seen = set(self._known)
         for row in self.rows:
             # Cases of stdin and stdout compare with data, which no constant program passes.
@@ -111,19 +111,19 @@ class TestChecks:
                     self.missing.append(_Open(key=key, row=row, tests=of_row))
                     seen.add(key)
 
-    def of(self, row: Row) -> CheckedTests:
+    def result_of(self, row: Row) -> CheckedTests:
         return self._known[self._keys[row.id]] if row.id in self._keys else CheckedTests()
 
-    def all(self) -> dict[str, CheckedTests]:
+    def results_by_row(self) -> dict[str, CheckedTests]:
         """Id of a row -> its result, where that changes anything."""
-        found = {row.id: self.of(row) for row in self.rows}
+        found = {row.id: self.result_of(row) for row in self.rows}
         return {name: one for name, one in found.items() if one.fault or one.uncounted}
 
-    def by_key(self) -> dict[str, CheckedTests]:
+    def results_by_key(self) -> dict[str, CheckedTests]:
         """The results of the rows as a file has them, without those that may not be kept."""
         return {key: self._known[key] for key in self._keys.values() if key not in self._unsure}
 
-    async def make(
+    async def run_missing(
         self, judge: Judge, *, at_once: int, advance: Callable[[int], None] = lambda _: None
     ) -> None:
         """Make the missing checks, at most ``at_once`` at the same time; ``advance`` is called with
@@ -144,7 +144,7 @@ class TestChecks:
             if not sure:
                 self._unsure.add(check.key)
             else:
-                self._new[check.key], folders[check.key] = found, folder_of(check.row)
+                self._new[check.key], folders[check.key] = found, folder_of_row_file(check.row)
             advance(done)
             count_one_done()
             if done % _SAVED_EVERY == 0:
@@ -162,15 +162,15 @@ class TestChecks:
             folder.mkdir(parents=True, exist_ok=True)
             place = folder if os.access(folder, os.W_OK) else self.spare
             # Another run may have written meanwhile.
-            write_checks(place / FILE, read_checks(place / FILE) | own)
+            write_check_results(place / FILE, read_check_results(place / FILE) | own)
 
 
-def folder_of(row: Row) -> Path:
+def folder_of_row_file(row: Row) -> Path:
     """The folder of the row's file."""
     return Path(row.place.rpartition(": row ")[0]).parent
 
 
-def read_checks(file: Path) -> dict[str, CheckedTests]:
+def read_check_results(file: Path) -> dict[str, CheckedTests]:
     """The results in ``file`` by key; none where there is no file. Raises ``UserError`` for a file
     that this project did not write so.
     """
@@ -189,8 +189,8 @@ def read_checks(file: Path) -> dict[str, CheckedTests]:
         ) from error
 
 
-def write_checks(file: Path, results: Mapping[str, CheckedTests]) -> None:
-    """Write a file that ``read_checks`` reads; it appears whole or not at all."""
+def write_check_results(file: Path, results: Mapping[str, CheckedTests]) -> None:
+    """Write a file that ``read_check_results`` reads; it appears whole or not at all."""
     lines = [
         json.dumps({"key": key, "uncounted": one.uncounted, "fault": one.fault}) + "\n"
         for key, one in results.items()
@@ -202,7 +202,7 @@ def write_checks(file: Path, results: Mapping[str, CheckedTests]) -> None:
 
 def _entry(line: bytes) -> tuple[str, CheckedTests]:
     record = json.loads(line)
-    uncounted = tuple(Uncounted(*one) for one in record["uncounted"])
+    uncounted = tuple(UncountedTest(*one) for one in record["uncounted"])
     typed = [(record["key"], str), (record["fault"], str)]
     typed += [(v, t) for one in uncounted for v, t in zip(one, (int, str, str), strict=True)]
     if any(type(value) is not kind for value, kind in typed):
@@ -238,7 +238,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
                 return CheckedTests(fault=fault), sure and not verdict.timed_out
     except ValueError as error:  # RequestRefused among them
         return CheckedTests(fault=str(error)), False
-    left_out = (Uncounted(n, names[n][:_SHOWN], why) for n, why in sorted(uncounted.items()))
+    left_out = (UncountedTest(n, names[n][:_SHOWN], why) for n, why in sorted(uncounted.items()))
     return CheckedTests(uncounted=tuple(left_out)), sure
 
 

@@ -22,7 +22,7 @@ from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_page import show_page
-from ctrl_megatron.generation.search_nodes import total, vote
+from ctrl_megatron.generation.search_nodes import majority_vote, sum_if_known
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
 from ctrl_megatron.rewards.grading import (
     Judge,
@@ -192,7 +192,7 @@ class CriticService:
         heard = tell if asked.stream and asked.critiques == 1 else None
         messages = critique_messages(problem, asked.solution)
         drawn = await _drawn(self._critic, messages, params, "critique", heard)
-        result = vote([answer.text for answer in drawn])
+        result = majority_vote([answer.text for answer in drawn])
         counts = {"votes": result.votes, "votes_correct": result.votes_correct}
         tell({"critique": result.critique, "judgment": _judgment(result.judgment), **counts})
         if not asked.revise:
@@ -314,8 +314,8 @@ async def _events(
 
 
 def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
-    prompt = total(answer.prompt_tokens for answer in answers)
-    completion = total(answer.completion_tokens for answer in answers)
+    prompt = sum_if_known(answer.prompt_tokens for answer in answers)
+    completion = sum_if_known(answer.completion_tokens for answer in answers)
     if prompt is None or completion is None:
         return None
     counts = {"prompt_tokens": prompt, "completion_tokens": completion}

@@ -41,7 +41,7 @@ _REMEDIES = {
 }
 
 
-class BudgetSpent(UserError):
+class TokenBudgetExceeded(UserError):
     """A request could exceed the budget of tokens and was not sent."""
 
 
@@ -88,11 +88,13 @@ class TokenBudget:
         self._changed = asyncio.Condition()
 
     async def reserve(self, tokens: int) -> None:
-        """Wait until ``tokens`` may be used. Raises ``BudgetSpent`` where that is impossible."""
+        """Wait until ``tokens`` may be used. Raises ``TokenBudgetExceeded`` where that is
+        impossible.
+        """
         async with self._changed:
             while True:
                 if self.spent + tokens > self.limit:
-                    raise BudgetSpent(
+                    raise TokenBudgetExceeded(
                         f"the budget of {self.limit} tokens is used up: {self.spent} are spent and "
                         f"the next answer may take {tokens}",
                         remedy="raise it; the next run continues from the saved parts",
@@ -163,8 +165,9 @@ class OpenAIChat:
         conversation is too long.
 
         The first failure cancels the other requests. Raises ``ChatError`` after the last attempt,
-        ``UserError`` where the server refuses key, model or parameters, and ``BudgetSpent``. A
-        request is not repeated once ``listener`` has received a part of its answer.
+        ``UserError`` where the server refuses key, model or parameters, and
+        ``TokenBudgetExceeded``. A request is not repeated once ``listener`` has received a part of
+        its answer.
         """
         calls = [
             partial(self._answers, messages, params, place, name, listener)
@@ -293,7 +296,7 @@ class OpenAIChat:
                     status = reply.status
                     least = retry_after(reply.headers.get("Retry-After", ""))
                     if status == 200 and reply.content_type == "text/event-stream":
-                        return read_answer(await _joined_chunks(reply.content, hear))
+                        return parse_chat_answer(await _joined_chunks(reply.content, hear))
                     text = await reply.text()
             except (*CONNECTION_FAILURES, UnicodeDecodeError) as error:
                 raise _ServerFault(f"{self._url} failed: {describe_failure(error)}") from error
@@ -302,7 +305,7 @@ class OpenAIChat:
         if status != 200:
             raise self._refusal(status, text, least)
         try:
-            answer = read_answer(json.loads(text))
+            answer = parse_chat_answer(json.loads(text))
         except ValueError as error:
             raise self._malformed(error) from error
         hear(answer.text)
@@ -358,7 +361,7 @@ async def _joined_chunks(lines: AsyncIterable[bytes], hear: Callable[[str], None
     return {"model": model, "choices": [choice], "usage": usage}
 
 
-def read_answer(data: Any) -> ChatAnswer:
+def parse_chat_answer(data: Any) -> ChatAnswer:
     """The first choice of a ``chat.completion`` object. Raises ``ValueError`` for another
     object.
     """

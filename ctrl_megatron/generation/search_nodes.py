@@ -83,7 +83,7 @@ class CritiqueVote:
     """The first critique with the judgment of the majority."""
 
 
-def vote(critiques: Sequence[str]) -> CritiqueVote:
+def majority_vote(critiques: Sequence[str]) -> CritiqueVote:
     """The majority of the judgments. A tie counts as incorrect, so that the solution is revised.
 
     Critiques without a judgment do not vote; without any vote the judgment is None. The critiques
@@ -106,7 +106,7 @@ def node_hash(prev_hash: str, name: str) -> str:
     return hashlib.blake2b(f"{prev_hash}\n{name}".encode(), digest_size=8).hexdigest()
 
 
-def follows(node: SearchNode) -> bool:
+def may_have_children(node: SearchNode) -> bool:
     """True where the node may have children."""
     return not node.stopped and not node.error
 
@@ -117,7 +117,7 @@ def leaves_of(nodes: Sequence[SearchNode]) -> list[SearchNode]:
     return [node for node in nodes if node.hash not in parents]
 
 
-def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
+def layer_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
     """A row for every layer of the tree from the first solutions on: ``nodes``, ``stopped``,
     ``errors``, ``judged_correct`` (share of the judgments), ``solved`` and ``pass_rate`` (means
     over problems of their chains; a chain that has ended keeps its values), tokens. Unknown values
@@ -143,9 +143,9 @@ def turn_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[
             known = all(value is not None for value, _ in shares)
             row[name] = fsum(v * share for v, share in shares) / len(tasks) if known else None
         for name in ("prompt_tokens", "completion_tokens"):
-            row[name] = total(getattr(node, name) for node in layer)
+            row[name] = sum_if_known(getattr(node, name) for node in layer)
         table.append(row)
-        ended += [node for node in layer if not follows(node)]
+        ended += [node for node in layer if not may_have_children(node)]
     return table
 
 
@@ -201,7 +201,7 @@ def read_records(
     return [record(**row) for row in table.to_pylist()], None if seconds is None else float(seconds)
 
 
-def total(counts: Iterable[int | None]) -> int | None:
+def sum_if_known(counts: Iterable[int | None]) -> int | None:
     """The sum of ``counts``; None where one of them is unknown."""
     known = list(counts)
     return None if any(count is None for count in known) else sum(c for c in known if c is not None)

@@ -29,14 +29,14 @@ from ctrl_megatron.generation.search_nodes import (
     CriticScore,
     Record,
     SearchNode,
-    follows,
+    majority_vote,
+    may_have_children,
     node_hash,
     read_records,
-    total,
-    vote,
+    sum_if_known,
     write_records,
 )
-from ctrl_megatron.generation.solutions import attempt_job
+from ctrl_megatron.generation.solutions import grading_job_of_attempt
 from ctrl_megatron.prompts import (
     critique_messages,
     generation_messages,
@@ -149,7 +149,7 @@ class SearchTree:
         ]
         nodes = list(layer)
         for depth, width in enumerate(self._options.widths[1:], start=1):
-            places = [(node, k) for node in layer if follows(node) for k in range(width)]
+            places = [(node, k) for node in layer if may_have_children(node) for k in range(width)]
             make = self._generations if depth == 1 else self._turns
             shape = "-".join(map(str, self._options.widths[: depth + 1]))
             layer = await self._in_parts(
@@ -162,7 +162,7 @@ class SearchTree:
             nodes += layer
         return nodes
 
-    async def score(self, leaves: Sequence[SearchNode]) -> dict[str, CriticScore]:
+    async def score_leaves(self, leaves: Sequence[SearchNode]) -> dict[str, CriticScore]:
         """Hash of a leaf -> the critic's votes on its solution. A chain that a critique stopped has
         these votes already. Raises the exceptions of ``grow``.
         """
@@ -262,7 +262,7 @@ class SearchTree:
                 **_tokens(drawn),
             )
             if drawn:
-                result = vote([answer.text for answer in drawn])
+                result = majority_vote([answer.text for answer in drawn])
                 node = replace(
                     node,
                     critique=result.critique,
@@ -272,7 +272,7 @@ class SearchTree:
                     stopped=self._options.stop_when_correct and result.judgment is True,
                 )
             nodes.append(node)
-        revised = [i for i, node in enumerate(nodes) if follows(node)]
+        revised = [i for i, node in enumerate(nodes) if may_have_children(node)]
         asked = [
             revision_messages(
                 self._problems[nodes[i].task_id], parents[i].solution, nodes[i].critique
@@ -295,7 +295,7 @@ class SearchTree:
         critiques = await self._criticise(leaves, len(self._options.widths), start)
         scores = []
         for leaf, drawn in zip(leaves, critiques, strict=True):
-            result = vote([answer.text for answer in drawn]) if drawn else None
+            result = majority_vote([answer.text for answer in drawn]) if drawn else None
             scores.append(
                 CriticScore(
                     hash=leaf.hash,
@@ -334,7 +334,7 @@ class SearchTree:
                 return node  # it has the parent's solution and verdict
             problem = self._problems[node.task_id]
             attempt = Attempt(id=node.hash, problem=problem, solution=node.solution)
-            verdict, _ = await cached.grade(attempt_job(attempt), all_at_once)
+            verdict, _ = await cached.grade(grading_job_of_attempt(attempt), all_at_once)
             return replace(node, success=verdict.accepted, pass_rate=verdict.pass_rate)
 
         return await gather_results([partial(one, node) for node in nodes])
@@ -351,7 +351,7 @@ def _with_solution(node: SearchNode, answer: ChatAnswer) -> SearchNode:
 
 def _tokens(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
     return {
-        name: total(getattr(answer, name) for answer in answers)
+        name: sum_if_known(getattr(answer, name) for answer in answers)
         for name in ("prompt_tokens", "completion_tokens")
     }
 

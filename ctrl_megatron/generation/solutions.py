@@ -18,7 +18,7 @@ _REDRAWN = 1_000_003
 """Difference between the seeds of two rounds of draws."""
 
 
-async def first_solutions(
+async def draw_first_solutions(
     chat: Chat, problems: Sequence[Problem], params: SamplingParams, *, redraws: int = 2
 ) -> list[tuple[Attempt, Fate]]:
     """``params.n`` attempts per problem, not judged yet, with the ids ``<problem id>/<number>``.
@@ -59,7 +59,7 @@ async def first_solutions(
     ]
 
 
-def attempt_job(attempt: Attempt) -> GradingJob:
+def grading_job_of_attempt(attempt: Attempt) -> GradingJob:
     return grading_job(attempt.solution, row_of_attempt(attempt, ()), run_all_cases=True)
 
 
@@ -75,7 +75,7 @@ async def judge_attempts(
 
     async def one(attempt: Attempt) -> tuple[Attempt, Verdict]:
         async with slots:
-            verdict = await request_verdict(judge, attempt_job(attempt))
+            verdict = await request_verdict(judge, grading_job_of_attempt(attempt))
         advance()
         return replace(attempt, pass_rate=verdict.pass_rate), verdict
 

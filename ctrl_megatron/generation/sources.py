@@ -12,7 +12,7 @@ from ctrl_megatron.config.environment import bind_to_loopback, read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
-from ctrl_megatron.generation.chat import DealtChat, EngineChat
+from ctrl_megatron.generation.chat import EngineChat, MultiServerChat
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -39,7 +39,7 @@ class ChatSource:
     def urls(self) -> list[str]:
         return [url.strip() for url in self.url.split(",")] if self.url else []
 
-    def weights(self) -> str | None:
+    def weights_fingerprint(self) -> str | None:
         """Fingerprint of the directory's weights; None for a server, whose weights are unknown.
         Raises ``ValueError`` for a directory that cannot be read.
         """
@@ -87,7 +87,7 @@ def check_source(flag: str, source: ChatSource, options: EngineOptions) -> None:
             )
 
 
-def engine_places(engines: int, tensor: int, gpus: int) -> list[tuple[tuple[int, ...], float]]:
+def assign_engine_gpus(engines: int, tensor: int, gpus: int) -> list[tuple[tuple[int, ...], float]]:
     """(GPUs, share of their memory) of each engine of ``tensor`` processes: GPUs of its own where
     the machine has enough of its ``gpus``, otherwise the first ones in equal parts; no GPUs on a
     machine without any. Raises ``UserError`` where one engine needs more than there are.
@@ -107,18 +107,18 @@ def engine_places(engines: int, tensor: int, gpus: int) -> list[tuple[tuple[int,
 @contextmanager
 def open_chats(
     sources: Mapping[str, ChatSource], options: EngineOptions
-) -> Iterator[dict[str, EngineChat | OpenAIChat | DealtChat]]:
+) -> Iterator[dict[str, EngineChat | OpenAIChat | MultiServerChat]]:
     """A chat per role; roles with one source share it. Engines run until the block ends. Raises
     ``EngineDied`` for an engine that does not start. Use the chats on one event loop only.
 
     On a machine with GPUs each engine has its own, if there are enough for all of them; otherwise
-    they share the first ones in equal parts (``engine_places``).
+    they share the first ones in equal parts (``assign_engine_gpus``).
     """
     budget = None if options.token_budget is None else TokenBudget(options.token_budget)
-    chats: dict[ChatSource, EngineChat | OpenAIChat | DealtChat] = {}
+    chats: dict[ChatSource, EngineChat | OpenAIChat | MultiServerChat] = {}
     launched: list[EngineProcess] = []
     different = list(dict.fromkeys(sources.values()))
-    places = engine_places(
+    places = assign_engine_gpus(
         sum(not source.url for source in different),
         options.tensor_parallel_size,
         visible_gpus(),
@@ -136,7 +136,7 @@ def open_chats(
                     )
                     for url in source.urls
                 ]
-                chats[source] = servers[0] if len(servers) == 1 else DealtChat(servers)
+                chats[source] = servers[0] if len(servers) == 1 else MultiServerChat(servers)
                 continue
             devices, share = places[len(launched)]
             spec = EngineSpec(

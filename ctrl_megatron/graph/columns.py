@@ -9,7 +9,7 @@ import torch
 from tensordict import NonTensorStack
 
 
-def taken_rows(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
+def select_rows(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, Any]:
     """The fields of ``parts`` at ``rows``, whose numbers go through all parts. The tensors of a
     field have the same shape but for their first dimension.
     """

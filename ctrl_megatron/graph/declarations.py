@@ -97,11 +97,11 @@ class NodeFunction(Generic[P, R]):
         return self if instance is None else partial(self.function, instance)
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def config_keys(self) -> tuple[str, ...]:
         """All keys, or groups of keys, that it reads."""
         return (*self.reads, *(key for used in self.uses for key in KEYS_OF_SERVICES[used]))
 
-    def needed(self, config: Config) -> Mapping[str, str]:
+    def needed_fields(self, config: Config) -> Mapping[str, str]:
         """The fields that it says it needs, with the settings that make them necessary."""
         return {} if self.needs is None else self.needs(config)
 
@@ -127,6 +127,6 @@ def always(*fields: str) -> Needs:
     return lambda config: dict.fromkeys(fields, "")
 
 
-def node_function(function: Callable[..., Any]) -> NodeFunction[..., Any]:
+def as_node_function(function: Callable[..., Any]) -> NodeFunction[..., Any]:
     """The function with its declaration; a plain one declares nothing."""
     return function if isinstance(function, NodeFunction) else NodeFunction(function=function)

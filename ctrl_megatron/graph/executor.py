@@ -22,18 +22,24 @@ from ctrl_megatron.errors import (
     is_user_code_mistake,
     is_user_defined,
 )
-from ctrl_megatron.graph.columns import taken_rows
+from ctrl_megatron.graph.columns import select_rows
 from ctrl_megatron.graph.declarations import OF_TOKENS
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
-from ctrl_megatron.graph.world_link import Receive, Run, Send, SingleWorld, WorldLink
+from ctrl_megatron.graph.world_link import (
+    ReceiveMessage,
+    RunNode,
+    SendMessage,
+    SingleWorld,
+    WorldLink,
+)
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import WaitRules
 
 
-class Rank(Protocol):
+class ExecutorWorker(Protocol):
     """The part of the worker (the nodes' first argument) that the executor uses."""
 
     groups: ProcessGroups
@@ -55,15 +61,15 @@ class Executor:
 
     Each policy that learns has a worker and a batch of its own, which the nodes of its
     ``agent_group`` get; a node may read the others' batches (``batches``). The names of a policy's
-    metrics begin with its own (``metric_prefix``).
+    metrics begin with its own (``policy_metric_prefix``).
     """
 
     def __init__(
         self,
         graph: TaskGraph,
-        worker: Rank,
+        worker: ExecutorWorker,
         *,
-        agents: Sequence[Rank] = (),
+        agents: Sequence[ExecutorWorker] = (),
         runs: Callable[[Node], bool] = lambda node: True,
         before_update: Callable[[TensorDict, int], None] = lambda batch, policy: None,
         link: WorldLink | None = None,
@@ -79,7 +85,7 @@ class Executor:
         """The batch of each policy."""
         every = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
         self._link = link or SingleWorld()
-        self._program = self._link.program(graph, [node for node in every if runs(node)])
+        self._program = self._link.plan_actions(graph, [node for node in every if runs(node)])
         self._pending: dict[str, tuple[Future[NodeOutput] | None, int]] = {}
         """Nodes that run aside: the result, on leaders, and how many moves came before it."""
         self._moves: list[list[Sequence[int]]] = []
@@ -104,22 +110,25 @@ class Executor:
         try:
             while left:
                 match left[0]:
-                    case Run(node):
+                    case RunNode(node):
                         self._ready(node, metrics)
                         policy = node.agent_group
-                        if node.runs_aside:
+                        if node.is_async:
                             self._start(node)
                         else:
                             self._filter(node, metrics)
-                            with self._worker.timeline.phase(node.node_id), users_node(node):
-                                output = node.call(
+                            with (
+                                self._worker.timeline.phase(node.node_id),
+                                convert_node_errors(node),
+                            ):
+                                output = node.call_in_step(
                                     self._agents[policy], self.batches[policy], self.batches
                                 )
                             self._merge(policy, output, metrics, node)
-                    case Send(message):
+                    case SendMessage(message):
                         self._ready(message.node, metrics)
                         self._link.send(message, self.batches[0])
-                    case Receive(message):
+                    case ReceiveMessage(message):
                         with self._worker.timeline.phase(f"wait_{message.source}", kind="wait"):
                             output = self._link.receive(message, self.batches[0])
                         self._merge(0, output, metrics)
@@ -129,7 +138,7 @@ class Executor:
             self.weights_changed = False
         except (StopRequested, ServiceFault) as why:
             # What failed is behind, unless it was to send, which has not been done then.
-            failed = left[:1] if left and isinstance(left[0], Send) else []
+            failed = left[:1] if left and isinstance(left[0], SendMessage) else []
             self._link.abandon([*failed, *left[1:]], why)
             raise
         finally:
@@ -146,7 +155,7 @@ class Executor:
         for needed in [n for n in self._pending if n in ancestors]:
             self._collect(needed, metrics)
         # The world that deals the rows decides it for the others.
-        may_stop = self._link.is_home and not self.weights_changed
+        may_stop = self._link.has_rank_zero and not self.weights_changed
         if may_stop and self._worker.stop.requested_on_any_rank(self._worker.groups):
             raise StopRequested
         if node.changes_weights and policy not in self._updating:
@@ -159,10 +168,10 @@ class Executor:
         if node.filter_plugin is None:
             return
         policy = node.agent_group
-        self.batches[policy], kept = filtered(self.batches[policy], node)
+        self.batches[policy], kept = apply_filter_plugin(self.batches[policy], node)
         totals = self._worker.groups.sum_over_data(kept)
         share = float(totals[0] / totals[1].clamp(min=1))
-        metrics[f"{metric_prefix(policy)}filter/{node.node_id}"] = share
+        metrics[f"{policy_metric_prefix(policy)}filter/{node.node_id}"] = share
 
     def _merge(
         self,
@@ -177,8 +186,8 @@ class Executor:
         if output is None:
             return
         if output.batch is not None and output.batch is not self.batches[policy]:
-            self._link.new_rows()
-        named = prefixed(output.metrics, policy)
+            self._link.rows_changed()
+        named = with_policy_prefix(output.metrics, policy)
         if repeated := metrics.keys() & named.keys():
             by = "" if node is None else f", of which {node.node_id!r} is the second"
             raise UserError(f"two nodes report the metrics {sorted(repeated)}{by}")
@@ -198,10 +207,10 @@ class Executor:
 
     async def _run_aside(self, node: Node, batches: Sequence[TensorDict]) -> NodeOutput:
         worker, batch = self._agents[node.agent_group], batches[node.agent_group]
-        with self._worker.timeline.phase(node.node_id, kind="host"), users_node(node):
+        with self._worker.timeline.phase(node.node_id, kind="host"), convert_node_errors(node):
             for retries_left in range(node.retry_limit, -1, -1):
                 try:
-                    return await node.call(worker, batch, batches)
+                    return await node.call_in_step(worker, batch, batches)
                 except Exception:
                     if not retries_left:
                         raise
@@ -211,7 +220,7 @@ class Executor:
         policy = self.graph.nodes[node_id].agent_group
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
-            output = self._worker.waiting.together(future, what)
+            output = self._worker.waiting.wait_together(future, what)
             output = self._worker.groups.from_leader(output)
         for moved in self._moves[policy][before:] if output is not None else ():
             output = self._brought(output, moved, node_id)
@@ -233,7 +242,7 @@ class Executor:
                     "rows went to other ranks while it ran; return one value per row"
                 )
         parts = self._worker.groups.from_data_ranks(dict(output.fields))
-        return dataclasses.replace(output, fields=taken_rows(parts, moved))
+        return dataclasses.replace(output, fields=select_rows(parts, moved))
 
 
 def _is_users(node: Node) -> bool:
@@ -243,7 +252,7 @@ def _is_users(node: Node) -> bool:
 
 
 @contextmanager
-def users_node(node: Node) -> Iterator[None]:
+def convert_node_errors(node: Node) -> Iterator[None]:
     """Turn a mistake in a node's function into a UserError that names the node and the line; what
     fails in this package or a library that the function calls keeps its type.
     """
@@ -291,7 +300,7 @@ def check_output(node: Node, batch: TensorDict, output: object) -> None:
             )
 
 
-def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
+def apply_filter_plugin(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
     """The batch after the node's ``filter_plugin``, and (2,) float64: kept rows, all rows.
 
     Rows that the filter drops keep their place with an empty ``response_mask`` (and ``loss_mask``,
@@ -325,11 +334,11 @@ def filtered(batch: TensorDict, node: Node) -> tuple[TensorDict, torch.Tensor]:
     return batch, torch.tensor([keep.sum(), len(keep)], dtype=torch.float64)
 
 
-def metric_prefix(policy: int) -> str:
+def policy_metric_prefix(policy: int) -> str:
     """The prefix of a policy's metric names: empty for the first, ``agent1/`` for the second."""
     return f"agent{policy}/" if policy else ""
 
 
-def prefixed(metrics: Mapping[str, float], policy: int) -> dict[str, float]:
+def with_policy_prefix(metrics: Mapping[str, float], policy: int) -> dict[str, float]:
     """``metrics`` under the names that the policy of that number has."""
-    return {f"{metric_prefix(policy)}{name}": value for name, value in metrics.items()}
+    return {f"{policy_metric_prefix(policy)}{name}": value for name, value in metrics.items()}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.options import named_parameters
 from ctrl_megatron.errors import did_you_mean
-from ctrl_megatron.graph.declarations import Service, node_function
+from ctrl_megatron.graph.declarations import Service, as_node_function
 from ctrl_megatron.graph.node import Function, Node
 from ctrl_megatron.graph.siirl_names import GraphNeighbours, NodeRole, NodeType
 
@@ -67,27 +67,31 @@ class TaskGraph(GraphNeighbours[Node]):
         return graph
 
     @property
-    def draws_rows(self) -> bool:
+    def draws_own_rows(self) -> bool:
         """Whether a node of dynamic sampling draws the rows of a step, instead of the loop."""
         return any(n.node_role is NodeRole.DYNAMIC_SAMPLING for n in self.nodes.values())
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def config_keys(self) -> tuple[str, ...]:
         """Configuration keys that its nodes and its validation read beside those of every run."""
-        keys = () if self.report.validate is None else node_function(self.report.validate).keys
-        return (*keys, *(key for node in self.nodes.values() for key in node.reads))
+        keys = (
+            ()
+            if self.report.validate is None
+            else as_node_function(self.report.validate).config_keys
+        )
+        return (*keys, *(key for node in self.nodes.values() for key in node.config_keys))
 
     @property
-    def uses(self) -> frozenset[Service]:
-        used = () if self.report.validate is None else node_function(self.report.validate).uses
-        return frozenset((*used, *(one for node in self.nodes.values() for one in node.uses)))
+    def services(self) -> frozenset[Service]:
+        used = () if self.report.validate is None else as_node_function(self.report.validate).uses
+        return frozenset((*used, *(one for node in self.nodes.values() for one in node.services)))
 
     @property
     def required_rewards(self) -> tuple[str, ...] | None:
         """The reward functions that run even if ``reward.reward_funcs`` does not name them, as
         ``plan_rewards`` takes them; () if rewards are used and none is compulsory. None if no node
         uses rewards: the run has no reward function and starts no sandbox."""
-        return self.report.rewards if "rewards" in self.uses else None
+        return self.report.rewards if "rewards" in self.services else None
 
     def add_node(self, node: Node) -> None:
         """Add a node; its dependencies may be added later. ValueError if its id is taken."""
@@ -233,7 +237,7 @@ class Pipeline:
         return graph
 
 
-def of_policy(node_id: str, policy: int) -> str:
+def policy_node_id(node_id: str, policy: int) -> str:
     """The id of a built-in node that several policies have: ``agent1_NAME`` for the second one."""
     return f"agent{policy}_{node_id}" if policy else node_id
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.options import accepted_options, named_parameters
 from ctrl_megatron.errors import UserError, describe_location
-from ctrl_megatron.graph.declarations import OF_MODELS, Service, node_function
+from ctrl_megatron.graph.declarations import OF_MODELS, Service, as_node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
@@ -50,10 +50,10 @@ class Node(NodeLife):
     (``executor.Executor``); if it raises, it is called up to ``retry_limit`` times more.
     ``config`` gives values to parameters of the function.
     ``filter_plugin(batch)`` returns a (B,) bool tensor: from this node on the rows with False have
-    an empty ``response_mask`` (``executor.filtered``). The function gets worker and batch of the
-    policy number ``agent_group`` (``executor.Executor``). ``siirl_names`` says which values of
-    ``node_type``, ``node_role`` and ``only_forward_compute`` have an effect; ``agent_options`` has
-    none.
+    an empty ``response_mask`` (``executor.apply_filter_plugin``). The function gets worker and
+    batch of the policy number ``agent_group`` (``executor.Executor``). ``siirl_names`` says which
+    values of ``node_type``, ``node_role`` and ``only_forward_compute`` have an effect;
+    ``agent_options`` has none.
 
     Raises ValueError for an empty id, a wrong enumeration, a dependency that is no id, a negative
     ``retry_limit`` or ``agent_group``, two functions, and for what a function cannot do: a
@@ -95,7 +95,7 @@ class Node(NodeLife):
         given = (
             func if executable_ref is None else import_callable(executable_ref, f"node {node_id!r}")
         )
-        self.declared = None if given is None else node_function(given)
+        self.declared = None if given is None else as_node_function(given)
         self.agent_group, self.agent_options = agent_group, agent_options
         _check_executable(self)
 
@@ -105,7 +105,7 @@ class Node(NodeLife):
         return None if self.declared is None else self.declared.function
 
     @property
-    def runs_aside(self) -> bool:
+    def is_async(self) -> bool:
         """Whether the function is a coroutine function, which runs on the host's event loop."""
         function = self.executable
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -113,22 +113,22 @@ class Node(NodeLife):
         )
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def config_keys(self) -> tuple[str, ...]:
         """Configuration keys, or groups of keys, that the function reads."""
-        return () if self.declared is None else self.declared.keys
+        return () if self.declared is None else self.declared.config_keys
 
     @property
-    def uses(self) -> tuple[Service, ...]:
+    def services(self) -> tuple[Service, ...]:
         return () if self.declared is None else self.declared.uses
 
     @property
-    def writes(self) -> tuple[str, ...]:
+    def written_fields(self) -> tuple[str, ...]:
         """The fields that the function says it writes."""
         return () if self.declared is None else self.declared.writes or ()
 
-    def needed(self, config: Config) -> Mapping[str, str]:
+    def needed_fields(self, config: Config) -> Mapping[str, str]:
         """The fields that the function says it needs, with the settings that make them so."""
-        return {} if self.declared is None else self.declared.needed(config)
+        return {} if self.declared is None else self.declared.needed_fields(config)
 
     def may_write(self, field: str) -> bool:
         """Whether the function says that it writes the field of the batch, or says nothing and may
@@ -144,7 +144,7 @@ class Node(NodeLife):
         of the weights to engines is none."""
         return self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute
 
-    def call(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:
+    def call_in_step(self, worker: Any, batch: Any, batches: Sequence[Any] = ()) -> Any:
         """The result of the function in a step: it gets those of ``worker``, ``batch``, ``batches``
         (of all policies) and the ``config`` of its policy that its parameters name, and a method
         that was taken from its class gets the worker as its ``self``, as siiRL's guide has it
@@ -184,8 +184,8 @@ class Node(NodeLife):
             self.update_status(NodeStatus.COMPLETED)
             return answer
 
-    def check_call(self) -> None:
-        """TypeError if the node's function cannot be called as ``call`` does."""
+    def check_parameters(self) -> None:
+        """TypeError if the node's function cannot be called as ``call_in_step`` does."""
         if self.executable is not None:
             instance, given = self._step_call(SimpleNamespace(config=None), None, ())
             bound = () if instance is None else (instance,)
@@ -255,7 +255,7 @@ def _ids(dependencies: Sequence[str] | None, node_id: str) -> list[str]:
 
 def _check_executable(node: Node) -> None:
     """A coroutine function runs on one rank of a model copy: no collectives, no blocking."""
-    function, aside = node.executable, node.runs_aside
+    function, aside = node.executable, node.is_async
     if function is not None and not callable(function):
         raise ValueError(f"node {node.node_id!r}: func {function!r} is not callable")
     if node.retry_limit < 0 or (node.retry_limit and not aside):

@@ -18,7 +18,7 @@ FILE = "graph.json"
 _WIDTH = 100
 
 
-def graph_facts(graph: TaskGraph) -> list[dict[str, Any]]:
+def describe_nodes(graph: TaskGraph) -> list[dict[str, Any]]:
     """The nodes in the order in which they run: ``name``, ``after`` (the nodes that are waited for,
     without those that another of them has waited for), ``place`` (``engines``, ``trainer`` or
     ``aside``) and ``policy``.
@@ -34,13 +34,13 @@ def graph_facts(graph: TaskGraph) -> list[dict[str, Any]]:
     ]
 
 
-def graph_tree(graph: TaskGraph) -> list[str]:
+def graph_tree_lines(graph: TaskGraph) -> list[str]:
     """Lines of a tree: each node stands below the last of those that it waits for, with the others
     behind its name.
     """
     root = Tree(f"a step of {graph.graph_id}")
     branches: dict[str, Tree] = {}
-    for fact in graph_facts(graph):
+    for fact in describe_nodes(graph):
         *others, last = fact["after"] or [""]
         text = fact["name"]
         text += {"engines": " (engines)", "aside": " (aside)"}.get(fact["place"], "")
@@ -59,7 +59,7 @@ def _waited_for(graph: TaskGraph, node_id: str) -> list[str]:
 
 
 def _place(node: Node) -> str:
-    if node.runs_aside:
+    if node.is_async:
         return "aside"
     draws = node.node_role in (NodeRole.ROLLOUT, NodeRole.DYNAMIC_SAMPLING)
     return "engines" if draws or node.node_type is NodeType.MODEL_INFERENCE else "trainer"

@@ -15,7 +15,7 @@ from ctrl_megatron.models.parallel_model import SkippedUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunNode:
     """Run a node of this world."""
 
     node: Node
@@ -33,20 +33,20 @@ class WorldMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     """Send the message; all of its fields have been computed."""
 
     message: WorldMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class ReceiveMessage:
     """Wait for the message."""
 
     message: WorldMessage
 
 
-Action = Run | Send | Receive
+Action = RunNode | SendMessage | ReceiveMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,11 @@ class WorldLink(Protocol):
     """Communication with the ranks of the other worlds. All methods are collective."""
 
     @property
-    def is_home(self) -> bool:
+    def has_rank_zero(self) -> bool:
         """Whether this is the world of rank 0, which draws and deals the rows."""
         ...
 
-    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+    def plan_actions(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
         """The actions of this rank in a step, in their order."""
         ...
 
@@ -81,7 +81,7 @@ class WorldLink(Protocol):
         """Wait for all worlds before a step. Raises StopRequested, or another world's error."""
         ...
 
-    def new_rows(self) -> None:
+    def rows_changed(self) -> None:
         """The batch of this world has other rows from now on."""
         ...
 
@@ -107,23 +107,23 @@ class WorldLink(Protocol):
         """Wait for all worlds outside of a step. Raises the error of another world."""
         ...
 
-    def propagate(self, why: BaseException, *, changed: bool) -> bool:
+    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
         """Propagate the error ``why`` to all worlds. Returns True if any world had already started
-        to update weights in this step (``changed`` says it of this one)."""
+        to update weights in this step (``weights_changed`` says it of this one)."""
         ...
 
 
 class SingleWorld:
     """``WorldLink`` where all ranks are one world."""
 
-    is_home = True
+    has_rank_zero = True
 
-    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
-        return [Run(node) for node in order]
+    def plan_actions(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+        return [RunNode(node) for node in order]
 
     def begin(self) -> None: ...
 
-    def new_rows(self) -> None: ...
+    def rows_changed(self) -> None: ...
 
     def send(self, message: WorldMessage, batch: TensorDict) -> None: ...
 
@@ -137,5 +137,5 @@ class SingleWorld:
 
     def synchronize(self) -> None: ...
 
-    def propagate(self, why: BaseException, *, changed: bool) -> bool:
-        return changed
+    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
+        return weights_changed

@@ -17,7 +17,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.errors import UserError, convert_user_code_errors, describe_location
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.declarations import node, node_function
+from ctrl_megatron.graph.declarations import as_node_function, node
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
@@ -59,7 +59,7 @@ def embodied_srpo_pipeline(
         )
     make = import_callable(environment, "dag.options.environment")
     episodes = Episodes(
-        make=node_function(make),
+        make=as_node_function(make),
         turns=turns,
         turn_tokens=turn_tokens,
         fields=(SUCCESS, TRAJECTORY),
@@ -74,14 +74,19 @@ def embodied_srpo_pipeline(
     add, embed = pipeline.add_node, import_callable(embedding, "dag.options.embedding")
     reward = node(writes=("score",))(ProgressReward(embed))
     add("rollout_actor", episodes.node(), **DRAWS)
-    add("embodied_sampling", success_rate, ["rollout_actor"], filter_plugin=within(lower, upper))
+    add(
+        "embodied_sampling",
+        success_rate,
+        ["rollout_actor"],
+        filter_plugin=success_rate_within(lower, upper),
+    )
     add("data_rebalance", balance, ["embodied_sampling"], node_type=NodeType.COMPUTE)
     add("compute_reward", reward, ["data_rebalance"], node_role=NodeRole.REWARD)
     add_update_nodes(pipeline, config, drawn="compute_reward", judged=["compute_reward"])
     return pipeline.build()
 
 
-def within(lower: float, upper: float) -> Callable[[TensorDict], torch.Tensor]:
+def success_rate_within(lower: float, upper: float) -> Callable[[TensorDict], torch.Tensor]:
     """A filter that keeps the groups whose share of successes is from ``lower`` to ``upper``."""
 
     def keeps(batch: TensorDict) -> torch.Tensor:

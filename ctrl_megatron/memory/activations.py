@@ -64,7 +64,7 @@ class PassShape:
         return self.shape
 
     @property
-    def key_copies(self) -> float:
+    def key_value_copies(self) -> float:
         """How often keys and values are attended to on the context ranks, each of which has all
         tokens of a part of the heads or, where they do not divide, all keys of its own tokens
         (``models.context_parallel``)."""
@@ -73,24 +73,24 @@ class PassShape:
         return ranks if heads % ranks else math.lcm(groups, ranks) / groups
 
     @property
-    def exchanged(self) -> float:
+    def exchanged_bytes_per_token(self) -> float:
         """Bytes per token of queries, keys, values and contexts as context ranks exchange them; 0
         for one rank."""
         if self.layout.context == 1:
             return 0
         attention = self.shape.attention
-        numbers = attention.products_per_pair + self.key_copies * attention.attended_width
+        numbers = attention.products_per_pair + self.key_value_copies * attention.attended_width
         return self.dtype_size * numbers / self.layout.tensor
 
     @property
-    def gathered(self) -> float:
+    def gathered_key_value_bytes(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        numbers = self.shape.attention.attended_width * self.key_copies / self.layout.tensor
+        numbers = self.shape.attention.attended_width * self.key_value_copies / self.layout.tensor
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
     @property
-    def stacked(self) -> float:
+    def stacked_expert_bytes(self) -> float:
         """Bytes of the copy of one layer's experts' first or second weights, of which a grouped
         product reads the larger; 0 if each expert is computed by itself."""
         experts = max(
@@ -105,21 +105,21 @@ class PassShape:
         return self.layout.tensor if self.layout.sequence_parallel else 1
 
     @property
-    def residual(self) -> float:
+    def residual_bytes_per_token(self) -> float:
         """Bytes per token of the stream between layers."""
         return self.dtype_size * self.shape.hidden_size / self.sequence_ranks
 
     @property
-    def vocabulary(self) -> int:
+    def output_columns(self) -> int:
         """Columns of the output layer on this rank."""
         return vocab_range(self.shape.vocab_size, 0, self.layout.tensor)[2]
 
 
-def saved_by_layer(p: PassShape) -> float:
+def saved_bytes_per_token(p: PassShape) -> float:
     """Bytes per token that one layer keeps for its backward pass, without full recomputation; the
     layer of the model that keeps most counts."""
     mlp = max(_saved_by_feed_forward(p, kind) for kind in p.decoder.layers_by_kind)
-    norms = 2 * (2 * p.residual + 4 / p.sequence_ranks)
+    norms = 2 * (2 * p.residual_bytes_per_token + 4 / p.sequence_ranks)
     softmax = 4 * p.shape.attention.heads / p.layout.tensor
     match p.shape.attention:
         case GroupedQueryAttention() as attention:
@@ -128,15 +128,15 @@ def saved_by_layer(p: PassShape) -> float:
             attended = _saved_by_latent(p, attention)
     attention = attended + softmax
     if p.kernels == "te":
-        attention += p.gathered / p.tokens
+        attention += p.gathered_key_value_bytes / p.tokens
     if p.recompute_granularity == "selective":
         if "core_attn" in p.recompute_modules:
-            attention -= softmax + p.gathered / p.tokens
+            attention -= softmax + p.gathered_key_value_bytes / p.tokens
         if "mlp" in p.recompute_modules:
             mlp = 0
             if p.kernels == "te":
                 norms /= 2
-                norms += p.residual
+                norms += p.residual_bytes_per_token
     return norms + attention + mlp
 
 
@@ -149,9 +149,13 @@ def _saved_by_grouped_query(p: PassShape, attention: GroupedQueryAttention) -> f
     context = e * heads * head / t
     # Context ranks keep the exchanged tensors in the place of their own.
     if p.kernels == "te":
-        return (p.exchanged or fused_qkv + rotated) + context + rotated * attention.qk_norm
+        return (
+            (p.exchanged_bytes_per_token or fused_qkv + rotated)
+            + context
+            + rotated * attention.qk_norm
+        )
     # Values beside what is rotated.
-    attended = p.exchanged or rotated + e * groups * head / t
+    attended = p.exchanged_bytes_per_token or rotated + e * groups * head / t
     return attended + context + (fused_qkv + 4 * (heads + groups) / t) * attention.qk_norm
 
 
@@ -163,7 +167,9 @@ def _saved_by_latent(p: PassShape, attention: MultiLatentAttention) -> float:
     if attention.q_lora_rank is not None:
         short += 2 * attention.q_lora_rank
     context = e * heads * attention.v_head_dim
-    attended = p.exchanged or e * heads * (2 * attention.qk_head_dim + attention.v_head_dim)
+    attended = p.exchanged_bytes_per_token or e * heads * (
+        2 * attention.qk_head_dim + attention.v_head_dim
+    )
     return e * short / s + attended + context + 8 / s
 
 
@@ -190,7 +196,9 @@ def _exchanged(p: PassShape) -> float:
     what arrives, in the order of the experts, their output, and this in the order of arrival. Where
     tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
     spread, tensor = p.layout.expert, p.layout.expert_tensor_ranks
-    most = max((kind.top_k for kind in p.decoder.expert_kinds), default=0) * p.residual
+    most = (
+        max((kind.top_k for kind in p.decoder.expert_kinds), default=0) * p.residual_bytes_per_token
+    )
     added = (2 if p.kernels == "torch" else 1) * (tensor > 1)
     return most * (1 + (spread > 1) + 3 * tensor + added)
 
@@ -200,19 +208,19 @@ def _computed_together(p: PassShape) -> float:
     halves of the activation."""
     if not p.grouped_experts:
         return 0
-    copies = p.residual * (1 + p.layout.expert_tensor_ranks * (p.layout.expert > 1))
+    copies = p.residual_bytes_per_token * (1 + p.layout.expert_tensor_ranks * (p.layout.expert > 1))
     halves = 2 * p.dtype_size / p.layout.tensor
     sizes = (k.top_k * (copies + halves * k.expert_width) for k in p.decoder.expert_kinds)
     return max(sizes, default=0)
 
 
-def layers_of(p: PassShape, *, pp: int) -> int:
+def largest_virtual_stage_layers(p: PassShape, *, pp: int) -> int:
     """Layers of the largest virtual stage of stage ``pp``."""
     chunks = range(p.layout.virtual_pipeline)
     return max(len(p.layout.layers(p.shape.num_layers, pp=pp, chunk=chunk)) for chunk in chunks)
 
 
-def in_flight(p: PassShape, *, pp: int) -> int:
+def micro_batches_in_flight(p: PassShape, *, pp: int) -> int:
     """Virtual stages' micro-batches whose activations exist at one time on stage ``pp``.
 
     Megatron's 1F1B schedule runs this many forward passes before its first backward pass.
@@ -226,16 +234,20 @@ def in_flight(p: PassShape, *, pp: int) -> int:
     return min(ahead + 1, p.micro_batches * layout.virtual_pipeline)
 
 
-def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
+def update_activations_and_workspace(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
     """(activations kept, workspace) in bytes at the peak of an update on a rank of stage ``pp``;
     ``largest`` is the number of elements of the largest parameter of its layers.
 
     The peak is in the backward pass of the output layer, or of a layer whose block is recomputed.
     """
-    kept, layer_bytes = _kept(p, pp=pp), saved_by_layer(p)
+    kept, layer_bytes = _kept(p, pp=pp), saved_bytes_per_token(p)
     block = 0.0
     if p.recompute_granularity == "full":
-        block = p.tokens * layer_bytes * min(p.recompute_num_layers, layers_of(p, pp=pp))
+        block = (
+            p.tokens
+            * layer_bytes
+            * min(p.recompute_num_layers, largest_virtual_stage_layers(p, pp=pp))
+        )
     moments = [(kept + block, _layer_workspace(p, largest))]
     if pp == p.layout.pipeline - 1:
         moments.append((kept, logits_workspace(p, backward=True)))
@@ -245,13 +257,15 @@ def update_use(p: PassShape, *, pp: int, largest: int) -> tuple[int, int]:
 
 def _kept(p: PassShape, *, pp: int) -> float:
     """Bytes that a rank keeps when its first backward pass begins."""
-    layers, count = layers_of(p, pp=pp), in_flight(p, pp=pp)
+    layers, count = largest_virtual_stage_layers(p, pp=pp), micro_batches_in_flight(p, pp=pp)
     if p.recompute_granularity == "full":
-        stage = math.ceil(layers / min(p.recompute_num_layers, layers)) * p.residual
+        stage = math.ceil(layers / min(p.recompute_num_layers, layers)) * p.residual_bytes_per_token
     else:
-        stage = layers * saved_by_layer(p)
+        stage = layers * saved_bytes_per_token(p)
     if p.layout.pipeline > 1:
-        stage += p.residual  # inputs and outputs of the stage are kept until its backward pass
+        stage += (
+            p.residual_bytes_per_token
+        )  # inputs and outputs of the stage are kept until its backward pass
     if pp == 0:
         stage += 8  # the embedding's rows
     ends = _saved_by_end(p) if pp == p.layout.pipeline - 1 else 0
@@ -260,7 +274,7 @@ def _kept(p: PassShape, *, pp: int) -> float:
 
 def _saved_by_end(p: PassShape) -> float:
     """Bytes per token of final norm, output and loss; at most all tokens are responses."""
-    norm = 2 * p.residual + 4 / p.sequence_ranks
+    norm = 2 * p.residual_bytes_per_token + 4 / p.sequence_ranks
     selected = p.dtype_size * p.shape.hidden_size
     if p.shape.value_head:
         selected = 4 * p.shape.hidden_size / p.sequence_ranks  # float32 for the head
@@ -276,12 +290,14 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     e, hidden = p.dtype_size, p.shape.hidden_size
     ffn = e * p.shape.widest / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
-    gathered += 2 * p.exchanged
+    gathered += 2 * p.exchanged_bytes_per_token
     # The copy of the experts' weights, and their gradients, which are as large.
-    weights = 2 * p.stacked
+    weights = 2 * p.stacked_expert_bytes
     if p.kernels == "te":
-        return p.tokens * (2 * ffn + 3 * p.residual + gathered) + max(weights, e * largest)
-    return p.tokens * (ffn + p.residual + gathered) + max(weights, e * largest / 2)
+        return p.tokens * (2 * ffn + 3 * p.residual_bytes_per_token + gathered) + max(
+            weights, e * largest
+        )
+    return p.tokens * (ffn + p.residual_bytes_per_token + gathered) + max(weights, e * largest / 2)
 
 
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
@@ -291,12 +307,12 @@ def logits_workspace(p: PassShape, *, backward: bool) -> float:
     if p.shape.value_head:
         return 0
     e, hidden = p.dtype_size, p.shape.hidden_size
-    logits = min(p.logprob_chunk, p.tokens) * p.vocabulary
+    logits = min(p.logprob_chunk, p.tokens) * p.output_columns
     tile, powers = (e, 0) if p.fused_softmax else (4 if e == 4 else 4 + e, 4)
     gathered = e * hidden * p.tokens
     if not backward:
         return (tile + powers) * logits + 2 * gathered
-    weight = p.vocabulary * hidden if p.shape.lora is None else 0
+    weight = p.output_columns * hidden if p.shape.lora is None else 0
     return gathered + max((tile + powers) * logits + 4 * weight, tile * logits + (4 + e) * weight)
 
 
@@ -308,11 +324,16 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     stream = 3 if p.kernels == "te" else 5
     # An adapter's output, before and after its parts are joined, is beside the layer's own.
     widths = 3 if p.shape.lora is None else 6
-    moments = [p.tokens * (stream * p.residual + gathered + widths * ffn)]
-    moments.append(p.tokens * (3 * p.residual + gathered) + p.gathered)
-    moments.append(p.tokens * (stream * p.residual + _exchanged(p)))
-    moments.append(p.tokens * (stream * p.residual + _computed_together(p)) + p.stacked)
+    moments = [p.tokens * (stream * p.residual_bytes_per_token + gathered + widths * ffn)]
+    moments.append(
+        p.tokens * (3 * p.residual_bytes_per_token + gathered) + p.gathered_key_value_bytes
+    )
+    moments.append(p.tokens * (stream * p.residual_bytes_per_token + _exchanged(p)))
+    moments.append(
+        p.tokens * (stream * p.residual_bytes_per_token + _computed_together(p))
+        + p.stacked_expert_bytes
+    )
     if pp == p.layout.pipeline - 1:
         head = logits_workspace(p, backward=False)
-        moments.append(p.tokens * (p.residual + gathered) + head)
+        moments.append(p.tokens * (p.residual_bytes_per_token + gathered) + head)
     return int(max(moments))

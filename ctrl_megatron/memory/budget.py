@@ -11,30 +11,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
-from ctrl_megatron.memory.activations import Kernels, PassShape, inference_workspace, update_use
+from ctrl_megatron.memory.activations import (
+    Kernels,
+    PassShape,
+    inference_workspace,
+    update_activations_and_workspace,
+)
 from ctrl_megatron.memory.engine import (
     COMMUNICATOR,
     CUDA_CONTEXT,
     GIB,
-    EngineUse,
-    engine_use,
-    proxy_engine_use,
+    EngineMemoryUse,
+    actor_engine_memory,
+    proxy_engine_memory,
 )
 from ctrl_megatron.memory.model_state import (
     DTYPE_SIZE,
-    ModelState,
-    frozen_state,
-    largest_in_layer,
-    largest_trained,
-    trained_state,
+    ModelMemory,
+    frozen_model_memory,
+    largest_layer_parameter,
+    largest_trained_parameter,
+    trained_model_memory,
 )
-from ctrl_megatron.memory.module_passes import module_inference, module_update
-from ctrl_megatron.memory.pushes import bucket_memory
+from ctrl_megatron.memory.module_passes import (
+    fsdp_inference_bytes,
+    fsdp_update_activations_and_workspace,
+)
+from ctrl_megatron.memory.pushes import push_bucket_bytes
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.host_state import PART_BYTES
 from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_with, worlds_of
+from ctrl_megatron.parallel.layout import Layout, World, layout_for, world_of_role, worlds_of
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
@@ -51,7 +59,7 @@ Items = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseUse:
+class PhaseMemory:
     """Memory of one phase on the fullest GPU."""
 
     phase: str
@@ -67,9 +75,9 @@ class PhaseUse:
         """Bytes."""
         return sum(self.items.values())
 
-    def largest(self, count: int = 3) -> str:
+    def describe_largest_items(self, count: int = 3) -> str:
         order = sorted(self.items.items(), key=lambda item: -item[1])[:count]
-        return ", ".join(f"{name} {gib(size)}" for name, size in order)
+        return ", ".join(f"{name} {format_gib(size)}" for name, size in order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +86,10 @@ class MemoryBudget:
 
     gpu_memory: int
     """Bytes of one GPU."""
-    phases: tuple[PhaseUse, ...]
+    phases: tuple[PhaseMemory, ...]
     """The fullest GPU of each phase of each world, in the order of a run."""
-    engine: EngineUse | None
-    proxy: EngineUse | None
+    engine: EngineMemoryUse | None
+    proxy: EngineMemoryUse | None
     """The proxy's own engine, on GPUs of its own; None without one, and where its model has no
     shape here."""
     host: Items
@@ -91,16 +99,16 @@ class MemoryBudget:
     """Bytes that the fullest rank writes into a checkpoint."""
 
     @property
-    def limit(self) -> int:
+    def limit_bytes(self) -> int:
         """Bytes of a GPU that the plan may use."""
         return int(self.gpu_memory * (1 - RESERVE))
 
     @property
-    def fullest(self) -> PhaseUse:
+    def fullest_phase(self) -> PhaseMemory:
         return max(self.phases, key=lambda use: use.total)
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
@@ -122,9 +130,9 @@ def memory_budget(
         worlds = worlds_of(ranks, config)
     engine = proxy = None
     if purpose == "rl":
-        engine = engine_use(config, shapes.actor, gpu_memory)
+        engine = actor_engine_memory(config, shapes.actor, gpu_memory)
     if shapes.proxy is not None:
-        proxy = proxy_engine_use(config, shapes.proxy, gpu_memory)
+        proxy = proxy_engine_memory(config, shapes.proxy, gpu_memory)
     # A dedicated engine has its GPUs to itself.
     beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
     stages = {
@@ -156,11 +164,11 @@ def memory_budget(
     )
 
 
-def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseUse]:
+def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseMemory]:
     per_stage = [stage.phases() for stage in stages]
     for name in per_stage[0]:
         pp = max(range(len(stages)), key=lambda pp: sum(per_stage[pp][name].values()))
-        yield PhaseUse(
+        yield PhaseMemory(
             phase=name if stages[0].has_actor else f"{world.name}: {name}",
             stage=pp,
             rank=world.ranks[world.layout.rank(pp=pp)],
@@ -188,7 +196,7 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
     here = {
         role: shape
         for role, shape in given.items()
-        if shape is not None and world_with(worlds, role) is world
+        if shape is not None and world_of_role(worlds, role) is world
     }
     for shape in here.values():
         if isinstance(shape, ModelShape):
@@ -210,7 +218,7 @@ class _Stage:
         models: _Models,
         layout: Layout,
         pp: int,
-        engine: EngineUse | None,
+        engine: EngineMemoryUse | None,
         purpose: Purpose,
         kernels: Kernels,
     ) -> None:
@@ -229,7 +237,7 @@ class _Stage:
             if not (self.has_actor and name == "reference")
         }
         self.trained = {
-            name: trained_state(
+            name: trained_model_memory(
                 shape,
                 layout,
                 pp=pp,
@@ -238,8 +246,8 @@ class _Stage:
             )
             for name, shape in models.trained.items()
         }
-        self.frozen: dict[str, ModelState] = {
-            name: frozen_state(shape, layout, pp=pp, dtype=dtype)
+        self.frozen: dict[str, ModelMemory] = {
+            name: frozen_model_memory(shape, layout, pp=pp, dtype=dtype)
             for name, shape in models.frozen.items()
         }
         for policy in range(1, len(config.policy_configs)):
@@ -250,7 +258,7 @@ class _Stage:
         self.buckets = 0
         """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
         if purpose == "rl" and self.has_actor:
-            self.buckets = bucket_memory(config, self.shapes["actor"], layout.rank(pp=pp))
+            self.buckets = push_bucket_bytes(config, self.shapes["actor"], layout.rank(pp=pp))
 
     @property
     def checkpoint(self) -> int:
@@ -284,7 +292,9 @@ class _Stage:
             phases["save"] = self._saving(gradients=not (pushes and self.compute.grad_offload))
             # During a generation: offloaded parts are saved from host memory.
             phases["save-on-stop"] = self._generating() if pushes else self._saving(gradients=True)
-            largest = max(largest_in_layer(self.shapes[name], self.layout) for name in self.trained)
+            largest = max(
+                largest_layer_parameter(self.shapes[name], self.layout) for name in self.trained
+            )
             phases["resume"] = self._saving(gradients=True) | {"tensor being loaded": 4 * largest}
         return {
             name: {item: size for item, size in items.items() if size}
@@ -297,7 +307,7 @@ class _Stage:
         layout = self.layout
         groups = (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.replicas("dense") > 1)
         # The ranks of a model copy; context ranks, and with them those of the same data.
-        groups += (layout.model_size > 1) + (layout.context > 1)
+        groups += (layout.model_parallel_size > 1) + (layout.context > 1)
         groups += self.has_actor and self.family.rollout.weight_transport == "nccl"
         own = [shape for shape in self.shapes.values() if isinstance(shape, ModelShape)]
         if any(shape.expert_kinds for shape in own):
@@ -312,7 +322,7 @@ class _Stage:
     def _engine_at_rest(self) -> dict[str, int]:
         if self.engine is None or not self.family.rollout.free_cache_engine:
             return self._engine_awake()
-        return {"engine asleep": self.engine.asleep}
+        return {"engine asleep": self.engine.asleep_bytes}
 
     def _engine_awake(self) -> dict[str, int]:
         engine = self.engine
@@ -321,7 +331,7 @@ class _Stage:
         return {
             "engine's CUDA context and buffers": engine.outside,
             "engine's weights": engine.weights,
-            "engine's key-value cache": max(0, engine.cache),
+            "engine's key-value cache": max(0, engine.kv_cache_bytes),
             "engine's graphs and workspace": engine.graphs + engine.workspace,
         }
 
@@ -399,7 +409,7 @@ class _Stage:
 
     def _log_probs(self) -> dict[str, int]:
         workspace = max(
-            module_inference(self._forward(name), shape)
+            fsdp_inference_bytes(self._forward(name), shape)
             if isinstance(shape, TransformersShape)
             else inference_workspace(self._forward(name), pp=self.pp)
             for name, shape in self.shapes.items()
@@ -423,10 +433,12 @@ class _Stage:
         for name in self.trained:
             shape = self.shapes[name]
             if isinstance(shape, TransformersShape):
-                kept, workspace = module_update(self._backward(name), shape)
+                kept, workspace = fsdp_update_activations_and_workspace(self._backward(name), shape)
             else:
-                largest = largest_in_layer(shape, self.layout)
-                kept, workspace = update_use(self._backward(name), pp=self.pp, largest=largest)
+                largest = largest_layer_parameter(shape, self.layout)
+                kept, workspace = update_activations_and_workspace(
+                    self._backward(name), pp=self.pp, largest=largest
+                )
             own = {f"{name}'s gradients": self.trained[name].passing}
             passes.append({"activations": kept, "workspace": workspace} | own)
         for name, state in self.trained.items():
@@ -445,8 +457,8 @@ class _Stage:
     def _visiting(self, name: str) -> dict[str, int]:
         """Optimizer state that is on the device at one time if it rests on the host."""
         shape, state = self.shapes[name], self.trained[name]
-        largest = 12 * largest_trained(shape, self.layout, pp=self.pp)
-        visiting = min(state.optimizer, max(PART_BYTES, largest))
+        largest = 12 * largest_trained_parameter(shape, self.layout, pp=self.pp)
+        visiting = min(state.optimizer_bytes, max(PART_BYTES, largest))
         return {f"{name}'s optimizer state of one part": visiting}
 
     def _pushing(self) -> dict[str, int]:
@@ -550,7 +562,7 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
 
 
 def _host(
-    config: Config, stages: Mapping[World, list[_Stage]], host: int, engine: EngineUse | None
+    config: Config, stages: Mapping[World, list[_Stage]], host: int, engine: EngineMemoryUse | None
 ) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
@@ -581,7 +593,7 @@ def _host(
     if compute.optimizer_offload or compute.optimizer_cpu_offload:
         away = here if compute.optimizer_cpu_offload else shared
         items["optimizer away"] = sum(
-            state.optimizer for stage in away for state in stage.trained.values()
+            state.optimizer_bytes for stage in away for state in stage.trained.values()
         )
     same = config.trainer.critic_warmup or family.rollout.adapter_push
     if same and family.rollout.free_cache_engine:

@@ -33,7 +33,7 @@ class DiskUse:
         """Bytes of the whole directory."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + _BESIDE
 
-    def still_needed(self, there: int) -> int:
+    def bytes_still_needed(self, there: int) -> int:
         """Bytes beyond the ``there`` of an earlier start. A new checkpoint is written before an old
         one is removed.
         """

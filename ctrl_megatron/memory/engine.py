@@ -15,7 +15,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import BATCHED_TOKENS, ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
-from ctrl_megatron.memory.pushes import received_memory
+from ctrl_megatron.memory.pushes import received_bucket_bytes
 from ctrl_megatron.models.rules import rules
 from ctrl_megatron.models.shape import AnyShape, ModelShape
 
@@ -34,7 +34,7 @@ _PLACES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineUse:
+class EngineMemoryUse:
     """Bytes of one worker on its GPU."""
 
     share: int
@@ -54,35 +54,35 @@ class EngineUse:
     """Tokens of the longest sequence, for which the cache needs room."""
 
     @property
-    def cache(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """Rest of the share for keys and values; 0 or less if nothing is left."""
         return self.share - self.weights - self.workspace - self.graphs
 
     @property
-    def cache_tokens(self) -> int:
+    def kv_cache_tokens(self) -> int:
         """Tokens that fit into the cache."""
-        return max(0, self.cache) // self.cache_per_token
+        return max(0, self.kv_cache_bytes) // self.cache_per_token
 
     @property
-    def asleep(self) -> int:
+    def asleep_bytes(self) -> int:
         """Bytes on the device while the engine sleeps."""
         return self.outside + self.graphs
 
     @property
-    def awake(self) -> int:
+    def awake_bytes(self) -> int:
         """Bytes on the device while the engine generates."""
         return self.outside + self.share + self.received
 
 
-def engine_use(config: Config, shape: AnyShape, gpu_memory: int) -> EngineUse:
+def actor_engine_memory(config: Config, shape: AnyShape, gpu_memory: int) -> EngineMemoryUse:
     """The actor's configured engine on a GPU of ``gpu_memory`` bytes."""
     keys = config.actor_rollout_ref.rollout
     quantised = keys.quantization is not None
     use = _use(config, keys, shape, gpu_memory, config.max_model_len, quantised=quantised)
-    return replace(use, received=received_memory(config, shape))
+    return replace(use, received=received_bucket_bytes(config, shape))
 
 
-def proxy_engine_use(config: Config, shape: ModelShape, gpu_memory: int) -> EngineUse:
+def proxy_engine_memory(config: Config, shape: ModelShape, gpu_memory: int) -> EngineMemoryUse:
     """The proxy's own configured engine on a GPU of ``gpu_memory`` bytes.
 
     Where the length of its sequences follows from the rows, it is taken from the actor's tokens,
@@ -103,7 +103,7 @@ def _use(
     longest: int,
     *,
     quantised: bool = False,
-) -> EngineUse:
+) -> EngineMemoryUse:
     dtype = config.actor_rollout_ref.engine_dtype(keys)
     tensor, size = keys.tensor_model_parallel_size, DTYPE_SIZE[dtype]
     given = keys.engine_kwargs.get("max_num_batched_tokens") or BATCHED_TOKENS
@@ -133,7 +133,7 @@ def _use(
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
     if not ENGINES[keys.name].counts_workspace:
         outside, workspace, graphs = outside + workspace + graphs, 0, 0
-    return EngineUse(
+    return EngineMemoryUse(
         share=share,
         weights=weights,
         workspace=workspace,

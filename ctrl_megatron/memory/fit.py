@@ -10,7 +10,7 @@ from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.memory.activations import Kernels
-from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, gib, memory_budget
+from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, format_gib, memory_budget
 from ctrl_megatron.memory.shapes import ModelShapes
 
 Change = tuple[str, Any]
@@ -22,7 +22,7 @@ _PROXY = "actor_rollout_ref.proxy.engine."
 _SMALLEST_SHARE, _SHARE_STEPS = 0.1, 20
 
 
-def problem(config: Config, budget: MemoryBudget) -> str | None:
+def phase_over_limit(config: Config, budget: MemoryBudget) -> str | None:
     """The phase that does not fit, with its largest items; None if all fit."""
     dedicated = config.actor_rollout_ref.rollout.placement == "dedicated"
     for name, prefix, engine, alone in (
@@ -31,32 +31,32 @@ def problem(config: Config, budget: MemoryBudget) -> str | None:
     ):
         if engine is None:
             continue
-        if engine.cache_tokens < engine.longest:
+        if engine.kv_cache_tokens < engine.longest:
             share = value_at_key(config, f"{prefix}gpu_memory_utilization")
             return (
                 f"start: {name}: {prefix}gpu_memory_utilization={share} of "
-                f"{gib(budget.gpu_memory)} leaves the key-value cache room for "
-                f"{engine.cache_tokens} tokens beside weights {gib(engine.weights)}, a sequence "
-                f"of max_model_len needs {engine.longest}"
+                f"{format_gib(budget.gpu_memory)} leaves the key-value cache room for "
+                f"{engine.kv_cache_tokens} tokens beside weights {format_gib(engine.weights)}, a "
+                f"sequence of max_model_len needs {engine.longest}"
             )
-        if alone and engine.awake + engine.reload > budget.gpu_memory:
+        if alone and engine.awake_bytes + engine.reload > budget.gpu_memory:
             beside = engine.outside + engine.received + engine.reload
             return (
-                f"start: {name} needs {gib(engine.awake + engine.reload)} on a GPU of its own, "
-                f"which has {gib(budget.gpu_memory)}: {prefix}gpu_memory_utilization of it and "
-                f"{gib(beside)} for its context, buffers and arriving weights"
+                f"start: {name} needs {format_gib(engine.awake_bytes + engine.reload)} on a GPU of "
+                f"its own, which has {format_gib(budget.gpu_memory)}: {prefix}gpu_memory_utilization "
+                f"of it and {format_gib(beside)} for its context, buffers and arriving weights"
             )
-    use = budget.fullest
-    if use.total <= budget.limit:
+    use = budget.fullest_phase
+    if use.total <= budget.limit_bytes:
         return None
     return (
-        f"{use.phase} needs {gib(use.total)} on rank {use.rank} (pipeline stage {use.stage}), a "
-        f"GPU has {gib(budget.gpu_memory)} and {RESERVE:.0%} of it must stay free; largest: "
-        f"{use.largest()}"
+        f"{use.phase} needs {format_gib(use.total)} on rank {use.rank} (pipeline stage "
+        f"{use.stage}), a GPU has {format_gib(budget.gpu_memory)} and {RESERVE:.0%} of it must stay "
+        f"free; largest: {use.describe_largest_items()}"
     )
 
 
-def misfit(
+def describe_misfit(
     config: Config,
     shapes: ModelShapes,
     *,
@@ -72,9 +72,9 @@ def misfit(
             changed, shapes, gpu_memory=gpu_memory, purpose=purpose, kernels=kernels
         )
 
-    if (wrong := problem(config, budget_of(config))) is None:
+    if (wrong := phase_over_limit(config, budget_of(config))) is None:
         return None
-    return f"{wrong}; {_remedy(config, purpose, lambda c: not problem(c, budget_of(c)))}"
+    return f"{wrong}; {_remedy(config, purpose, lambda c: not phase_over_limit(c, budget_of(c)))}"
 
 
 def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) -> str:
@@ -87,10 +87,10 @@ def _remedy(config: Config, purpose: Purpose, fits: Callable[[Config], bool]) ->
     chosen: dict[str, Any] = {}
     for key, value in changes:
         chosen[key] = value
-        if fits(with_keys(config, chosen)):
+        if fits(with_changed_keys(config, chosen)):
             for key in list(chosen):
                 fewer = {k: v for k, v in chosen.items() if k != key}
-                if fits(with_keys(config, fewer)):
+                if fits(with_changed_keys(config, fewer)):
                     chosen = fewer
             return "it fits with " + " ".join(f"{k}={_text(v)}" for k, v in chosen.items())
     proxy = f", {_PROXY}n_gpus_per_node" if config.has_proxy_engines else ""
@@ -145,7 +145,7 @@ def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
             yield prefix + "gpu_memory_utilization", share
 
 
-def with_keys(config: Config, changes: Mapping[str, Any]) -> Config:
+def with_changed_keys(config: Config, changes: Mapping[str, Any]) -> Config:
     for key, value in changes.items():
         config = _changed(config, key, value)
     return config

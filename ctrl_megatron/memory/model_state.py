@@ -26,7 +26,7 @@ _VLLM_VOCAB_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelState:
+class ModelMemory:
     """Bytes of one model on one rank."""
 
     parameters: int
@@ -42,13 +42,13 @@ class ModelState:
     """Bytes that one rank writes into a checkpoint: the ranks with the same part share them."""
 
     @property
-    def optimizer(self) -> int:
+    def optimizer_bytes(self) -> int:
         """Bytes of the optimizer: master weights and moments."""
         return self.master + self.moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class GradientBucket:
     """Consecutive parameters in one of Megatron's gradient buffers."""
 
     mesh: MeshName
@@ -57,12 +57,12 @@ class Bucket:
 
 
 @lru_cache(maxsize=256)
-def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[Bucket, ...]:
+def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[GradientBucket, ...]:
     """The trained parameters of a stage, equal on all of its ranks; experts have buffers of their
     own."""
     found = []
     for chunk in range(layout.virtual_pipeline):
-        params = shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        params = shard_params(shape, layout, layout.first_coordinates_of_stage(pp), chunk=chunk)
         sizes: dict[MeshName, list[int]] = {"dense": [], "expert": []}
         for param in params:
             if param.trained and not param.buffer:
@@ -70,21 +70,21 @@ def stage_buckets(shape: ModelShape, layout: Layout, *, pp: int) -> tuple[Bucket
         dense, parts = sizes["dense"], [sizes["dense"]]
         if shape.tied_embeddings and layout.pipeline > 1 and shape.lora is None:
             # The shared embedding has a separate bucket on the ranks that have it.
-            if layout.is_first(pp=pp, chunk=chunk):
+            if layout.has_embedding(pp=pp, chunk=chunk):
                 parts = [dense[:1], dense[1:]]
-            elif layout.is_last(pp=pp, chunk=chunk):
+            elif layout.has_output_layer(pp=pp, chunk=chunk):
                 parts = [dense[:-1], dense[-1:]]
-        found += [Bucket(mesh="dense", sizes=tuple(part)) for part in parts]
-        found += [Bucket(mesh="expert", sizes=tuple(sizes["expert"]))]
+        found += [GradientBucket(mesh="dense", sizes=tuple(part)) for part in parts]
+        found += [GradientBucket(mesh="expert", sizes=tuple(sizes["expert"]))]
     return tuple(found)
 
 
-def frozen_state(shape: AnyShape, layout: Layout, *, pp: int, dtype: str) -> ModelState:
+def frozen_model_memory(shape: AnyShape, layout: Layout, *, pp: int, dtype: str) -> ModelMemory:
     """A model that is not trained, on a rank of stage ``pp``."""
     if isinstance(shape, TransformersShape):
         return _sharded_state(shape, layout, trained=False)
     elements = sum(sum(bucket.sizes) for bucket in stage_buckets(shape, layout, pp=pp))
-    return ModelState(parameters=elements * DTYPE_SIZE[dtype])
+    return ModelMemory(parameters=elements * DTYPE_SIZE[dtype])
 
 
 @lru_cache(maxsize=256)
@@ -93,31 +93,31 @@ def _untrained_elements(shape: ModelShape, layout: Layout, pp: int) -> int:
     return sum(
         math.prod(param.shape)
         for chunk in range(layout.virtual_pipeline)
-        for param in shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        for param in shard_params(shape, layout, layout.first_coordinates_of_stage(pp), chunk=chunk)
         if not param.trained
     )
 
 
 @lru_cache(maxsize=64)
-def _sharded_state(shape: TransformersShape, layout: Layout, *, trained: bool) -> ModelState:
+def _sharded_state(shape: TransformersShape, layout: Layout, *, trained: bool) -> ModelMemory:
     """A model of transformers on the fullest rank: shards are float32 and their own master copies,
     and gradients are freed after a step."""
     own = learning = 0
-    for param in shard_params(shape, layout, layout.first_of(0), chunk=0):
+    for param in shard_params(shape, layout, layout.first_coordinates_of_stage(0), chunk=0):
         own += math.prod(param.shape)
         learning += math.prod(param.shape) if param.trained and trained else 0
-    return ModelState(
+    return ModelMemory(
         parameters=4 * own,
         untrained=4 * (own - learning),
         passing=4 * learning,
         moments=8 * learning,
-        saved=(4 + 8) * learning // layout.fsdp_copies,
+        saved=(4 + 8) * learning // layout.fsdp_replicas,
     )
 
 
-def trained_state(
+def trained_model_memory(
     shape: AnyShape, layout: Layout, *, pp: int, dtype: str, distributed: bool
-) -> ModelState:
+) -> ModelMemory:
     """A trained model on the fullest rank of stage ``pp``.
 
     Gradients are float32, Adam has two float32 moments. The ``distributed`` optimizer splits master
@@ -134,7 +134,7 @@ def trained_state(
         own += count // replicas if distributed else count
         share += count // replicas
     untrained = size * _untrained_elements(shape, layout, pp)
-    return ModelState(
+    return ModelMemory(
         parameters=size * elements + untrained,
         untrained=untrained,
         gradients=4 * elements,
@@ -154,20 +154,20 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def largest_in_layer(shape: AnyShape, layout: Layout) -> int:
+def largest_layer_parameter(shape: AnyShape, layout: Layout) -> int:
     """Elements of the largest trained parameter of a layer."""
     if isinstance(shape, TransformersShape):
         return max(math.prod(t.shape) for layer, t in shape.tensors if layer is not None)
-    params = shard_params(shape, layout, layout.first_of(0), chunk=0)
+    params = shard_params(shape, layout, layout.first_coordinates_of_stage(0), chunk=0)
     return max(math.prod(p.shape) for p in params if ".layers." in p.name and p.trained)
 
 
-def largest_trained(shape: AnyShape, layout: Layout, *, pp: int) -> int:
+def largest_trained_parameter(shape: AnyShape, layout: Layout, *, pp: int) -> int:
     """Elements of the largest trained parameter of a rank of stage ``pp``."""
     return max(
         math.prod(param.shape)
         for chunk in range(layout.virtual_pipeline)
-        for param in shard_params(shape, layout, layout.first_of(pp), chunk=chunk)
+        for param in shard_params(shape, layout, layout.first_coordinates_of_stage(pp), chunk=chunk)
         if param.trained
     )
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ctrl_megatron.models.kept_by_modules import ModulePass
 
 
-def module_update(p: PassShape, shape: TransformersShape) -> tuple[int, int]:
+def fsdp_update_activations_and_workspace(
+    p: PassShape, shape: TransformersShape
+) -> tuple[int, int]:
     """(activations kept, workspace) in bytes at the peak of an update.
 
     A pass has the weights outside layers and two layers gathered in the model's type; a layer's
@@ -23,14 +25,14 @@ def module_update(p: PassShape, shape: TransformersShape) -> tuple[int, int]:
     block = 0.0
     kept = found.layers
     if p.recompute_granularity == "full":
-        kept, block = shape.num_layers * p.residual, found.layer
+        kept, block = shape.num_layers * p.residual_bytes_per_token, found.layer
     summed = (p.dtype_size + 4) * max(_elements(shape))
     head = logits_workspace(p, backward=True)
     workspace = _gathered(p, shape) + max(summed, int(head))
     return int(p.tokens * (kept + block + found.outside)), int(workspace)
 
 
-def module_inference(p: PassShape, shape: TransformersShape) -> int:
+def fsdp_inference_bytes(p: PassShape, shape: TransformersShape) -> int:
     """Bytes of a pass without gradients at its peak; a layer has no more at once than it would
     keep."""
     found = _kept(p, shape)

@@ -18,11 +18,11 @@ from ctrl_megatron.config.placement import ROLES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import MemoryBudget, memory_budget
-from ctrl_megatron.memory.fit import problem, with_keys
+from ctrl_megatron.memory.fit import phase_over_limit, with_changed_keys
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.shape import AnyShape
-from ctrl_megatron.parallel.layout import World, world_with, worlds_of
+from ctrl_megatron.parallel.layout import World, world_of_role, worlds_of
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 GENERATION = 0.5
@@ -31,7 +31,7 @@ _SHARES = (1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class StepFlops:
     """Floating-point operations of a step's parts over all rows; 0 for a part that it lacks."""
 
     generate: float
@@ -45,7 +45,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlacementCandidate:
     """A placement and what it promises."""
 
     keys: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Candidate:
         return [f"{name}={_text(value)}" for name, value in self.keys.items()]
 
 
-def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWork:
+def step_flops(config: Config, shapes: ModelShapes, *, generation: float) -> StepFlops:
     """The work of one step with rows of full length. ``generation`` is the share of a step's time
     that generation takes in one world, below 1.
     """
@@ -86,7 +86,7 @@ def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWo
             )
         )
 
-    trainer = StepWork(
+    trainer = StepFlops(
         generate=0.0,
         old_log_prob=passes(shapes.actor, 1, backward=False),
         ref_log_prob=passes(shapes.reference, 1, backward=False),
@@ -95,11 +95,11 @@ def work_of(config: Config, shapes: ModelShapes, *, generation: float) -> StepWo
         critic_update=passes(shapes.value, config.value_epochs, backward=True, head=False),
         actor_update=passes(shapes.actor, actor.ppo_epochs, backward=True),
     )
-    computed = sum(busy_of(trainer, ("actor", *ROLES)))
+    computed = sum(world_busy_flops(trainer, ("actor", *ROLES)))
     return replace(trainer, generate=computed * generation / (1 - generation))
 
 
-def busy_of(work: StepWork, roles: tuple[str, ...]) -> tuple[float, float, float]:
+def world_busy_flops(work: StepFlops, roles: tuple[str, ...]) -> tuple[float, float, float]:
     """The work of a world in the three parts of a step that all worlds begin together: draw; the
     passes before the advantages; the updates."""
     before = after = 0.0
@@ -114,34 +114,36 @@ def busy_of(work: StepWork, roles: tuple[str, ...]) -> tuple[float, float, float
     return work.generate if "actor" in roles else 0.0, before, after
 
 
-def times_of(work: StepWork, worlds: tuple[World, ...]) -> tuple[float, dict[str, float]]:
+def step_time_and_idle_shares(
+    work: StepFlops, worlds: tuple[World, ...]
+) -> tuple[float, dict[str, float]]:
     """(the time of a step in operations of one rank, world -> the share in which it waits)."""
     parts = {}
     for world in worlds:
-        roles = tuple(r for r in ("actor", *ROLES) if world_with(worlds, r) is world)
-        parts[world.name] = [one / len(world.ranks) for one in busy_of(work, roles)]
+        roles = tuple(r for r in ("actor", *ROLES) if world_of_role(worlds, r) is world)
+        parts[world.name] = [one / len(world.ranks) for one in world_busy_flops(work, roles)]
     step = sum(map(max, zip(*parts.values(), strict=True)))
     return step, {name: 1 - sum(own) / step for name, own in parts.items()}
 
 
-def candidates(
+def placement_candidates(
     config: Config,
     shapes: ModelShapes,
     *,
     gpu_memory: int,
     generation: float,
     kernels: Kernels = "te",
-) -> list[Candidate]:
+) -> list[PlacementCandidate]:
     """Placements of the roles that the configuration trains with: all on one world, and shares of
     the ranks for some roles. Only those that the layout and the batch sizes allow; the first is one
     world where that is allowed.
     """
     size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    work = work_of(config, shapes, generation=generation)
-    whole = sum(busy_of(work, ("actor", *ROLES))) / size
-    found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
+    work = step_flops(config, shapes, generation=generation)
+    whole = sum(world_busy_flops(work, ("actor", *ROLES))) / size
+    found: dict[tuple[tuple[int, ...], ...], PlacementCandidate] = {}
     for keys in _placements(config, size):
-        changed = with_keys(config.replace_groups(placement=RolePlacement()), keys)
+        changed = with_changed_keys(config.replace_groups(placement=RolePlacement()), keys)
         try:
             check_world_size(changed, size)
             worlds = worlds_of(size, changed)
@@ -149,12 +151,12 @@ def candidates(
         except UserError:
             # The layout or the batches do not divide over these ranks.
             continue
-        step, idle = times_of(work, worlds)
-        candidate = Candidate(
+        step, idle = step_time_and_idle_shares(work, worlds)
+        candidate = PlacementCandidate(
             keys=keys,
             worlds=worlds,
             budget=budget,
-            fault=problem(changed, budget),
+            fault=phase_over_limit(changed, budget),
             step=step / whole,
             idle=idle,
         )
@@ -162,7 +164,7 @@ def candidates(
     return list(found.values())
 
 
-def propose(found: list[Candidate]) -> Candidate:
+def choose_placement(found: list[PlacementCandidate]) -> PlacementCandidate:
     """The candidate that fits with the shortest step. In one world no rank waits, so that is one
     world where it fits. UserError with the reason of the first candidate if none fits.
     """
@@ -181,13 +183,13 @@ def with_auto_placement(
     config: Config, shapes: ModelShapes, *, gpu_memory: int, kernels: Kernels = "te"
 ) -> tuple[Config, str]:
     """The configuration with the placement that ``placement.auto`` stands for, written out, and the
-    table of what was considered. UserError as ``propose``.
+    table of what was considered. UserError as ``choose_placement``.
     """
-    found = candidates(
+    found = placement_candidates(
         config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels=kernels
     )
-    chosen = propose(found)
-    chosen_config = with_keys(config.replace_groups(placement=RolePlacement()), chosen.keys)
+    chosen = choose_placement(found)
+    chosen_config = with_changed_keys(config.replace_groups(placement=RolePlacement()), chosen.keys)
     return chosen_config, proposal_table(found, chosen, generation=GENERATION)
 
 
@@ -213,7 +215,9 @@ def _text(value: Any) -> str:
     return f"{{share: {value['share']:g}}}" if isinstance(value, dict) else str(value)
 
 
-def proposal_table(found: list[Candidate], chosen: Candidate, *, generation: float) -> str:
+def proposal_table(
+    found: list[PlacementCandidate], chosen: PlacementCandidate, *, generation: float
+) -> str:
     """A line per candidate with its worlds, its step and its idle times, and the proposal."""
     order = sorted(found, key=lambda one: (one.fault is not None, one.step))
     lines = [f"{'step':>6}  {'fullest GPU':>11}  worlds (ranks, idle)"]
@@ -222,7 +226,7 @@ def proposal_table(found: list[Candidate], chosen: Candidate, *, generation: flo
             f"{' and '.join(world.roles)} ({len(world.ranks)}, {one.idle[world.name]:.0%})"
             for world in one.worlds
         )
-        use = one.budget.fullest.total / one.budget.gpu_memory
+        use = one.budget.fullest_phase.total / one.budget.gpu_memory
         mark = "" if one.fault is None else "  does not fit"
         lines.append(f"{one.step:>6.2f}  {use:>11.0%}  {worlds}{mark}")
     keys = " ".join(f"'{key}'" for key in chosen.overrides) or "one world: leave placement out"

@@ -48,7 +48,7 @@ def push_plan(config: Config, shape: AnyShape) -> PushPlan:
     )
 
 
-def bucket_memory(config: Config, shape: AnyShape, rank: int) -> int:
+def push_bucket_bytes(config: Config, shape: AnyShape, rank: int) -> int:
     """Bytes of the buckets of a push on the GPU of ``rank``: with ``cuda_ipc`` those of the worker
     on that GPU, with ``nccl`` the messages that the rank sends; 0 with media in host memory."""
     rollout = config.actor_rollout_ref.rollout
@@ -66,7 +66,7 @@ def bucket_memory(config: Config, shape: AnyShape, rank: int) -> int:
     return IN_FLIGHT * max(sent)
 
 
-def received_memory(config: Config, shape: AnyShape) -> int:
+def received_bucket_bytes(config: Config, shape: AnyShape) -> int:
     """Bytes of the buckets in which a worker on a GPU of its own receives weights, which it keeps
     from the first push on. 0 unless ``rollout.weight_transport`` is ``nccl``: other transports put
     the weights into the host's or the ranks' memory."""

@@ -32,14 +32,14 @@ class ModelShapes:
     """The reason why such a model has no shape here."""
 
     @property
-    def trained(self) -> tuple[AnyShape, ...]:
+    def trained_shapes(self) -> tuple[AnyShape, ...]:
         return (self.actor, *(one for one in (self.second, self.value) if one is not None))
 
 
 def model_shapes(
     config: Config,
     purpose: Purpose,
-    same: Path | None = None,
+    single_file: Path | None = None,
     proxy_file: Path | None = None,
 ) -> ModelShapes:
     """The shapes of the configured directories, or of one file in place of all of them but a proxy
@@ -51,7 +51,7 @@ def model_shapes(
     own, strategy = family.model.path, family.actor.strategy
 
     def shape_of(directory: str | None) -> AnyShape:
-        file = _file(directory or own, same, "--model-config")
+        file = _file(directory or own, single_file, "--model-config")
         return parse_shape(read_json(file), str(file), strategy)
 
     reference = value = None

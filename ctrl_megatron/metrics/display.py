@@ -140,7 +140,7 @@ def format_seconds(seconds: float) -> str:
 
 
 @contextmanager
-def work_bar(
+def count_progress_bar(
     what: str, total: int, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
     """A live bar with the remaining time, on a terminal; returns a function of the work done."""
@@ -153,7 +153,7 @@ def work_bar(
 
 
 @contextmanager
-def byte_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def byte_progress_bar(console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """A live bar on a terminal for work that is counted in bytes; returns a function of the bytes
     done and the bytes in all."""
     console = console if console is not None else Console(stderr=True)

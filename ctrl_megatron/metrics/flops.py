@@ -27,7 +27,7 @@ def mfu(*, flops: float, seconds: float, devices: int, peak: float) -> float:
     return flops / (seconds * devices * peak)
 
 
-def peak_flops(device_name: str) -> float:
+def table_peak_flops(device_name: str) -> float:
     """Dense bf16 peak in flop/s of a device as the driver names it.
 
     Raises ValueError for a device that is not in the table.
@@ -42,7 +42,9 @@ def peak_flops(device_name: str) -> float:
     )
 
 
-def measure_peak_flops(dtype: str = "float32", *, size: int = 1024, seconds: float = 0.3) -> float:
+def measure_cpu_peak_flops(
+    dtype: str = "float32", *, size: int = 1024, seconds: float = 0.3
+) -> float:
     """Best flop/s of a square matrix product on this CPU, with torch's current threads.
 
     ``dtype`` is a torch type name. A CPU has no data sheet peak that its cores could reach.
@@ -61,10 +63,10 @@ def measure_peak_flops(dtype: str = "float32", *, size: int = 1024, seconds: flo
             return best
 
 
-def device_peak(device_name: str, *, configured_tflops: float | None, dtype: str) -> float:
+def device_peak_flops(device_name: str, *, configured_tflops: float | None, dtype: str) -> float:
     """Peak flop/s of one device: the configured value; on ``cpu`` a measurement in ``dtype``; else
     the table's dense bf16 peak, whatever ``dtype`` is. UserError for a device that is not in the
     table."""
     if configured_tflops is not None:
         return configured_tflops * 1e12
-    return measure_peak_flops(dtype) if device_name == "cpu" else peak_flops(device_name)
+    return measure_cpu_peak_flops(dtype) if device_name == "cpu" else table_peak_flops(device_name)

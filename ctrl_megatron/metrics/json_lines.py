@@ -61,7 +61,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def cut_line(path: Path) -> int | None:
+def incomplete_last_line(path: Path) -> int | None:
     """The number of an incomplete last line, which ``read_json_lines`` skips; None if every line is
     complete.
     """

@@ -208,22 +208,22 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def metric_of(name: str) -> Metric | None:
+def describe_metric(name: str) -> Metric | None:
     """The entry of a logged name; None for a metric of a user's own."""
-    entry, rate = pattern_of(name), rate_of_all(name)
+    entry, rate = metric_pattern(name), rate_name_of_all_sets(name)
     if entry is None:
-        return None if rate is None else metric_of(rate)
+        return None if rate is None else describe_metric(rate)
     return METRICS[entry]
 
 
-def pattern_of(name: str) -> str | None:
+def metric_pattern(name: str) -> str | None:
     """The key of ``METRICS`` for a logged name: itself, or the pattern that it matches."""
     if name in METRICS:
         return name
     return next((pattern for pattern in METRICS if _matches(pattern, name)), None)
 
 
-def rate_of_all(name: str) -> str | None:
+def rate_name_of_all_sets(name: str) -> str | None:
     """``val/RATE`` for ``val/NAME/RATE``, the rate of one validation file; None for other names."""
     parts = re.fullmatch(r"val/(?!reward/)[\w.-]+/(.+)", name)
     return f"val/{parts[1]}" if parts else None

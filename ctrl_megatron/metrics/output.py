@@ -12,7 +12,7 @@ _NOT_READ = (errno.EPIPE, errno.EIO)
 """The reader closed the pipe, as ``| head`` does; the terminal was closed."""
 
 
-def keep_going_unread() -> None:
+def ignore_closed_output() -> None:
     """Let writes to standard output and error be discarded once nobody can read them.
 
     A full disk behind them raises the OSError with the name of the file.
@@ -23,7 +23,7 @@ def keep_going_unread() -> None:
         sys.stderr = _lasting(sys.stderr)
 
 
-def discard(descriptor: int) -> None:
+def discard_output(descriptor: int) -> None:
     """Let everything that is written to ``descriptor`` be lost from now on."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, descriptor)
@@ -40,7 +40,7 @@ class _Lasting(io.FileIO):
         except OSError as error:
             file = os.readlink(f"/proc/self/fd/{self.fileno()}")
             # Also what the layers above have kept, which they would try to write again.
-            discard(self.fileno())
+            discard_output(self.fileno())
             if error.errno not in _NOT_READ:
                 raise OSError(error.errno, error.strerror, file) from error
             return len(memoryview(data).cast("B"))

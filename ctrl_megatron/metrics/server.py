@@ -16,7 +16,7 @@ from itertools import groupby
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.exposition import CONTENT_TYPE, metric_lines
-from ctrl_megatron.metrics.names import METRICS, pattern_of, rate_of_all
+from ctrl_megatron.metrics.names import METRICS, metric_pattern, rate_name_of_all_sets
 
 _REQUEST_SECONDS = 10.0
 _POLL_SECONDS = 0.2
@@ -58,7 +58,7 @@ class MetricsServer:
         )
         self._thread.start()
 
-    def add(self, gauges: Callable[[], Iterable[Gauge]]) -> None:
+    def add_gauges(self, gauges: Callable[[], Iterable[Gauge]]) -> None:
         """Ask the function for gauges in every answer from now on, in any thread."""
         self._gauges.append(gauges)
 
@@ -112,8 +112,8 @@ def _series(name: str) -> tuple[str, dict[str, str], str]:
     """Name, labels and help of a metric's series."""
     if name in _OF_THE_RUN:
         return f"ctrl_{name}", {}, _OF_THE_RUN[name]
-    rate = rate_of_all(name)
-    entry = pattern_of(name if rate is None else rate)
+    rate = rate_name_of_all_sets(name)
+    entry = metric_pattern(name if rate is None else rate)
     if entry is None:
         return "ctrl_own", {"name": name}, _OWN
     family, text = "ctrl_" + _plain(entry), METRICS[entry].meaning

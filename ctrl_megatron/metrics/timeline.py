@@ -32,7 +32,7 @@ class Phase:
         return self.start, self.end
 
 
-class Meter(Protocol):
+class PhaseMeter(Protocol):
     """A further measurement of the main thread's phases."""
 
     def begin(self, name: str) -> None: ...
@@ -52,7 +52,7 @@ class Timeline:
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[str], None] | None = None,
         on_end: Callable[[str], None] | None = None,
-        meter: Meter | None = None,
+        meter: PhaseMeter | None = None,
     ) -> None:
         self._meter = meter
         self._clock, self._on_begin, self._on_end = clock, on_begin, on_end
@@ -109,7 +109,7 @@ def seconds_by_name(phases: Iterable[Phase]) -> dict[str, float]:
     return totals
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def interval_union(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of the intervals, as disjoint intervals in order, without empty ones. ValueError
     for an interval that ends before it starts."""
     joined: list[Interval] = []
@@ -123,13 +123,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    pairs = ((max(x[0], y[0]), min(x[1], y[1])) for x in union(a) for y in union(b))
+def interval_intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    pairs = (
+        (max(x[0], y[0]), min(x[1], y[1])) for x in interval_union(a) for y in interval_union(b)
+    )
     return [(start, end) for start, end in pairs if start < end]
 
 
-def hidden_seconds(phases: Sequence[Phase]) -> float:
+def overlapped_host_seconds(phases: Sequence[Phase]) -> float:
     """Seconds of host work that main-thread work covered (``perf/overlap_seconds``)."""
     host = [p.interval for p in phases if p.kind == "host"]
     main = [p.interval for p in phases if p.kind == "main"]
-    return sum(end - start for start, end in intersection(host, main))
+    return sum(end - start for start, end in interval_intersection(host, main))

@@ -23,7 +23,7 @@ def chrome_trace(ranks: Sequence[Sequence[Phase]], step: int) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, phases in enumerate(ranks):
         aside = [phase for phase in phases if phase.kind == "host"]
-        tracks = [[p for p in phases if p.kind != "host"], *tracks_of(aside)]
+        tracks = [[p for p in phases if p.kind != "host"], *phase_tracks(aside)]
         events.append(_named("process_name", f"rank {rank}", rank, _MAIN))
         for number, track in enumerate(tracks):
             name = "main thread" if number == _MAIN else "background"
@@ -32,7 +32,7 @@ def chrome_trace(ranks: Sequence[Sequence[Phase]], step: int) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step}}
 
 
-def tracks_of(phases: Sequence[Phase]) -> list[list[Phase]]:
+def phase_tracks(phases: Sequence[Phase]) -> list[list[Phase]]:
     """The phases, by start, on as few tracks as their first-fit order needs: any two phases of a
     track are nested or do not overlap.
     """

@@ -91,7 +91,7 @@ class StepWarnings:
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
 
-    def of(self, metrics: Metrics) -> dict[str, str]:
+    def check(self, metrics: Metrics) -> dict[str, str]:
         """Name and text of every warning of a step."""
         found = {}
         for warning in WARNINGS:

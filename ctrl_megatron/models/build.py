@@ -181,7 +181,7 @@ def uneven_stages(num_layers: int, layout: Layout) -> list[list[str]] | None:
     all have as many layers, which Megatron assumes."""
     stages = [
         ["decoder"] * len(layout.layers(num_layers, pp=pp, chunk=chunk))
-        for pp, chunk in layout.stages()
+        for pp, chunk in layout.virtual_stages()
     ]
     if len({len(stage) for stage in stages}) == 1:
         return None
@@ -238,8 +238,8 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             ),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=layout.is_first(pp=groups.place.pp, chunk=chunk),
-            post_process=layout.is_last(pp=groups.place.pp, chunk=chunk),
+            pre_process=layout.has_embedding(pp=groups.place.pp, chunk=chunk),
+            post_process=layout.has_output_layer(pp=groups.place.pp, chunk=chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(shape.rope.theta),

@@ -97,12 +97,12 @@ def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
     """torch's mesh of the ranks: those that share a copy, and the copies where there are several
     (hybrid sharding)."""
     layout, device = groups.layout, groups.device.type
-    if layout.fsdp_copies == 1:
+    if layout.fsdp_replicas == 1:
         return DeviceMesh.from_group(groups.shards, device, mesh_dim_names=("shard",))
     return DeviceMesh.from_group(
         [groups.copies, groups.shards],
         device,
-        mesh=torch.tensor(groups.ranks).view(layout.fsdp_copies, layout.copy_size),
+        mesh=torch.tensor(groups.ranks).view(layout.fsdp_replicas, layout.fsdp_shard_size),
         mesh_dim_names=("copy", "shard"),
     )
 
@@ -204,7 +204,7 @@ class FsdpStrategy:
     def padded_micro_batches(self, own: int) -> int:
         """As in ``Strategy``: the most of any rank, because every pass gathers the layers from all
         ranks."""
-        return self._groups.most_over_data(own)
+        return self._groups.max_over_data(own)
 
     def begin_step(self) -> None:
         """As in ``Strategy``: the gradients of the last step are freed."""

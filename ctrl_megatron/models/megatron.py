@@ -119,7 +119,7 @@ class MegatronStrategy:
         other's micro-batches, so that all of them take the most of any; other ranks take ``own``.
         The interleaved schedule needs a multiple of the stages."""
         layout = self._groups.layout
-        most = self._groups.most_over_data(own) if layout.experts_join_data_ranks else own
+        most = self._groups.max_over_data(own) if layout.experts_join_data_ranks else own
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-most // multiple) * multiple
 
@@ -145,7 +145,9 @@ class MegatronStrategy:
             seq_length=layout.token_multiple,
             micro_batch_size=1,
             forward_only=not backward,
-            p2p_communicator=P2PCommunicator(pp_group=self._groups.pipeline, config=self.config),
+            p2p_communicator=P2PCommunicator(
+                pp_group=self._groups.pipeline_group, config=self.config
+            ),
             pg_collection=self._groups.megatron,
         )
 
@@ -154,7 +156,7 @@ class MegatronStrategy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
         # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
-        hidden, tensor = output.transpose(0, 1), self._groups.tensor
+        hidden, tensor = output.transpose(0, 1), self._groups.tensor_group
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=tensor
@@ -180,7 +182,7 @@ class MegatronStrategy:
             # Every tensor rank computes the same loss from the gathered values, so its gradient
             # is split, not summed.
             values = gather_from_sequence_parallel_region(
-                values, tensor_parallel_output_grad=False, group=self._groups.tensor
+                values, tensor_parallel_output_grad=False, group=self._groups.tensor_group
             )
         return values.flatten()[micro.predictors]
 

@@ -19,7 +19,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
 from ctrl_megatron.models.host_state import HostState
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.parallel.groups import ProcessGroups, as_all_ranks
+from ctrl_megatron.parallel.groups import ProcessGroups, as_default_group
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MAIN_PARAM = "main_param"
@@ -130,7 +130,7 @@ class Optimization:
         dtype = DTYPES[build.dtype]
         self._options = options
         self._weights = [w for chunk in chunks for w in chunk.parameters() if w.requires_grad]
-        with as_all_ranks(groups.megatron.intra_dist_opt):
+        with as_default_group(groups.megatron.intra_dist_opt):
             self.optimizer: Any = get_megatron_optimizer(
                 OptimizerConfig(
                     optimizer="adam",

@@ -349,7 +349,7 @@ class ParallelModel:
             # Ranks without rows take part in the sums over ranks with a micro-batch without rows.
             count=lambda own: self.strategy.padded_micro_batches(max(own, 1)),
             device=self.groups.device,
-            context=self.groups.context,
+            context=self.groups.context_group,
         )
         self._count(micro_batches, backward=backward)
         if backward:

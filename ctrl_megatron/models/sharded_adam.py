@@ -109,7 +109,7 @@ class ShardedAdam:
         if tensors:
             norms = torch.stack([tensor.norm() for tensor in tensors if tensor is not None])
             holders = [
-                layout.fsdp_copies if isinstance(parameter, DTensor) else layout.data
+                layout.fsdp_replicas if isinstance(parameter, DTensor) else layout.data
                 for parameter, _ in self._pairs
             ]
             squares = (norms.cpu().double().square() / torch.tensor(holders)).sum()

@@ -153,7 +153,9 @@ def shard_params(
     With tied embeddings the output layer has no parameter on a stage that also has the embedding,
     and a copy of the embedding (the same HF tensor) on any other last stage.
     """
-    return _stage(shape, layout, place.pp, chunk, te_names, lambda mesh, axes: (place.on(*axes),))
+    return _stage(
+        shape, layout, place.pp, chunk, te_names, lambda mesh, axes: (place.indices_on(*axes),)
+    )
 
 
 def distinct_shards(
@@ -161,7 +163,7 @@ def distinct_shards(
 ) -> Iterator[ShardParam]:
     """``shard_params`` of all ranks of a pipeline stage, each shard once however many have it."""
     return _stage(
-        shape, layout, pp, chunk, te_names, lambda mesh, axes: layout.mesh(mesh).every(axes)
+        shape, layout, pp, chunk, te_names, lambda mesh, axes: layout.mesh(mesh).all_indices(axes)
     )
 
 
@@ -174,8 +176,8 @@ def _stage(
     indices: Callable[[MeshName, tuple[Axis, ...]], Iterable[Indices]],
 ) -> Iterator[ShardParam]:
     """The parameters of a virtual stage with each of the ``indices`` on the axes that cut them."""
-    first = layout.is_first(pp=pp, chunk=chunk)
-    last = layout.is_last(pp=pp, chunk=chunk)
+    first = layout.has_embedding(pp=pp, chunk=chunk)
+    last = layout.has_output_layer(pp=pp, chunk=chunk)
     held = {
         "embedding": first,
         "final_norm": last,

@@ -2,8 +2,9 @@
 
 Megatron-Core uses CUDA in three ways: it allocates on ``device="cuda"``, it compares
 ``Tensor.type()`` with the ``torch.cuda.*`` names, and it calls streams, events and RNG functions of
-``torch.cuda``. ``install()`` provides all three on the CPU. ``parallel.groups.initialize`` calls it
-once, only on a machine without a CUDA device; no other code of the package depends on the platform.
+``torch.cuda``. ``install()`` provides all three on the CPU. ``parallel.groups.initialize_groups``
+calls it once, only on a machine without a CUDA device; no other code of the package depends on the
+platform.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _count_in_numpy() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
-def installed() -> bool:
+def cpu_platform_installed() -> bool:
     """Whether ``install_cpu_platform`` has been called in this process."""
     return _installed is not None
 
@@ -124,7 +125,7 @@ def install_cpu_platform() -> None:
         "device_count": lambda: 1,
         "set_device": _nothing(),
         "synchronize": _nothing(),
-        "empty_cache": host_memory.make_room,
+        "empty_cache": host_memory.return_memory_if_scarce,
         "manual_seed": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
@@ -147,8 +148,8 @@ def install_cpu_platform() -> None:
 
     megatron_random._get_cuda_rng_state = _rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
-    gloo.sum_in_place()
-    gloo.exchange_unequal_parts()
+    gloo.install_in_place_reduction()
+    gloo.install_uneven_collectives()
     _count_in_numpy()
     weight_gradient.install_weight_gradient()
     _installed = _CudaOnCpu()

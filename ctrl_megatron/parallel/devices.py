@@ -21,10 +21,10 @@ def local_device(local_rank: int) -> torch.device:
     ranks: a run must not continue unnoticed on the CPU. ``CUDA_VISIBLE_DEVICES=`` (empty) selects
     the CPU.
     """
-    if cpu_platform.installed():
+    if cpu_platform.cpu_platform_installed():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        if fault := unreached_gpus():
+        if fault := why_gpus_unusable():
             raise UserError(fault)
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -40,13 +40,13 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def unreached_gpus() -> str | None:
+def why_gpus_unusable() -> str | None:
     """Why torch cannot use this machine's NVIDIA GPUs, with the remedy; None if it can or there are
     none.
 
     GPUs are counted by the driver's files ``/dev/nvidiaN``.
     """
-    gpus = gpus_here()
+    gpus = gpu_device_files()
     if not gpus or torch.cuda.is_available() or gpus_are_hidden():
         return None
     here = f"this machine has {len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''} ({gpus[0]}, ...)"
@@ -67,7 +67,7 @@ def unreached_gpus() -> str | None:
     )
 
 
-def gpus_here() -> list[str]:
+def gpu_device_files() -> list[str]:
     """The device files of NVIDIA GPUs, by number."""
     names = [p.name for p in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", p.name)]
     return [str(_DEVICES / name) for name in sorted(names, key=lambda n: int(n[6:]))]

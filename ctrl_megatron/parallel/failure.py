@@ -64,18 +64,18 @@ class FailureWatch:
         # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
-        self._near = groups.from_here(os.getpid())
+        self._near = groups.from_host(os.getpid())
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
-    def guard(self, died: Callable[[], str | UserError | None], *, hang: bool = False) -> None:
+    def add_check(self, died: Callable[[], str | UserError | None], *, hang: bool = False) -> None:
         """Call the function regularly from now on. It returns None while its child process is alive
         and what happened to it otherwise, which is then this rank's failure or, as a UserError, the
         user's. With ``hang`` it reports that something no longer goes on.
         """
         self._services.append((died, hang))
 
-    def write_stacks(self, file: StackFile) -> None:
+    def set_stack_file(self, file: StackFile) -> None:
         """Let this rank's stacks be in ``file`` before a run that hangs is ended, from now on."""
         self._stacks = file
 
@@ -92,11 +92,11 @@ class FailureWatch:
             self.stop_watching_others()
 
     @staticmethod
-    def exit(code: int) -> None:
+    def exit_process(code: int) -> None:
         """End this process without running destructors."""
         os._exit(code)
 
-    def report(self, error: BaseException) -> int:
+    def report_failure(self, error: BaseException) -> int:
         """Publish this rank's failure and print the run's first cause; call from the main thread.
         Returns the exit code of all ranks.
 
@@ -192,7 +192,7 @@ class FailureWatch:
                     # Where the launcher does not serve the store, rank 0 does.
                     why = _dead_rank(local) or self._without_store(error)
                     if self._stacks is not None:
-                        self._stacks.dump(why)
+                        self._stacks.append_stacks(why)
                     _say(f"rank {me} stops because {why}")
                     self._leave(FAILED)
             except Exception as error:
@@ -244,17 +244,17 @@ class FailureWatch:
             self.ending = f"rank {rank} ends the run: {_first_and_last(cause)[:_SHORT]}"
             stacks, silent = self._stacks if record["hang"] else None, record["silent"]
             if stacks is not None:
-                stacks.dump(self.ending)
+                stacks.append_stacks(self.ending)
             if silent in self._near:
                 if stacks is not None:
-                    stacks.of_other(silent, self._near[silent])
+                    stacks.request_stacks_of(silent, self._near[silent])
                 with suppress(ProcessLookupError):
                     os.kill(self._near[silent], signal.SIGKILL)
             if rank == me:
                 ends = "the run stops:" if self._code != FAILED else f"rank {me} stops because"
                 where = "" if stacks is None else f"\n{_STACKS.format(stacks.folder)}"
                 _say(f"{ends} {cause.rstrip()}{where}")
-            elif self._groups.is_first_here and rank not in self._near:
+            elif self._groups.is_first_of_host and rank not in self._near:
                 _say(f"rank {me} stops because of rank {rank}: {_first_and_last(cause)[:_SHORT]}")
             return self._code
 
@@ -266,7 +266,7 @@ class FailureWatch:
             os._exit(code)
 
 
-class StuckStart:
+class StuckThreadStart:
     """Notices a main thread that waits for a thread which never begins: where memory or process ids
     are used up the system may start it, and Python cannot run it.
     """
@@ -275,7 +275,7 @@ class StuckStart:
         self._limit, self._still, self._looks = limit, StallClock(), 0
 
     def __call__(self) -> str | None:
-        """A message about the fault, or None, for ``FailureWatch.guard``."""
+        """A message about the fault, or None, for ``FailureWatch.add_check``."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None and frame.f_code is not threading.Thread.start.__code__:
             inside = frame.f_code.co_filename == threading.__file__

@@ -2,16 +2,17 @@
 
 Every process group has a thread that polls for messages a hundred times a second, and a rank is in
 up to some twenty groups. An engine on the same cores is interrupted thousands of
-times a second and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``one_loop`` lets the
-groups of a rank share the thread of the first one.
+times a second and draws 7 % fewer tokens (``docs/experiments/engines.md``). ``shared_gloo_thread``
+lets the groups of a rank share the thread of the first one.
 
 Gloo has no reduce-scatter and no gather into one tensor. Torch copies the whole buffer (gradients
-of all weights in float32), sums the copy and copies the requested part back. ``sum_in_place`` makes
-Megatron sum the buffer itself, of which its shard is a view already. FSDP2's shard is a tensor of
-its own: with ``SumOfParts`` a rank gets only the others' parts of that, and adds them.
+of all weights in float32), sums the copy and copies the requested part back.
+``install_in_place_reduction`` makes Megatron sum the buffer itself, of which its shard is a view
+already. FSDP2's shard is a tensor of its own: with ``SumOfParts`` a rank gets only the others'
+parts of that, and adds them.
 
 Gloo's collectives also require equal parts. The tensor ranks of an expert exchange as many tokens
-as were sent to each of them, for which ``exchange_unequal_parts`` uses broadcasts and sums.
+as were sent to each of them, for which ``install_uneven_collectives`` uses broadcasts and sums.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 
 @contextmanager
-def one_loop() -> Iterator[None]:
+def shared_gloo_thread() -> Iterator[None]:
     """Gloo groups that are created within the context use the thread of the default group.
 
     The default group must exist; nothing happens if it has no gloo.
@@ -54,7 +55,7 @@ def one_loop() -> Iterator[None]:
         distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
 
 
-def sum_in_place() -> None:
+def install_in_place_reduction() -> None:
     """Make Megatron's distributed optimizer sum gradients and gather weights in place."""
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -147,7 +148,7 @@ class SumOfParts:
             work.wait()
 
 
-def exchange_unequal_parts() -> None:
+def install_uneven_collectives() -> None:
     """Let Megatron gather and reduce-scatter rows of which the ranks have different numbers."""
     from megatron.core.tensor_parallel import mappings
 

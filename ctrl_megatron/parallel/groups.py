@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.devices import local_device
-from ctrl_megatron.parallel.hosts import Hosts, host_identity, number_hosts, way_to
+from ctrl_megatron.parallel.hosts import Hosts, addresses_to, host_identity, number_hosts
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Layout, World
 from ctrl_megatron.parallel.meeting import rendezvous
 
@@ -53,12 +53,12 @@ class RankSet:
         return self.rank == 0
 
     @property
-    def is_first_here(self) -> bool:
+    def is_first_of_host(self) -> bool:
         """True on the rank that acts for its host."""
-        return self.rank == self.hosts.first_rank(self.here)
+        return self.rank == self.hosts.first_rank(self.host_index)
 
     @property
-    def here(self) -> int:
+    def host_index(self) -> int:
         return self.hosts.of_rank[self.rank]
 
     def from_first(self, value: T | None) -> T:
@@ -71,14 +71,16 @@ class RankSet:
         """One value per rank, in rank order, on every rank. Collective."""
         return _gather(value, self.size, self.host)
 
-    def from_here(self, value: T) -> dict[int, T]:
+    def from_host(self, value: T) -> dict[int, T]:
         """The values of this host's ranks by rank, ascending. Collective over all ranks."""
         values = enumerate(self.from_all(value))
-        return {rank: given for rank, given in values if self.hosts.of_rank[rank] == self.here}
+        return {
+            rank: given for rank, given in values if self.hosts.of_rank[rank] == self.host_index
+        }
 
-    def from_first_here(self, value: T) -> T:
+    def from_first_of_host(self, value: T) -> T:
         """The ``value`` of the first rank of this rank's host. Collective over all ranks."""
-        return next(iter(self.from_here(value).values()))
+        return next(iter(self.from_host(value).values()))
 
     def on_any(self, *flags: bool) -> tuple[bool, ...]:
         """For each flag whether it is set on any rank. Collective over all ranks."""
@@ -111,17 +113,17 @@ class ProcessGroups(RankSet):
     """The ranks that differ from this rank in the data index at most, over gloo."""
 
     @property
-    def tensor(self) -> Any:
+    def tensor_group(self) -> Any:
         """The ranks that split one weight with this one."""
         return self.megatron.tp
 
     @property
-    def pipeline(self) -> Any:
+    def pipeline_group(self) -> Any:
         """The ranks that have this one's part of the other stages."""
         return self.megatron.pp
 
     @property
-    def context(self) -> Any:
+    def context_group(self) -> Any:
         """The ranks that share this rank's rows and have the same part of the weights."""
         return self.megatron.cp
 
@@ -138,7 +140,7 @@ class ProcessGroups(RankSet):
     def from_leader(self, value: T | None) -> T:
         """The leader's ``value`` on every rank of this model copy (pickled, over gloo). Collective
         over the copy."""
-        if self.layout.model_size == 1:
+        if self.layout.model_parallel_size == 1:
             return value  # type: ignore[return-value]
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.host_model)
@@ -155,22 +157,23 @@ class ProcessGroups(RankSet):
         dist.all_reduce(total, group=self.host_data)
         return total
 
-    def most_over_data(self, count: int) -> int:
+    def max_over_data(self, count: int) -> int:
         """The largest ``count`` of the data-parallel ranks. Collective over them."""
         most = torch.tensor(count)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.host_data)
         return int(most)
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape and
-        dtype. Collective over them."""
+        """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape
+        and dtype. Collective over them.
+        """
         if self.layout.pipeline > 1:
-            dist.broadcast(tensor, group_src=self.layout.pipeline - 1, group=self.pipeline)
+            dist.broadcast(tensor, group_src=self.layout.pipeline - 1, group=self.pipeline_group)
         return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinedGroups:
     """The process groups that a rank has joined."""
 
     everyone: RankSet
@@ -189,7 +192,7 @@ def _gather(value: T, count: int, group: Any) -> list[T]:
     return values
 
 
-def initialize(
+def initialize_groups(
     layout: Layout, *, seed: int, timeout_seconds: float, launch: Launch | None = None
 ) -> ProcessGroups:
     """``join_worlds`` for a run of one world."""
@@ -199,7 +202,7 @@ def initialize(
 
 def join_worlds(
     worlds: Sequence[World], *, seed: int, timeout_seconds: float, launch: Launch | None = None
-) -> Joined:
+) -> JoinedGroups:
     """Start torch.distributed with the launcher's settings and make the groups of ``worlds``,
     which have each rank once.
 
@@ -228,9 +231,9 @@ def join_worlds(
     needed = sum(len(world.ranks) for world in worlds)
     if dist.get_world_size() != needed:
         raise ValueError(f"{dist.get_world_size()} ranks were started, the layout needs {needed}")
-    with gloo.one_loop():
+    with gloo.shared_gloo_thread():
         joined = _collect(worlds, device, timeout, launch.master_addr)
-    give_megatron(joined.groups.megatron)
+    set_megatron_globals(joined.groups.megatron)
     coordinates = joined.groups.place
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed, tp_rank=coordinates.tp, ep_rank=coordinates.ep, etp_rank=coordinates.etp
@@ -255,7 +258,7 @@ def _require_same(worlds: Sequence[World], store: Any, rank: int) -> None:
 
 def _collect(
     worlds: Sequence[World], device: torch.device, timeout: timedelta, master: str
-) -> Joined:
+) -> JoinedGroups:
     me, every = dist.get_rank(), tuple(range(dist.get_world_size()))
     world = next(w for w in worlds if me in w.ranks)
     makers = [_Makers.of(w.ranks, timeout) for w in worlds]
@@ -269,19 +272,21 @@ def _collect(
     identities = _gather(host_identity(), len(every), host)
     hosts = number_hosts(identities)
     several = len(hosts.names) > 1
-    hosts = hosts.with_addresses(_gather(way_to(master), len(every), host) if several else [])
+    hosts = hosts.with_addresses(_gather(addresses_to(master), len(every), host) if several else [])
     groups = ProcessGroups(
         ranks=world.ranks,
         rank=world.ranks.index(me),
         place=world.layout.coordinates(world.ranks.index(me)),
         layout=world.layout,
         device=device,
-        hosts=hosts.of(world.ranks),
+        hosts=hosts.of_ranks(world.ranks),
         **local_groups,
     )
     everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)
     mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").group_of([every])
-    return Joined(everyone=groups if alone else everyone, groups=groups, world=world, mail=mail)
+    return JoinedGroups(
+        everyone=groups if alone else everyone, groups=groups, world=world, mail=mail
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,12 +312,12 @@ def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
     layout, every = world.layout, [tuple(range(world.layout.world_size))]
     return {
         "host": make.host.group_of(every),
-        "host_model": make.host.group_of(layout.split("tp", "cp", "pp")),
-        "host_data": make.host.group_of(layout.split("dp")),
+        "host_model": make.host.group_of(layout.rank_sets_along("tp", "cp", "pp")),
+        "host_data": make.host.group_of(layout.rank_sets_along("dp")),
         "writers": make.writers.group_of(every),
         "megatron": megatron_groups(layout, make.devices),
-        "shards": make.devices.group_of(layout.split("shard")),
-        "copies": make.devices.group_of(layout.split("copy")),
+        "shards": make.devices.group_of(layout.rank_sets_along("shard")),
+        "copies": make.devices.group_of(layout.rank_sets_along("copy")),
         "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
     }
 
@@ -348,9 +353,9 @@ def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     def along(*axes: Axis) -> Any:
-        return maker.group_of(layout.split(*axes))
+        return maker.group_of(layout.rank_sets_along(*axes))
 
-    stages = layout.split("pp")
+    stages = layout.rank_sets_along("pp")
     return ProcessGroupCollection(
         tp=along("tp"),
         cp=along("cp"),
@@ -377,7 +382,7 @@ def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection
     )
 
 
-def give_megatron(groups: ProcessGroupCollection) -> None:
+def set_megatron_globals(groups: ProcessGroupCollection) -> None:
     """Make ``groups`` Megatron's global state too, for its code that does not pass on the groups
     that it was given: the padding mask under sequence parallelism, for example."""
     from megatron.core import parallel_state
@@ -399,7 +404,7 @@ def give_megatron(groups: ProcessGroupCollection) -> None:
 
 
 @contextmanager
-def as_all_ranks(group: Any) -> Iterator[None]:
+def as_default_group(group: Any) -> Iterator[None]:
     """Make ``group`` torch's group of all ranks meanwhile, for code of Megatron's that meets all
     ranks of a run: ``get_megatron_optimizer`` compares the parameter groups of every rank, and
     other worlds have other models or none."""
@@ -411,7 +416,7 @@ def as_all_ranks(group: Any) -> Iterator[None]:
         member.WORLD = everyone
 
 
-def shutdown() -> None:
+def shutdown_groups() -> None:
     """Leave all groups; safe to call when none exist."""
     from megatron.core import parallel_state
 

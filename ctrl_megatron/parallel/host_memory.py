@@ -4,7 +4,7 @@ glibc returns every large freed block to the kernel. When a page of the next blo
 the kernel stops the process, finds a page and clears it. A pass on the CPU allocates thousands of
 such tensors, and a third of its time was spent there. ``keep_freed_memory`` makes glibc keep what
 is freed (``mallopt``, mallopt(3)) and asks the kernel for pages of 2 MiB (``madvise``).
-``make_room`` returns free memory when the machine is short of it.
+``return_memory_if_scarce`` returns free memory when the machine is short of it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def keep_freed_memory() -> bool:
     return _kept
 
 
-def make_room() -> None:
+def return_memory_if_scarce() -> None:
     """Call ``return_freed_memory`` if less than a quarter of the machine's memory is available.
 
     With more available memory, returning it would only slow the next update down by a fifth: the
     rank gets the same pages again, with a page fault for each.
     """
-    if available_share() < _SCARCE:
+    if available_memory_share() < _SCARCE:
         return_freed_memory()
 
 
-def available_share() -> float:
+def available_memory_share() -> float:
     """The share of memory that is available: of the machine's, or of the limit of a container's
     cgroup (version 2) where that share is smaller."""
     machine = psutil.virtual_memory()

@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ConnectionAddresses:
     """The IP addresses of both ends of a connection, as the system would choose them."""
 
     own: str
@@ -40,7 +40,7 @@ class Hosts:
     def ranks_on(self, host: int) -> int:
         return self.of_rank.count(host)
 
-    def of(self, ranks: Sequence[int]) -> Hosts:
+    def of_ranks(self, ranks: Sequence[int]) -> Hosts:
         """The hosts of some ranks, which are numbered from 0, as are the hosts."""
         kept = list(dict.fromkeys(self.of_rank[rank] for rank in ranks))
         return Hosts(
@@ -49,7 +49,7 @@ class Hosts:
             addresses=tuple(self.addresses[host] for host in kept) if self.addresses else (),
         )
 
-    def with_addresses(self, ways: Sequence[Way]) -> Hosts:
+    def with_addresses(self, ways: Sequence[ConnectionAddresses]) -> Hosts:
         """These hosts with their ``addresses``, which are found from the ``ways`` of every rank to
         rank 0's host. A machine often resolves its own name to loopback, so the address of rank 0's
         host is the one that the other hosts use."""
@@ -66,7 +66,9 @@ class Hosts:
             ("etp", "expert_tensor_parallel_size"),
         )
         for axis, key in axes:
-            for group in dict.fromkeys(layout.along(r, axis) for r in range(layout.world_size)):
+            for group in dict.fromkeys(
+                layout.ranks_along(r, axis) for r in range(layout.world_size)
+            ):
                 hosts = sorted({self.of_rank[rank] for rank in group})
                 if len(hosts) > 1:
                     names = ", ".join(self.names[host] for host in hosts)
@@ -104,12 +106,12 @@ def host_identity() -> tuple[str, int]:
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
 
 
-def way_to(host: str) -> Way:
+def addresses_to(host: str) -> ConnectionAddresses:
     """This process's way to ``host``, a name or an address; sends nothing."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(place)
-        return Way(own=way.getsockname()[0], peer=way.getpeername()[0])
+        return ConnectionAddresses(own=way.getsockname()[0], peer=way.getpeername()[0])
 
 
 def free_ports(address: str, count: int) -> list[int]:

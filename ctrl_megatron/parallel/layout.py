@@ -46,7 +46,7 @@ class Mesh:
             rank, found[axis] = divmod(rank, size)
         return found
 
-    def every(self, axes: Sequence[Axis]) -> Iterator[Indices]:
+    def all_indices(self, axes: Sequence[Axis]) -> Iterator[Indices]:
         sizes = dict(self.sizes)
         for indices in product(*(range(sizes[axis]) for axis in axes)):
             yield tuple(zip(axes, indices, strict=True))
@@ -77,7 +77,7 @@ class Coordinates:
     shard: int
     copy: int
 
-    def on(self, *axes: Axis) -> Indices:
+    def indices_on(self, *axes: Axis) -> Indices:
         return tuple((axis, getattr(self, axis)) for axis in axes)
 
 
@@ -113,22 +113,22 @@ class Layout:
                 f"expert_model_parallel_size={self.expert}; choose sizes whose product divides "
                 f"{stage}"
             )
-        if stage % self.copy_size:
+        if stage % self.fsdp_shard_size:
             raise UserError(
                 f"the {stage} ranks do not divide over copies of "
-                f"actor_rollout_ref.actor.fsdp_config.fsdp_size={self.copy_size} ranks",
+                f"actor_rollout_ref.actor.fsdp_config.fsdp_size={self.fsdp_shard_size} ranks",
                 remedy=f"choose a divisor of {stage}, or -1 for one copy",
             )
 
     @property
-    def copy_size(self) -> int:
+    def fsdp_shard_size(self) -> int:
         """Number of ranks that share one copy of whole modules."""
         return self.sharded or self.tensor * self.context * self.data
 
     @property
-    def fsdp_copies(self) -> int:
-        """Number of FSDP's copies of whole modules, each shared by ``copy_size`` ranks."""
-        return self.tensor * self.context * self.data // self.copy_size
+    def fsdp_replicas(self) -> int:
+        """Number of FSDP's copies of whole modules, each shared by ``fsdp_shard_size`` ranks."""
+        return self.tensor * self.context * self.data // self.fsdp_shard_size
 
     @property
     def expert_tensor_ranks(self) -> int:
@@ -148,10 +148,10 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.model_size * self.data
+        return self.model_parallel_size * self.data
 
     @property
-    def model_size(self) -> int:
+    def model_parallel_size(self) -> int:
         """Number of ranks with the same data index, which compute the same rows together."""
         return self.tensor * self.context * self.pipeline
 
@@ -175,7 +175,11 @@ class Layout:
             )
         if name == "module":
             return Mesh(
-                sizes=(("shard", self.copy_size), ("copy", self.fsdp_copies), ("pp", self.pipeline))
+                sizes=(
+                    ("shard", self.fsdp_shard_size),
+                    ("copy", self.fsdp_replicas),
+                    ("pp", self.pipeline),
+                )
             )
         rest = self.tensor * self.context * self.data // self.expert_ranks
         return Mesh(
@@ -204,7 +208,7 @@ class Layout:
         """The global rank at these indices of the dense mesh."""
         return self.mesh("dense").ranks({"tp": tp, "cp": cp, "dp": dp, "pp": pp})[0]
 
-    def first_of(self, pp: int) -> Coordinates:
+    def first_coordinates_of_stage(self, pp: int) -> Coordinates:
         return self.coordinates(self.rank(pp=pp))
 
     def holders(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
@@ -215,17 +219,17 @@ class Layout:
         """
         return self.mesh(mesh).ranks(dict(at))
 
-    def along(self, rank: int, axis: Axis) -> tuple[int, ...]:
+    def ranks_along(self, rank: int, axis: Axis) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``axis`` of its mesh at most, ascending."""
         mesh = next(m for m in map(self.mesh, get_args(MeshName)) if axis in m.axes)
         return mesh.ranks({a: i for a, i in mesh.indices(rank).items() if a != axis})
 
-    def split(self, *axes: Axis) -> list[tuple[int, ...]]:
+    def rank_sets_along(self, *axes: Axis) -> list[tuple[int, ...]]:
         """The ranks in sets that differ on ``axes`` of one mesh at most; each set ascends."""
         meshes = map(self.mesh, get_args(MeshName))
         mesh = next(m for m in meshes if m.axes.issuperset(axes))
         others: list[Axis] = [axis for axis, _ in mesh.sizes if axis not in axes]
-        return [mesh.ranks(dict(at)) for at in mesh.every(others)]
+        return [mesh.ranks(dict(at)) for at in mesh.all_indices(others)]
 
     def check_layers(self, num_layers: int) -> None:
         """UserError unless every virtual stage of every stage gets a layer."""
@@ -254,15 +258,15 @@ class Layout:
         first = most * position - missing
         return range(first, first + count)
 
-    def stages(self) -> list[tuple[int, int]]:
+    def virtual_stages(self) -> list[tuple[int, int]]:
         """Every (pipeline stage, virtual stage) in the order of the layers."""
         return [(pp, c) for c in range(self.virtual_pipeline) for pp in range(self.pipeline)]
 
-    def is_first(self, *, pp: int, chunk: int) -> bool:
+    def has_embedding(self, *, pp: int, chunk: int) -> bool:
         """True for the virtual stage with the embedding."""
         return pp == 0 and chunk == 0
 
-    def is_last(self, *, pp: int, chunk: int) -> bool:
+    def has_output_layer(self, *, pp: int, chunk: int) -> bool:
         """True for the virtual stage with the output layer."""
         return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
 
@@ -330,6 +334,6 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     return tuple(worlds)
 
 
-def world_with(worlds: Sequence[World], role: str) -> World:
+def world_of_role(worlds: Sequence[World], role: str) -> World:
     """The world that has the models of ``role``."""
     return next((world for world in worlds if role in world.roles), worlds[0])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ctrl_megatron.config.environment import Launch, bind_to_loopback, read_run_key
 from ctrl_megatron.parallel.hosts import LOOPBACK
-from ctrl_megatron.parallel.signed_objects import sign_with
+from ctrl_megatron.parallel.signed_objects import install_object_signing
 from ctrl_megatron.parallel.store import AddressStore
 
 _POLL_SECONDS = 0.05
@@ -33,7 +33,7 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     if the launcher that serves the store has ended.
     """
     if key := read_run_key():
-        sign_with(key)
+        install_object_signing(key)
     address = launch.master_addr
     if launch.has_store:
         _require_store(address, launch.master_port)
@@ -47,7 +47,7 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
         is_master=launch.rank == 0 and not launch.has_store,
         timeout=timeout,
     )
-    name = meet(store, launch.rank, launch.world_size, timeout)
+    name = agree_on_meeting_name(store, launch.rank, launch.world_size, timeout)
     own = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": own, "rank": launch.rank, "world_size": launch.world_size}
 
@@ -71,7 +71,7 @@ def _require_store(address: str, port: int) -> None:
             return  # torch tries again, and names what it meets
 
 
-def meet(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_meeting_name(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
     """A new name that all ranks agree on, whatever earlier ranks have left in the store.
 
     Collective. Rank 0 names the meeting, every other rank signs it with a word of its own, and rank

@@ -41,7 +41,7 @@ def _without_guard(leader: int, parent: int) -> None:
         time.sleep(_POLL_SECONDS)
     # Otherwise both could kill each other and leave the children.
     time.sleep(_GUARD_SECONDS)
-    end_group(leader)
+    kill_process_group(leader)
     os._exit(1)
 
 
@@ -56,7 +56,7 @@ def _guard(leader: int, parent: int) -> None:
     while not pipe_closed and os.getppid() == leader and _stat(leader)[1:2] == [str(parent)]:
         if select.select([0], [], [], _POLL_SECONDS)[0]:
             pipe_closed = not os.read(0, 4096)
-    end_group(leader)
+    kill_process_group(leader)
     os._exit(0)
 
 
@@ -80,26 +80,26 @@ def process_gone(pid: int) -> bool:
     return not fields or fields[0] in "ZX"
 
 
-def process_start(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """Clock ticks from the machine's boot to the start of the process; None if it does not run."""
     return None if process_gone(pid) else int(_stat(pid)[19])
 
 
-def group_members(group: int) -> list[int]:
+def process_group_members(group: int) -> list[int]:
     """Process ids of the group's members, without zombies."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     stats = ((pid, _stat(pid)) for pid in pids)
     return [pid for pid, s in stats if s and int(s[2]) == group and s[0] not in "ZX"]
 
 
-def end_group(group: int) -> list[int]:
+def kill_process_group(group: int) -> list[int]:
     """Kill a process group, the caller excepted; returns what is left of it, normally nothing.
 
     Python's resource trackers are spared at first: they end when the others are gone, and remove
     the shared memory that those have left.
     """
     deadline = time.monotonic() + _TRACKER_SECONDS
-    while members := [pid for pid in group_members(group) if pid != os.getpid()]:
+    while members := [pid for pid in process_group_members(group) if pid != os.getpid()]:
         late = time.monotonic() > deadline
         for pid in members:
             if late or _TRACKER not in _proc_file(pid, "cmdline"):

@@ -59,13 +59,13 @@ class Placement:
         """The hosts that have workers of engines, ascending."""
         return tuple(sorted({host for engine in self.engines for host in engine.hosts}))
 
-    def of(self, role: EngineRole) -> Placement:
+    def of_role(self, role: EngineRole) -> Placement:
         return Placement(engines=tuple(e for e in self.engines if e.role == role))
 
-    def on(self, host: int) -> tuple[EnginePlace, ...]:
+    def engines_on(self, host: int) -> tuple[EnginePlace, ...]:
         return tuple(engine for engine in self.engines if host in engine.hosts)
 
-    def served_on(self, host: int) -> tuple[EnginePlace, ...]:
+    def engines_served_by(self, host: int) -> tuple[EnginePlace, ...]:
         return tuple(engine for engine in self.engines if engine.host == host)
 
 
@@ -149,7 +149,7 @@ def _hosts_of_an_engine(devices: Sequence[range], tensor: int) -> int:
     return spans if whole and not rest else 0
 
 
-def sandbox_workers(cores: int, ranks: int) -> int:
+def default_sandbox_workers(cores: int, ranks: int) -> int:
     """Number of programs that a host judges at the same time: one per core that the process may
     use, minus one for each of the host's ranks, which compute meanwhile; at least one."""
     return max(1, cores - ranks)

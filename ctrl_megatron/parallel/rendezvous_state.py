@@ -16,14 +16,14 @@ _NODES = ("participants", "last_heartbeats")
 _SETS = ("wait_list", "redundancy_list")
 
 
-class StateError(ValueError):
+class RendezvousStateError(ValueError):
     """The store's value is no state of a rendezvous."""
 
 
 class StateAsJson:
     """Takes the place of ``pickle`` where torch writes and reads the state."""
 
-    PickleError = StateError
+    PickleError = RendezvousStateError
 
     @staticmethod
     def dumps(state: Any) -> bytes:
@@ -37,14 +37,14 @@ class StateAsJson:
 
     @staticmethod
     def loads(text: bytes) -> Any:
-        """The state that ``dumps`` has written; StateError for anything else."""
+        """The state that ``dumps`` has written; RendezvousStateError for anything else."""
         try:
             return _state(json.loads(text))
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise StateError(f"no state of a rendezvous: {error!r}") from error
+            raise RendezvousStateError(f"no state of a rendezvous: {error!r}") from error
 
 
-def keep_state_as_json() -> None:
+def install_json_state() -> None:
     """Let torch's rendezvous in this process write and read its state by ``StateAsJson``."""
     dynamic_rendezvous.pickle = StateAsJson  # type: ignore[attr-defined]
 

@@ -48,7 +48,7 @@ def verified_unpickle(data: bytes) -> Any:
     return pickle.loads(body)
 
 
-def sign_with(key: bytes) -> None:
+def install_object_signing(key: bytes) -> None:
     """Let torch.distributed sign every object that this process sends, and read no other."""
     global _key
     _key = key

@@ -15,9 +15,9 @@ _WAIT_SECONDS = 2.0
 class StackFile:
     """``stacks/rank_N.txt`` in a run's directory: the stacks of all threads of this process.
 
-    They are written by ``dump``, when the process gets SIGUSR1, and when it crashes (SIGSEGV,
-    SIGABRT and the like); the signals work also while a thread holds Python's interpreter lock.
-    Later stacks follow earlier ones. One process has one such file (main thread only).
+    They are written by ``append_stacks``, when the process gets SIGUSR1, and when it crashes
+    (SIGSEGV, SIGABRT and the like); the signals work also while a thread holds Python's interpreter
+    lock. Later stacks follow earlier ones. One process has one such file (main thread only).
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -28,13 +28,13 @@ class StackFile:
         faulthandler.enable(self._file)
         faulthandler.register(signal.SIGUSR1, self._file)
 
-    def dump(self, why: str) -> None:
+    def append_stacks(self, why: str) -> None:
         """Append the stacks, below a line with the time and the reason."""
         with suppress(OSError):  # a full disk must not keep a failed run from ending
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}", file=self._file, flush=True)
             faulthandler.dump_traceback(self._file)
 
-    def of_other(self, rank: int, pid: int) -> None:
+    def request_stacks_of(self, rank: int, pid: int) -> None:
         """Let another rank of this host append its stacks, and wait for them for two seconds; a
         process that is suspended writes none.
         """

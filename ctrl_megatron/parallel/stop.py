@@ -65,7 +65,7 @@ class StopFlag:
         return groups.on_any(self.is_set)[0]
 
     @contextmanager
-    def ends_meeting(self, end: Callable[[], None]) -> Iterator[None]:
+    def end_on_stop(self, end: Callable[[], None]) -> Iterator[None]:
         """Call ``end`` in a thread if a stop is requested and the block still runs five seconds
         later (main thread only).
 

@@ -42,7 +42,7 @@ class AddressStore(_TORCHS):
         super().__init__(host, port, world_size, *given, **named)
 
 
-def serve_at_addresses() -> None:
+def install_address_store() -> None:
     """Let every store that this process makes from now on be an ``AddressStore``, also those that
     ``init_process_group`` and torch's launcher make.
     """

@@ -37,7 +37,7 @@ class WaitRules:
     limit: float
     """Seconds after which work counts as lost (``trainer.wait_timeout``)."""
 
-    def together(
+    def wait_together(
         self,
         work: Future[T] | None,
         what: str,
@@ -88,7 +88,7 @@ class WaitRules:
                 next_sign = waited + _SIGN_SECONDS
                 self._say(waited, _words(what) if working else None)
 
-    def alone(self, ready: Callable[[float], bool], what: str) -> None:
+    def wait_alone(self, ready: Callable[[float], bool], what: str) -> None:
         """Wait on this rank only, while the others wait for it in a collective, so that a stop must
         wait too. ``ready(seconds)`` waits at most that long and returns whether the wait is over.
         Raises WaitedTooLong.

@@ -9,8 +9,13 @@ from pathlib import Path
 
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.generation.checked_tests import FILE, TestChecks, read_checks, write_checks
-from ctrl_megatron.metrics.display import work_bar
+from ctrl_megatron.generation.checked_tests import (
+    FILE,
+    TestChecks,
+    read_check_results,
+    write_check_results,
+)
+from ctrl_megatron.metrics.display import count_progress_bar
 from ctrl_megatron.preparation.stages import OpenJudge, open_sandbox
 from ctrl_megatron.sandbox.cores import usable_cores
 from ctrl_megatron.types import Attempt, Problem
@@ -45,19 +50,21 @@ def checked_problems(
         asyncio.run(_make(checks, open_judge))
     if beside.resolve() != folder.resolve():
         # The rows of a run have the keys of their problems.
-        write_checks(folder / FILE, read_checks(folder / FILE) | checks.by_key())
+        write_check_results(
+            folder / FILE, read_check_results(folder / FILE) | checks.results_by_key()
+        )
     kept, left_out = list[Problem](), list[str]()
     for problem, row in zip(problems, rows, strict=True):
         try:
-            found = checks.of(row).apply_to(row)
+            found = checks.result_of(row).remove_uncounted_from(row)
         except UserError:
-            left_out.append(f"{problem.id}: {checks.of(row).fault}")
+            left_out.append(f"{problem.id}: {checks.result_of(row).fault}")
         else:
             kept.append(replace(problem, uncounted=found.uncounted))
     return kept, left_out
 
 
 async def _make(checks: TestChecks, open_judge: OpenJudge) -> None:
-    with work_bar("the check of tests and references", len(checks.missing)) as advance:
+    with count_progress_bar("the check of tests and references", len(checks.missing)) as advance:
         async with open_judge() as judge:
-            await checks.make(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)
+            await checks.run_missing(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctrl_megatron.generation.chat import Chat
-from ctrl_megatron.generation.solutions import Fate, first_solutions, judge_attempts
+from ctrl_megatron.generation.solutions import Fate, draw_first_solutions, judge_attempts
 from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import Records, StageJournal
 from ctrl_megatron.preparation.selection import CritiqueDraft, fault_of
@@ -86,7 +86,7 @@ class SynthesisStages:
 
         async def draw(chat: Chat, part: tuple[int, list[Problem]]) -> Records:
             first, some = part
-            drawn = await first_solutions(chat, some, _numbered(params, first, some))
+            drawn = await draw_first_solutions(chat, some, _numbered(params, first, some))
             return [
                 {"id": a.id, "problem_id": a.problem.id, "solution": a.solution, "fate": fate}
                 for a, fate in drawn

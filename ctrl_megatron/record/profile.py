@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.config import Config
-from ctrl_megatron.graph.executor import Rank
+from ctrl_megatron.graph.executor import ExecutorWorker
 from ctrl_megatron.metrics.trace import chrome_trace
 
 FOLDER = "profile"
@@ -28,7 +28,7 @@ _MEMORY_EVENTS = 200_000
 class StepProfile:
     """A ``loop.StepWatcher`` that writes the phases of the profiled steps, on all ranks."""
 
-    def __init__(self, config: Config, worker: Rank) -> None:
+    def __init__(self, config: Config, worker: ExecutorWorker) -> None:
         self._trainer, self._worker = config.trainer, worker
         self._folder = Path(config.trainer.run_dir) / FOLDER
         self._torch: torch.profiler.profile | None = None
@@ -79,6 +79,6 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def profiles(config: Config, worker: Rank) -> tuple[StepProfile, ...]:
+def profiles(config: Config, worker: ExecutorWorker) -> tuple[StepProfile, ...]:
     """The watcher of a run that profiles steps; none where it does not."""
     return (StepProfile(config, worker),) if config.trainer.profile_steps else ()

@@ -13,8 +13,15 @@ from ctrl_megatron.config.load import with_current_key_names
 from ctrl_megatron.config.secrets import HIDDEN, hide_secrets_in_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
 from ctrl_megatron.graph.graph import TaskGraph
-from ctrl_megatron.graph.picture import FILE, graph_facts, graph_tree
-from ctrl_megatron.metrics import Display, JsonlWriter, Meter, MetricsServer, Timeline, build_sinks
+from ctrl_megatron.graph.picture import FILE, describe_nodes, graph_tree_lines
+from ctrl_megatron.metrics import (
+    Display,
+    JsonlWriter,
+    MetricsServer,
+    PhaseMeter,
+    Timeline,
+    build_sinks,
+)
 from ctrl_megatron.metrics.report import write_report
 from ctrl_megatron.metrics.sinks import ExampleSink
 from ctrl_megatron.metrics.warnings import StepWarnings
@@ -53,7 +60,7 @@ class Recorder:
         self._warned = JsonlWriter(self.run_dir / "warnings.jsonl")
         self._warnings, self._shown = StepWarnings(), set[str]()
 
-    def timeline(self, meter: Meter | None = None) -> Timeline:
+    def timeline(self, meter: PhaseMeter | None = None) -> Timeline:
         """A timeline that also shows its phases on the terminal."""
         if self.display is None:
             return Timeline(meter=meter)
@@ -68,8 +75,8 @@ class Recorder:
     def show_graph(self, graph: TaskGraph) -> None:
         """Draw the nodes of a step on the terminal, and keep them for the report."""
         if self.active:
-            write_text_atomically(self.run_dir / FILE, json.dumps(graph_facts(graph), indent=1))
-            for line in graph_tree(graph):
+            write_text_atomically(self.run_dir / FILE, json.dumps(describe_nodes(graph), indent=1))
+            for line in graph_tree_lines(graph):
                 self.say(line)
 
     def say(self, text: str) -> None:
@@ -113,7 +120,7 @@ class Recorder:
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record every warning for the report, and print the first of its kind."""
-        for name, text in self._warnings.of(metrics).items():
+        for name, text in self._warnings.check(metrics).items():
             self._warned.append({"step": step, "warning": name, "text": text})
             if name not in self._shown:
                 self._shown.add(name)

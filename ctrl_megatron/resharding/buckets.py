@@ -344,7 +344,7 @@ class HostExchange:
             for rectangle, weight in zip(transfer.rectangles, values, strict=True):
                 self._place(number, transfer, rectangle.piece).copy_(weight)
         # Every rank has all scales; one of each host writes them.
-        for name, values in scales.items() if self._groups.is_first_here else ():
+        for name, values in scales.items() if self._groups.is_first_of_host else ():
             whole = Piece(hf=name, hf_start=(0, 0), start=(0, 0), extent=tuple(values.shape))
             self._memory.at(number, 0, 0, name, whole).copy_(values)
 
@@ -401,7 +401,7 @@ class HostExchange:
 
     def _place(self, number: int, transfer: Transfer, piece: Piece) -> torch.Tensor:
         """The place of a rectangle in the memory of the worker for which this host takes it."""
-        of_rank, here = self._groups.hosts.of_rank, self._groups.here
+        of_rank, here = self._groups.hosts.of_rank, self._groups.host_index
         pairs = zip(transfer.takers, transfer.engines, strict=True)
         engine = next(engine for taker, engine in pairs if of_rank[taker] == here)
         return self._memory.at(number, engine, transfer.worker, piece.hf, piece)

@@ -219,7 +219,7 @@ class DeviceOwner:
             self._loaded = None
         self._asleep = set(ENGINE_MEMORY)
         try:
-            self._waiting.together(
+            self._waiting.wait_together(
                 self._loop.submit(sleep) if sleep else None, "the engines to free the device"
             )
         except ServiceLost as lost:
@@ -298,7 +298,7 @@ class DeviceOwner:
         self._groups.barrier()
         # Also where this host has only workers of an engine that another one serves.
         restored = self._loop.submit(self._restarts.restore(self._asleep))
-        count = self._waiting.together(restored, "the engines to start again")
+        count = self._waiting.wait_together(restored, "the engines to start again")
         if any(self._groups.on_any(bool(count))):
             self._losses = 0
         self._suspect, self._loaded = False, None
@@ -344,4 +344,4 @@ class DeviceOwner:
         woken = self._loop.submit(self._engine.wake((memory,))) if self._engine else None
         # Engines that are not lost have woken in any case.
         self._asleep.remove(memory)
-        self._waiting.together(woken, f"the engines to take memory for their {memory}")
+        self._waiting.wait_together(woken, f"the engines to take memory for their {memory}")

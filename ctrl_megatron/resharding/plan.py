@@ -93,7 +93,7 @@ class EngineLayout:
     def hosts_of(self, host: int) -> Sequence[int]:
         """The hosts of each engine that a host serves: all have the same, and only one engine
         spans several."""
-        return next((engine.hosts for engine in self.placement.served_on(host)), (host,))
+        return next((engine.hosts for engine in self.placement.engines_served_by(host)), (host,))
 
 
 def hf_specs(
@@ -388,7 +388,7 @@ def one_worker_on_each_host(placement: Placement) -> Placement:
 def one_engine_of_each_host(placement: Placement) -> Placement:
     """The first engine of every host: the engines of a host that read the same memory count as
     one."""
-    first = dict.fromkeys(placement.on(host)[0] for host in placement.hosts)
+    first = dict.fromkeys(placement.engines_on(host)[0] for host in placement.hosts)
     return Placement(engines=tuple(first))
 
 
@@ -409,7 +409,7 @@ def _parts(
     put(-1, 0, 0)
     if isinstance(shape, ModelShape):
         kinds = list(shape.layers_by_kind)
-        for pp, chunk in train.stages():
+        for pp, chunk in train.virtual_stages():
             for local, layer in enumerate(train.layers(shape.num_layers, pp=pp, chunk=chunk)):
                 put(kinds.index(shape.feed_forward[layer]), pp, chunk, local, layer)
     put(-2, train.pipeline - 1, train.virtual_pipeline - 1)

@@ -74,12 +74,12 @@ def push(
                 for name, tensor in bucket.tensors:
                     sent.add(name, tensor)
         # Inside the context: engines read the last buckets' memory until then.
-        waiting.together(queue.finish() if queue else None, f"the engines to load {version}")
+        waiting.wait_together(queue.finish() if queue else None, f"the engines to load {version}")
     if verify and unseen:
         read_whole(source, sender, sent)
     if verify:
         asked = loop.submit(engine.checksums()) if engine else None
-        held = waiting.together(asked, f"the engines' checksums of {version}") or {}
+        held = waiting.wait_together(asked, f"the engines' checksums of {version}") or {}
         wanted = sent.result() if sent else {}
         wrong = [name for name, checksum in wanted.items() if held.get(name) != checksum]
         if wrong:
@@ -145,7 +145,7 @@ class ChunkQueue:
                 )
 
         what = f"the engines to read bucket {bucket + 1} of {self._version}"
-        self._waiting.alone(is_read, what)
+        self._waiting.wait_alone(is_read, what)
         if self._update.done() and not isinstance(self._update.exception(), ServiceLost):
             self._update.result()
 

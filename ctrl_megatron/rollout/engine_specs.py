@@ -77,10 +77,10 @@ def meetings_of(placement: Placement, groups: ProcessGroups) -> dict[int, Engine
     spanning = [engine for engine in placement.engines if engine.spans > 1]
     if not spanning:
         return {}
-    address = groups.hosts.addresses[groups.here]
+    address = groups.hosts.addresses[groups.host_index]
     parts: dict[int, EnginePart] = {}
-    for engine in spanning if groups.is_first_here else ():
-        if engine.host == groups.here:
+    for engine in spanning if groups.is_first_of_host else ():
+        if engine.host == groups.host_index:
             group, watch = free_ports(address, 2)
             parts[engine.number] = EnginePart(
                 number=0,
@@ -105,8 +105,8 @@ def engine_spec(
     or waiting for the actor's."""
     family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
     hosts, host = groups.hosts, place.host + (part.number if part else 0)
-    together = len(placement.on(host))
-    same = placement.of(place.role).engines
+    together = len(placement.engines_on(host))
+    same = placement.of_role(place.role).engines
     number = place.number - same[0].number
     on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
     name, file = (keys.name, "engine") if is_actor else (f"proxy ({keys.name})", "proxy")

@@ -16,7 +16,7 @@ from ctrl_megatron.keeping import Service, ServiceKeeper, SilenceDetector
 from ctrl_megatron.metrics import Gauge
 from ctrl_megatron.parallel.failure import FailureWatch
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.placement import EnginePlace, EngineRole, sandbox_workers
+from ctrl_megatron.parallel.placement import EnginePlace, EngineRole, default_sandbox_workers
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rollout.client import RemoteEngine
@@ -100,16 +100,16 @@ class Services:
         if own_sandbox:
             self.sandbox_token = groups.from_first(secrets.token_hex(32))
         meetings = meetings_of(self.placement, groups)
-        if not groups.is_first_here:
+        if not groups.is_first_of_host:
             return
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        for place in self.placement.on(groups.here):
+        for place in self.placement.engines_on(groups.host_index):
             longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
             assert longest is not None
             part = meetings.get(place.number)
             if part is not None:
-                part = replace(part, number=groups.here - place.host)
+                part = replace(part, number=groups.host_index - place.host)
             spec = engine_spec(config, groups, self.placement, place, longest, part)
             self._engines[place.number] = engine = EngineProcess(spec)
             sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
@@ -121,18 +121,20 @@ class Services:
 
     def _kept(self, service: Service, *, waits: bool = False) -> ServiceKeeper:
         keeper = ServiceKeeper(service, most=self._config.trainer.service_restarts, waits=waits)
-        self._watch.guard(keeper.final_death_message)
-        self._watch.guard(keeper.final_silence_message, hang=True)
+        self._watch.add_check(keeper.final_death_message)
+        self._watch.add_check(keeper.final_silence_message, hang=True)
         return keeper
 
     def _start_sandbox(self, port: int) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
-        ranks = groups.hosts.ranks_on(groups.here) + sum(self._beside[groups.here :][:1])
-        workers = sandbox_workers(usable_cores(), ranks)
+        ranks = groups.hosts.ranks_on(groups.host_index) + sum(
+            self._beside[groups.host_index :][:1]
+        )
+        workers = default_sandbox_workers(usable_cores(), ranks)
         return EmbeddedSandbox.start(
             workers=config.workers or workers,
             **sandbox_options(self._config),
-            host=groups.hosts.addresses[groups.here],
+            host=groups.hosts.addresses[groups.host_index],
             port=port,
             token=self.sandbox_token,
             wait=False,
@@ -162,14 +164,14 @@ class Services:
         starting = self._background.submit(all_ready()) if engines or box else None
         limit = self._config.trainer.wait_timeout
         waiting = WaitRules(groups=groups, stop=self._stop, limit=limit)
-        waiting.together(starting, "the engines and sandboxes to start")
+        waiting.wait_together(starting, "the engines and sandboxes to start")
         self._watch_services()
         addresses = {number: engine.address for number, engine in self._serving().items()}
         everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
         # This host's sandbox comes first: a client takes the first of those that are equally busy.
-        mine = groups.hosts.first_rank(groups.here)
+        mine = groups.hosts.first_rank(groups.host_index)
         boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
         self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
 
@@ -178,7 +180,7 @@ class Services:
         else.
         """
         limit, probes = self._config.trainer.failure_timeout, self._probes
-        self._watch.guard(LoopHeld(self._background, limit), hang=True)
+        self._watch.add_check(LoopHeld(self._background, limit), hang=True)
         for number, engine in self._engines.items():
             probed = ProbedEngine(engine.connect())
             self._keepers[number].watch(SilenceDetector(probed, probes, limit))
@@ -203,11 +205,13 @@ class Services:
 
     def _serving(self) -> dict[int, EngineProcess]:
         """The engines that this rank's processes serve, without parts that others serve."""
-        served = (place.number for place in self.placement.served_on(self._groups.here))
+        served = (
+            place.number for place in self.placement.engines_served_by(self._groups.host_index)
+        )
         return {number: self._engines[number] for number in served if number in self._engines}
 
     def _kept_engines(self) -> list[tuple[int, ServiceKeeper]]:
-        actors = {place.number for place in self.placement.of("rollout").engines}
+        actors = {place.number for place in self.placement.of_role("rollout").engines}
         return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
 
     async def _restored(
@@ -251,12 +255,12 @@ class Services:
 
     def connect(self, role: EngineRole = "rollout") -> CountedEngine:
         """A client of all engines of the role, of every host."""
-        return self._client(self.placement.of(role).engines)
+        return self._client(self.placement.of_role(role).engines)
 
     def connect_here(self) -> Engine | None:
         """A client of the engines of the actor that this host serves, on its first rank; None
         elsewhere."""
-        here = self.placement.of("rollout").served_on(self._groups.here)
+        here = self.placement.of_role("rollout").engines_served_by(self._groups.host_index)
         return self._client(here) if here and self._engines else None
 
     def _client(self, places: Sequence[EnginePlace]) -> CountedEngine:
@@ -336,7 +340,7 @@ class LoopHeld:
         self._loop, self._limit, self._standstill = loop, limit, StallClock()
 
     def __call__(self) -> str | None:
-        """A message about the fault, or None, for ``FailureWatch.guard``."""
+        """A message about the fault, or None, for ``FailureWatch.add_check``."""
         held = self._standstill.seconds_unchanged(self._loop.turns)
         if held < self._limit:
             return None

@@ -20,7 +20,7 @@ from ctrl_megatron.config.environment import child_environment
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import host_identity
-from ctrl_megatron.parallel.parent_watch import end_group
+from ctrl_megatron.parallel.parent_watch import kill_process_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
 from ctrl_megatron.rollout.interpreter import import_path
@@ -175,7 +175,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine and all its processes; returns when none is left."""
-        if left := end_group(self.pid):
+        if left := kill_process_group(self.pid):
             raise RuntimeError(f"processes {left} of engine {self.address.name} cannot be killed")
         self._popen.wait()
         if self._popen.stdin is not None:

@@ -31,7 +31,7 @@ with without_collections():
     from sglang.srt.utils.weight_checker import WeightChecker
 
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.parallel.store import serve_at_addresses
+from ctrl_megatron.parallel.store import install_address_store
 from ctrl_megatron.rollout.held_tensors import HF_NAMES, HeldExperts, held_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
@@ -56,7 +56,7 @@ def run_scheduler(*given: Any, **named: Any) -> None:
 
 def prepare() -> None:
     """Replace SGLang's methods; called once, before a scheduler is made."""
-    serve_at_addresses()
+    install_address_store()
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
         (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),

@@ -18,7 +18,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.generation.checked_tests import CheckedTests, TestChecks
-from ctrl_megatron.metrics.display import work_bar
+from ctrl_megatron.metrics.display import count_progress_bar
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards.build import code_judge
 from ctrl_megatron.run.inputs import RunInputs, require_a_step
@@ -55,8 +55,8 @@ def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
             checks = TestChecks(rows, Path(config.trainer.run_dir), options)
             work = _begun(run, checks, stack) if checks.missing else None
         waiting = WaitRules(groups=run.everyone, stop=run.stop, limit=math.inf)
-        waiting.together(work, _WHAT)
-    results = run.everyone.from_first(None if checks is None else checks.all())
+        waiting.wait_together(work, _WHAT)
+    results = run.everyone.from_first(None if checks is None else checks.results_by_row())
     assert results is not None
     drop, same = config.data.bad_rows == "drop", inputs.validation is inputs.train
     train = _checked("data.train_files", inputs.train, results, drop=drop, aloud=first)
@@ -82,11 +82,11 @@ def _begun(run: Session, checks: TestChecks, stack: ExitStack) -> Future[None]:
     judge = code_judge(config, endpoint, token)
     assert isinstance(judge, SandboxClient)
     stack.callback(lambda: run.background.run_before_close(judge.close()))
-    advance = stack.enter_context(work_bar(_WHAT, len(checks.missing)))
+    advance = stack.enter_context(count_progress_bar(_WHAT, len(checks.missing)))
 
     async def make() -> None:
         try:
-            await checks.make(judge, at_once=_at_once(config), advance=advance)
+            await checks.run_missing(judge, at_once=_at_once(config), advance=advance)
         except SandboxError as error:
             raise ServiceFault(str(error)) from error
 
@@ -109,7 +109,7 @@ def _checked(
     rows = list(table.rows)
     for number, row in enumerate(table.rows):
         try:
-            rows[number] = found.get(row.id, CheckedTests()).apply_to(row, aloud=aloud)
+            rows[number] = found.get(row.id, CheckedTests()).remove_uncounted_from(row, log=aloud)
             kept.append(number)
         except UserError as error:
             if not drop:

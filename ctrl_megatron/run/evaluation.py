@@ -21,11 +21,11 @@ from ctrl_megatron.eval.transcripts import (
     TURNS_FOLDER,
     ChainPlan,
     begin_evaluation,
-    open_evaluation,
-    part_file,
-    write_part,
+    check_evaluation_folder,
+    transcript_part_file,
+    write_transcript_part,
 )
-from ctrl_megatron.eval.written import is_written, read_critiques
+from ctrl_megatron.eval.written import is_critique_file, read_critiques
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.prompts import critique_messages
@@ -65,7 +65,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     check_evaluation(config, job.critics)
     out, settings = Path(config.trainer.run_dir), settings_of(config, job)
     critics = {name: _weights(path) for name, path in job.critics.items()}
-    anew = open_evaluation(out, settings, critics, overwrite=job.overwrite)
+    anew = check_evaluation_folder(out, settings, critics, overwrite=job.overwrite)
     with convert_input_errors("--out"):
         check_run_directory(out, "--out")
     rewards, pairs = plan_rewards(config, ("critic",)), []
@@ -76,7 +76,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     written = {
         name: _read_written(path, job, inputs)
         for name, path in job.critics.items()
-        if is_written(path)
+        if is_critique_file(path)
     }
     # Written critiques need no weights but the proxy's.
     weights = {
@@ -112,7 +112,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                     draw = partial(judge_pairs, pairs=pairs)
                 records = draw(worker, plan=job.plan, critic=critic, seed=seed)
                 if first:
-                    write_part(part_file(out, critic, seed, kind), records)
+                    write_transcript_part(transcript_part_file(out, critic, seed, kind), records)
             finished = True
         except StopRequested:
             if first:
@@ -134,7 +134,7 @@ def _missing(out: Path, job: EvaluationJob, anew: Sequence[str]) -> Iterable[tup
     for critic in job.critics:
         for kind in (TURNS_FOLDER, *((PAIRS_FOLDER,) if job.pairs else ())):
             for seed in job.seeds:
-                there = part_file(out, critic, seed, kind).is_file()
+                there = transcript_part_file(out, critic, seed, kind).is_file()
                 if job.overwrite or critic in anew or not there:
                     yield critic, seed, kind
 
@@ -148,7 +148,9 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
             "actor_rollout_ref.rollout.adapter_push=true lets the engines keep the weights of one "
             "directory, and an evaluation loads those of each critic; leave it out"
         )
-    others = {f"{stage}={path}": path for stage, path in critics.items() if not is_written(path)}
+    others = {
+        f"{stage}={path}": path for stage, path in critics.items() if not is_critique_file(path)
+    }
     rollout = config.actor_rollout_ref.rollout
     run_all_checks(
         lambda: check_model_files(config, "rl", others),
@@ -193,7 +195,7 @@ def _file(path: Path) -> dict[str, str]:
 
 def _weights(directory: str) -> dict[str, str]:
     """The critic's path, and a digest of its weights or of its file of critiques."""
-    if is_written(directory):
+    if is_critique_file(directory):
         return {"path": directory, "weights": _file(Path(directory))["digest"]}
     return {"path": directory, "weights": SafetensorsDirectory(directory).fingerprint()}
 

@@ -17,10 +17,10 @@ from ctrl_megatron.checkpoint.store import CheckpointStore, SaveReport
 from ctrl_megatron.data.sampler import Sampler
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.executor import Executor, Rank, prefixed
+from ctrl_megatron.graph.executor import Executor, ExecutorWorker, with_policy_prefix
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.world_link import SingleWorld, WorldLink, WorldReport
-from ctrl_megatron.metrics import hidden_seconds, seconds_by_name
+from ctrl_megatron.metrics import overlapped_host_seconds, seconds_by_name
 from ctrl_megatron.metrics.timeline import timeline_record
 from ctrl_megatron.models.parallel_model import ParallelModel, SkippedUpdate
 from ctrl_megatron.parallel.groups import RankSet
@@ -37,7 +37,7 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Trainee(Rank, Protocol):
+class Trainee(ExecutorWorker, Protocol):
     """The part of the worker that the loop uses."""
 
     step: int
@@ -193,11 +193,11 @@ class TrainingLoop:
             self._report_save(self.store.wait_for_save())
             self.link.synchronize()
         except ServiceFault as why:
-            if not self.link.propagate(why, changed=executor.weights_changed):
+            if not self.link.propagate(why, weights_changed=executor.weights_changed):
                 self._save_newest()
             raise
         except StopRequested as why:
-            self.link.propagate(why, changed=False)
+            self.link.propagate(why, weights_changed=False)
             self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
@@ -237,7 +237,7 @@ class TrainingLoop:
             watcher.begin(step)
         self.recorder.begin_step(step)
         worker.timeline.begin_step()
-        size = 0 if self.graph.draws_rows else self.schedule.batch_size
+        size = 0 if self.graph.draws_own_rows else self.schedule.batch_size
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
         batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         self._set_step(step)
@@ -261,7 +261,7 @@ class TrainingLoop:
             watcher.end(step, batch, metrics)
         metrics |= self._report_skipped(step, (own, *others))
         metrics |= seconds_by_name(phases)
-        metrics |= {"time/step": elapsed, "perf/overlap_seconds": hidden_seconds(phases)}
+        metrics |= {"time/step": elapsed, "perf/overlap_seconds": overlapped_host_seconds(phases)}
         held = psutil.Process().memory_info().rss / (1 << 30)
         metrics["memory/host_gib"] = max(everyone.from_all(held))
         if self.memory is not None:
@@ -269,7 +269,7 @@ class TrainingLoop:
         own_batches = list(zip(worker.agents, executor.batches, strict=True))
         metrics |= self.constant_metrics
         for policy, (agent, own_batch) in enumerate(own_batches):
-            metrics |= prefixed(report.metrics(agent, own_batch), policy)
+            metrics |= with_policy_prefix(report.metrics(agent, own_batch), policy)
         self._report_save(self.store.take_save_report())
         metrics |= self._metrics
         self._metrics = {}
@@ -288,7 +288,7 @@ class TrainingLoop:
         others = self.link.finish(own)
         if others:
             self.on_world_reports(others)
-        if not self.link.is_home:
+        if not self.link.has_rank_zero:
             # A node of the world of rank 0 may have drawn rows.
             self.sampler.load_state_dict(dict(others[0].sampler))
         return others

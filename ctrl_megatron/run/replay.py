@@ -25,7 +25,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.graph.columns import taken_rows, texts
+from ctrl_megatron.graph.columns import select_rows, texts
 from ctrl_megatron.graph.executor import Executor
 from ctrl_megatron.graph.graph import NodeRole, NodeType, TaskGraph
 from ctrl_megatron.graph.node import Node
@@ -130,7 +130,7 @@ def replay_update(
         worker = _worker(run, graph, dump, start)
         indices = samples_of_rank(dump.batch, run.groups, config)
         batch = TensorDict(
-            taken_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
+            select_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
         )
         recorded = tensor_fields(batch)
         executor = Executor(graph, worker, runs=follows_rewards)
@@ -155,7 +155,7 @@ def replay_update(
 def follows_rewards(node: Node) -> bool:
     """Whether the node works with drawn and judged samples: it neither draws nor runs aside."""
     draws = node.node_role in (NodeRole.ROLLOUT, NodeRole.DYNAMIC_SAMPLING)
-    return not (draws or node.runs_aside or node.node_type is NodeType.MODEL_INFERENCE)
+    return not (draws or node.is_async or node.node_type is NodeType.MODEL_INFERENCE)
 
 
 def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWorker:
@@ -257,7 +257,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> StepComparis
 
     Raises UserError for a dump without rows or without texts that are rewarded.
     """
-    judging: list[Any] = [node.run for node in graph.nodes.values() if node.runs_aside]
+    judging: list[Any] = [node.run for node in graph.nodes.values() if node.is_async]
     if not dump.rows:
         raise UserError(f"{dump.path} has no rows: the batch has no field {ROW_ID}")
     background = BackgroundLoop()

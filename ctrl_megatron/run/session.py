@@ -24,10 +24,16 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restart_count
 from ctrl_megatron.errors import FAILED, STOPPED, record_running_user_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
-from ctrl_megatron.metrics.output import keep_going_unread
-from ctrl_megatron.parallel.failure import FailureWatch, StuckStart
-from ctrl_megatron.parallel.groups import Joined, ProcessGroups, RankSet, join_worlds, shutdown
-from ctrl_megatron.parallel.layout import World, layout_for, world_with, worlds_of
+from ctrl_megatron.metrics.output import ignore_closed_output
+from ctrl_megatron.parallel.failure import FailureWatch, StuckThreadStart
+from ctrl_megatron.parallel.groups import (
+    JoinedGroups,
+    ProcessGroups,
+    RankSet,
+    join_worlds,
+    shutdown_groups,
+)
+from ctrl_megatron.parallel.layout import World, layout_for, world_of_role, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -39,7 +45,7 @@ class Session:
     """The parts of a run on a rank that exist before its models."""
 
     config: Config
-    joined: Joined
+    joined: JoinedGroups
     worlds: tuple[World, ...]
     """All worlds of the run, that of rank 0 first."""
     background: BackgroundLoop
@@ -60,7 +66,7 @@ class Session:
 
     def is_here(self, role: str) -> bool:
         """Whether this rank's world has the model of a role."""
-        return world_with(self.worlds, role) is self.joined.world
+        return world_of_role(self.worlds, role) is self.joined.world
 
     def raise_if_any_rank_stops(self) -> None:
         """Raise StopRequested on all ranks of this world if a stop was requested on any.
@@ -103,7 +109,7 @@ class Session:
         self.at_end.append(services.stop)
         services.start()
         if self.served is not None:
-            self.served.add(services.gauges)
+            self.served.add_gauges(services.gauges)
         return services
 
 
@@ -114,7 +120,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
 
     A stop that is requested before training begins ends the context and is no failure.
     """
-    keep_going_unread()
+    ignore_closed_output()
     stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
     at_end = [record_running_user_code()]
     one_at_a_time = threading.Lock()
@@ -127,7 +133,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
             while at_end:
                 last_first.callback(at_end.pop(0))
 
-    with stop.ends_meeting(_end_alone):
+    with stop.end_on_stop(_end_alone):
         worlds = _worlds(config, apart=apart)
         joined = join_worlds(
             worlds,
@@ -139,14 +145,14 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
         # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
         at_end.append(SharedMemorySender(joined.groups).close)
         watch = FailureWatch(everyone, timeout=config.trainer.failure_timeout, clean_up=clean_up)
-        watch.guard(StuckStart(config.trainer.failure_timeout), hang=True)
+        watch.add_check(StuckThreadStart(config.trainer.failure_timeout), hang=True)
     background, locked = BackgroundLoop(), False
     try:
         try:
             lock = RunLock(run_dir)
             if everyone.is_first:
                 at_end.append(lock.acquire().release)
-                watch.guard(lock.lost_error)
+                watch.add_check(lock.lost_error)
             require_shared_directory(run_dir, everyone.from_first(lock.holder))
             served = serve_metrics(config, stop, watch) if everyone.is_first else None
             if served is not None:
@@ -155,7 +161,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
             locked = True
             stacks = StackFile(run_dir, everyone.rank)
             at_end.append(stacks.close)
-            watch.write_stacks(stacks)
+            watch.set_stack_file(stacks)
             yield Session(
                 config=config,
                 joined=joined,
@@ -177,7 +183,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
             error = removed_directory_error(run_dir)
         code = FAILED
         try:
-            code = watch.report(error)
+            code = watch.report_failure(error)
             clean_up()
             with suppress(OSError):  # a full disk, which has been reported
                 sys.stdout.flush()
@@ -186,9 +192,9 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
         finally:
             # Destructors of a broken process group can hang; nothing of value is left in this
             # process.
-            watch.exit(code)
+            watch.exit_process(code)
     clean_up()
-    shutdown()
+    shutdown_groups()
     stop.restore()
 
 
@@ -196,7 +202,7 @@ def _end_alone() -> None:
     """End a rank that has not met the others and therefore has nothing to save or to report."""
     if read_launch().rank == 0:
         print("stopped by a signal before the ranks had met", flush=True)
-    FailureWatch.exit(STOPPED)
+    FailureWatch.exit_process(STOPPED)
 
 
 def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> MetricsServer | None:
@@ -211,7 +217,7 @@ def serve_metrics(config: Config, stop: StopFlag, watch: FailureWatch) -> Metric
         config.trainer.metrics_host, config.trainer.metrics_port, trouble=trouble
     )
     restarts = Gauge("ctrl_restarts", "Starts after the first one.", [({}, read_restart_count())])
-    served.add(lambda: [restarts])
+    served.add_gauges(lambda: [restarts])
     return served
 
 

@@ -28,7 +28,7 @@ from ctrl_megatron.run.inputs import RunInputs, is_finished, read_inputs
 from ctrl_megatron.run.loop import Resumable, Schedule, TrainingLoop
 from ctrl_megatron.run.planning import counted_epochs, planned_steps, saved_folders, saved_parts
 from ctrl_megatron.run.session import Session, session
-from ctrl_megatron.run.worlds import Worlds
+from ctrl_megatron.run.worlds import MultiWorldLink
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 from ctrl_megatron.steps.ahead import SavedDraws
@@ -47,7 +47,7 @@ def train(config: Config) -> bool:
         config,
         rewards,
         validates=graph.report.validate is not None,
-        revises="proxy" in graph.uses,
+        revises="proxy" in graph.services,
     )
     steps = planned_steps(config, inputs.train)
     stage = "after RL" if graph.report.validate else None
@@ -61,7 +61,7 @@ def train(config: Config) -> bool:
             return True
         link = world_link(run, inputs)
         described, isolation = "", dict[str, float]()
-        if link.is_home:
+        if link.has_rank_zero:
             try:
                 services = run.start_services(
                     max_model_len=inputs.max_model_len,
@@ -76,14 +76,14 @@ def train(config: Config) -> bool:
                 servers = "" if proxy is None else worker.ask(proxy.describe_servers, "the proxy")
                 described += f"; {servers}" if servers else ""
             except StopRequested as why:
-                link.propagate(why, changed=False)
+                link.propagate(why, weights_changed=False)
                 raise
         else:
             worker, sampler, steps = apart_worker(run, inputs)
             graph.report = StepReport()
         link.synchronize()
         if run.served is not None:
-            run.served.add(lambda: weights_gauges(worker.device))
+            run.served.add_gauges(lambda: weights_gauges(worker.device))
         recorder = Recorder(
             config, active=run.everyone.is_first, total_steps=steps, served=run.served
         )
@@ -118,14 +118,14 @@ def train(config: Config) -> bool:
             memory=memory,
             link=link,
             everyone=run.everyone,
-            passes=None if link.is_home else lambda: pass_flops_and_seconds(worker),
+            passes=None if link.has_rank_zero else lambda: pass_flops_and_seconds(worker),
             on_world_reports=partial(_keep_flops, worker),
-            watchers=(dump, *profiles(config, worker)) if link.is_home else (),
+            watchers=(dump, *profiles(config, worker)) if link.has_rank_zero else (),
             # A dump holds the batch of one policy.
-            keep_batch=dump.keep if link.is_home and len(worker.agents) == 1 else None,
+            keep_batch=dump.keep if link.has_rank_zero and len(worker.agents) == 1 else None,
             checkpointed=_saved_parts(worker),
             optional_state={DRAWN_AHEAD: SavedDraws(worker)}
-            if rollout.staleness and link.is_home
+            if rollout.staleness and link.has_rank_zero
             else {},
             constant_metrics=isolation,
         )
@@ -176,7 +176,7 @@ def world_link(run: Session, inputs: RunInputs) -> WorldLink:
     """The way from this rank's world to the others."""
     if len(run.worlds) == 1:
         return SingleWorld()
-    return Worlds(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
+    return MultiWorldLink(run.joined, run.worlds, run.config, run.stop, inputs.codec.pad_token_id)
 
 
 def _keep_flops(worker: DAGWorker, others: Sequence[WorldReport]) -> None:

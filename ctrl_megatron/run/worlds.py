@@ -27,9 +27,16 @@ from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node, NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole
-from ctrl_megatron.graph.world_link import Action, Receive, Run, Send, WorldMessage, WorldReport
-from ctrl_megatron.parallel.groups import Joined
-from ctrl_megatron.parallel.layout import World, world_with
+from ctrl_megatron.graph.world_link import (
+    Action,
+    ReceiveMessage,
+    RunNode,
+    SendMessage,
+    WorldMessage,
+    WorldReport,
+)
+from ctrl_megatron.parallel.groups import JoinedGroups
+from ctrl_megatron.parallel.layout import World, world_of_role
 from ctrl_megatron.parallel.signed_objects import signed_pickle, verified_unpickle
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import WaitRules
@@ -75,10 +82,12 @@ def plan_step(
                 continue
             sent[source, target] |= {other.node_id for other in theirs}
             if target == HOME:
-                wanted = [name for other in new for name in other.writes]
+                wanted = [name for other in new for name in other.written_fields]
             else:
                 later = order[order.index(node) :]
-                wanted = [n for one in later if world_of(one) == target for n in one.needed(config)]
+                wanted = [
+                    n for one in later if world_of(one) == target for n in one.needed_fields(config)
+                ]
             fields = [
                 name
                 for name in dict.fromkeys(wanted)
@@ -89,11 +98,11 @@ def plan_step(
             message = WorldMessage(
                 number=next(numbers), node=node, source=source, to=target, fields=tuple(fields)
             )
-            before[node.node_id].append(Receive(message))
-            after[new[-1].node_id].append(Send(message))
+            before[node.node_id].append(ReceiveMessage(message))
+            after[new[-1].node_id].append(SendMessage(message))
     programs: dict[str, list[Action]] = defaultdict(list)
     for node in order:
-        programs[world_of(node)] += [*before[node.node_id], Run(node), *after[node.node_id]]
+        programs[world_of(node)] += [*before[node.node_id], RunNode(node), *after[node.node_id]]
     return programs
 
 
@@ -113,7 +122,7 @@ def _follows(
 def _writer(order: Sequence[Node], above: Sequence[Node], field: str) -> Node | None:
     """The last node ``above`` that writes the field, which a node that declares nothing may do
     too; None where those that declare it come later."""
-    declared = [node for node in order if field in node.writes]
+    declared = [node for node in order if field in node.written_fields]
     if declared and not any(node in above for node in declared):
         return None
     return last_writer(above, field)
@@ -133,7 +142,7 @@ def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
 
 
 def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
-    return lambda node: world_with(worlds, ROLES.get(node.node_role, HOME)).name
+    return lambda node: world_of_role(worlds, ROLES.get(node.node_role, HOME)).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +166,12 @@ class _RowAssignment:
     """World -> the rows of each of its data ranks."""
 
 
-class Worlds:
+class MultiWorldLink:
     """``WorldLink`` of several worlds, of which the first has rank 0 and deals the rows."""
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedGroups,
         worlds: Sequence[World],
         config: Config,
         stop: StopFlag,
@@ -180,10 +189,10 @@ class Worlds:
         self._ended: tuple[bool] | None = None
 
     @property
-    def is_home(self) -> bool:
+    def has_rank_zero(self) -> bool:
         return self._own == HOME
 
-    def program(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
+    def plan_actions(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
         worlds = [*self._worlds.values()]
         return plan_step(graph, order, world_of_roles(worlds), self._config)[self._own]
 
@@ -201,10 +210,10 @@ class Worlds:
     def synchronize(self) -> None:
         self._exchange(_RankStatus())
 
-    def propagate(self, why: BaseException, *, changed: bool) -> bool:
+    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
         if self._ended is None:
             fault = str(why) if isinstance(why, ServiceFault) else None
-            said = _RankStatus(fault=fault, stopped=fault is None, changed=changed)
+            said = _RankStatus(fault=fault, stopped=fault is None, changed=weights_changed)
             with suppress(StopRequested, ServiceFault):
                 self._exchange(said)
         assert self._ended is not None
@@ -232,9 +241,9 @@ class Worlds:
 
     # Rows
 
-    def new_rows(self) -> None:
+    def rows_changed(self) -> None:
         # Other worlds get new rows with their deal.
-        if self.is_home:
+        if self.has_rank_zero:
             self._deal = None
             self._informed.clear()
 
@@ -245,13 +254,13 @@ class Worlds:
         return self._deal.parts[self._own][self._groups.place.dp]
 
     def send(self, message: WorldMessage, batch: TensorDict) -> None:
-        if self.is_home:
+        if self.has_rank_zero:
             self._deal = self._deal or self._dealt(batch)
         deal, names = self._deal, message.fields
         assert deal is not None
         if not self._groups.is_leader:
             return
-        new = self.is_home and message.to not in self._informed
+        new = self.has_rank_zero and message.to not in self._informed
         if new:
             names = tuple(dict.fromkeys((*_ROWS, *names)))
         place = {row: at for at, row in enumerate(self._mine)}
@@ -291,10 +300,10 @@ class Worlds:
     def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
         fault = str(why) if isinstance(why, ServiceFault) else ""
         for action in rest:
-            if isinstance(action, Receive):
+            if isinstance(action, ReceiveMessage):
                 # Received and dropped: its sender waits for that before it meets the others.
                 self._letters(action.message)
-            elif isinstance(action, Send) and self._groups.is_leader:
+            elif isinstance(action, SendMessage) and self._groups.is_leader:
                 for data in range(self._worlds[action.message.to].layout.data):
                     self._post(action.message, data, {"fault": fault}, {}, ())
 
@@ -355,8 +364,8 @@ class Worlds:
         groups, what = self._groups, f"the ranks of {message.source}"
         future = AbandonableCall(arrive, what).future if groups.is_leader else None
         waiting = WaitRules(groups=groups, stop=self._stop, limit=_FOREVER)
-        letters = waiting.together(future, what, stoppable=False, aloud=False)
-        if groups.layout.model_size > 1:
+        letters = waiting.wait_together(future, what, stoppable=False, aloud=False)
+        if groups.layout.model_parallel_size > 1:
             heads = groups.from_leader([head for head, _ in letters or ()])
             letters = letters or [(head, head.empty()) for head in heads]
             for tensor in (tensor for _, tensors in letters for tensor in tensors.values()):

@@ -169,7 +169,7 @@ class SavedDraws:
             for draw in draws:
                 try:
                     what = f"texts of {draw.version} from the engines"
-                    worker.waiting.together(draw.groups, what)
+                    worker.waiting.wait_together(draw.groups, what)
                 except ServiceLost:
                     continue
                 there.append(draw)

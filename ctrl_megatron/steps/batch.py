@@ -14,7 +14,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.graph.columns import taken_rows, texts
+from ctrl_megatron.graph.columns import select_rows, texts
 from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, versions_of
 
 _TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
@@ -147,10 +147,10 @@ def join_samples(
         pad_token_id=pad_token_id,
     )
     others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
-    for name, value in taken_rows([join_tensors(others, widths)], taken).items():
+    for name, value in select_rows([join_tensors(others, widths)], taken).items():
         batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() == 2 else value
     said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
-    for name, value in taken_rows(said, taken).items():
+    for name, value in select_rows(said, taken).items():
         batch[name] = value
     return batch
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ctrl_megatron.data.rows import Row, row_of_attempt
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
-from ctrl_megatron.eval.validation_rates import summarise
+from ctrl_megatron.eval.validation_rates import validation_rates
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice, parse_judgment
 from ctrl_megatron.steps.chain import FollowUp, count_failures, criticise, judge_programs, revise
@@ -66,7 +66,7 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     """
     assert worker.validation is not None
     turns = converse(worker, ChainPlan(), critic="", seed=0)
-    return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], summarise)
+    return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], validation_rates)
 
 
 def converse(

@@ -48,7 +48,7 @@ from ctrl_megatron.graph.declarations import (
     always,
     node,
 )
-from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph, of_policy
+from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph, policy_node_id
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.models.value import ValueModel
@@ -207,7 +207,7 @@ def add_update_nodes(
     added: dict[str, str] = {}
 
     def add(name: str, function: Callable[..., NodeOutput], after: list[str], **kinds: Any) -> None:
-        added[name] = of_policy(name, agent_group)
+        added[name] = policy_node_id(name, agent_group)
         deps = [added.get(node, node) for node in after]
         pipeline.add_node(added[name], function, deps, agent_group=agent_group, **kinds)
 

@@ -25,7 +25,7 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, node, node_function
+from ctrl_megatron.graph.declarations import DRAWN, NodeFunction, as_node_function, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.rollout.engine import Engine
@@ -409,7 +409,7 @@ def environment_pipeline(
     tokens, and up to ``data.max_response_length`` tokens together with what the model reads.
     """
     make = import_callable(environment, "dag.options.environment")
-    episodes = Episodes(make=node_function(make), turns=turns, turn_tokens=turn_tokens)
+    episodes = Episodes(make=as_node_function(make), turns=turns, turn_tokens=turn_tokens)
     return episode_graph("environment_pipeline", config, episodes)
 
 

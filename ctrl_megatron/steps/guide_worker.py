@@ -68,7 +68,7 @@ def _needed(steps: tuple[Step, ...], config: Config) -> dict[str, str]:
     """The fields that a step needs and none before it writes, as ``NodeFunction.needs``."""
     found, made = dict[str, str](), set[str]()
     for step in steps:
-        found |= {name: why for name, why in step.needed(config).items() if name not in made}
+        found |= {name: why for name, why in step.needed_fields(config).items() if name not in made}
         made |= {*(step.writes or ())}
     return found
 

@@ -10,8 +10,14 @@ from tensordict import TensorDict
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import ServiceLost
-from ctrl_megatron.graph.graph import of_policy
-from ctrl_megatron.metrics import Gauge, device_peak, measure_peak_flops, mfu, seconds_by_name
+from ctrl_megatron.graph.graph import policy_node_id
+from ctrl_megatron.metrics import (
+    Gauge,
+    device_peak_flops,
+    measure_cpu_peak_flops,
+    mfu,
+    seconds_by_name,
+)
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards.registry import MODEL_REWARD
@@ -63,7 +69,7 @@ def pass_flops_and_seconds(worker: DAGWorker) -> tuple[float, float]:
     models = [*(model for of_agent in models_by_agent for model in of_agent), rewarding]
     local = sum(sum(model.take_flops()) for model in models if model is not None)
     nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
-    names = [of_policy(name, policy) for policy in range(len(worker.agents)) for name in nodes]
+    names = [policy_node_id(name, policy) for policy in range(len(worker.agents)) for name in nodes]
     took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))
     return sum(worker.groups.from_data_ranks(local)), took * worker.groups.size
 
@@ -134,9 +140,11 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
     cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model.dtype
     name = torch.cuda.get_device_name() if cuda else "cpu"
     groups.barrier()
-    peak = device_peak(name, configured_tflops=config.trainer.peak_tflops_per_device, dtype=dtype)
+    peak = device_peak_flops(
+        name, configured_tflops=config.trainer.peak_tflops_per_device, dtype=dtype
+    )
     if not cuda and dtype != "float32" and groups.is_first:
-        plain = measure_peak_flops("float32")
+        plain = measure_cpu_peak_flops("float32")
         if plain > 2 * peak:
             print(
                 f"warning: this CPU multiplies {plain / peak:.0f} times faster in float32 than in "

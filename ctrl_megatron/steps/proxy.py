@@ -15,7 +15,7 @@ from typing import Any
 from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceLost, UserError
-from ctrl_megatron.generation.chat import Chat, ChatError, DealtChat
+from ctrl_megatron.generation.chat import Chat, ChatError, MultiServerChat
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, fingerprint
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
@@ -140,9 +140,9 @@ class EngineProxy:
 class ApiProxy:
     """A proxy on servers, by the ``Chat`` of each address.
 
-    Requests are dealt to all servers (``DealtChat``). An equal request gets the answer of the first
-    one, from ``cache``. ``extra`` are the further fields of every request, which are a part of what
-    is equal.
+    Requests are dealt to all servers (``MultiServerChat``). An equal request gets the answer of the
+    first one, from ``cache``. ``extra`` are the further fields of every request, which are a part
+    of what is equal.
     """
 
     can_overlap = True
@@ -156,7 +156,7 @@ class ApiProxy:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         self._servers, self._model = dict(servers), model
-        self._dealt = DealtChat(list(servers.values()))
+        self._dealt = MultiServerChat(list(servers.values()))
         self.cache = answer_cache() if cache is None else cache
         self._extra = dict(extra or {})
 

@@ -175,7 +175,7 @@ class RolloutWorker:
 
     def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
         """The result of what ``begin`` started; as ``ask`` otherwise."""
-        return self.groups.from_leader(self.waiting.together(begun, what, stoppable=stoppable))
+        return self.groups.from_leader(self.waiting.wait_together(begun, what, stoppable=stoppable))
 
     def wait_for_draws(self) -> None:
         """Wait until the engines draw nothing for a later step, so that their weights may change.
@@ -289,7 +289,7 @@ class DAGWorker(RolloutWorker):
         for draw in self.ahead.every():
             # One whose engines are lost is begun anew when its step comes.
             with suppress(ServiceLost):
-                self.waiting.together(draw.groups, f"texts of {draw.version} from the engines")
+                self.waiting.wait_together(draw.groups, f"texts of {draw.version} from the engines")
 
     @property
     def temperature(self) -> float:

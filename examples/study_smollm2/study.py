@@ -27,7 +27,7 @@ from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
+from ctrl_megatron.eval.transcripts import Turn, transcript_part_file, turn_from_json
 from ctrl_megatron.types import Problem
 from examples.study_smollm2.plan import (
     ARMS,
@@ -331,7 +331,7 @@ def _measure(
             *proxy.settings,
         ]
     )
-    _keep(product, part_file(out, arm, seed).read_bytes())
+    _keep(product, transcript_part_file(out, arm, seed).read_bytes())
 
 
 def _keep(product: Path, content: bytes) -> None:
@@ -346,7 +346,9 @@ def _judge_public(test: TestSet, transcript: Path, product: Path) -> None:
     from ctrl_megatron.generation.solutions import judge_attempts
     from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 
-    turns = [turn_from(record, place) for place, record in read_json_lines_with_places(transcript)]
+    turns = [
+        turn_from_json(record, place) for place, record in read_json_lines_with_places(transcript)
+    ]
     first = [turn for turn in turns if turn.turn == 1]
     rows = read_rows([str(test.folder / f"{test.name}.parquet")])
     attempts = {row.id: row.attempt() for row in rows}

@@ -20,9 +20,15 @@ from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.measures import pass_at_k
-from ctrl_megatron.eval.resampling import Cells, Estimate, Resampling, cells_of, ratio
+from ctrl_megatron.eval.resampling import (
+    Cells,
+    Estimate,
+    Resampling,
+    ratio_of_columns,
+    sum_into_cells,
+)
 from ctrl_megatron.eval.results import CriticResult, evaluate_turns
-from ctrl_megatron.eval.transcripts import Turn, part_file, turn_from
+from ctrl_megatron.eval.transcripts import Turn, transcript_part_file, turn_from_json
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from ctrl_megatron.preparation.mutations import occurrences
 from ctrl_megatron.prompts import extract_code
@@ -68,7 +74,7 @@ def kept_file(folder: Path, setting: str, arm: str, seed: int) -> Path:
     """The transcript of an arm and seed. ``setting`` is a test set's name, then ``-`` and the name
     of a proxy other than the tuned one, or ``-rounds``.
     """
-    plain = part_file(Path(), arm, seed).name
+    plain = transcript_part_file(Path(), arm, seed).name
     return folder / f"{setting}.{plain}.gz"
 
 
@@ -87,7 +93,9 @@ def kept_turns(folder: Path, setting: str) -> list[Turn]:
     """All transcripts of a setting, in the order of their files' names."""
     paths = sorted(folder.glob(f"{setting}.*.jsonl.gz"))
     return [
-        turn_from(record, place) for p in paths for place, record in read_json_lines_with_places(p)
+        turn_from_json(record, place)
+        for p in paths
+        for place, record in read_json_lines_with_places(p)
     ]
 
 
@@ -140,7 +148,7 @@ def gain_of(turns: Mapping[str, Sequence[Turn]], arm: str, seed: int | None = No
         _cells(by_problem((turn for turn in part if _given(turn) in shared), _pass_rate))
         for part in both
     )
-    return told(_resampling(mine.shape[1], mine.shape[0]).difference(mine, base, ratio))
+    return told(_resampling(mine.shape[1], mine.shape[0]).difference(mine, base, ratio_of_columns))
 
 
 def _given(turn: Turn) -> tuple[int, str, str]:
@@ -175,14 +183,14 @@ def mean_over_problems(values: Mapping[tuple[int, str], float]) -> Estimate | No
     if not values:
         return None
     cells = _cells(values)
-    return _resampling(cells.shape[1], cells.shape[0]).estimate(cells, ratio)
+    return _resampling(cells.shape[1], cells.shape[0]).estimate(cells, ratio_of_columns)
 
 
 def _cells(values: Mapping[tuple[int, str], float]) -> Cells:
     seeds = sorted({seed for seed, _ in values})
     problems = sorted({problem for _, problem in values})
     parts = [(seeds.index(s), problems.index(p), (v, 1.0)) for (s, p), v in values.items()]
-    return cells_of(parts, len(seeds), len(problems))
+    return sum_into_cells(parts, len(seeds), len(problems))
 
 
 @cache
@@ -216,7 +224,7 @@ def test_set_part(
     before = next(iter(results.values())).curves[0]
     rows = [["first solutions", "", *(told(before.get(name)) for name in _RATES), ""]]
     for name, result in results.items():
-        rates = [told(result.last.get(rate)) for rate in _RATES]
+        rates = [told(result.last_turn_rates.get(rate)) for rate in _RATES]
         rows.append([name, ", ".join(map(str, result.seeds)), *rates, gain_of(arms, name)])
     compared = [name for name, arm in ARMS.items() if name in arms and arm.base != name]
     by_seed = [[name, *(gain_of(arms, name, seed) for seed in SEEDS)] for name in compared]
@@ -521,7 +529,7 @@ def judging_part(folder: Path) -> str:
     turns = kept_turns(folder, setting_of(JUDGING.name, JUDGING.proxy.name))
     rows: Rows = []
     for name, mine in arms_of(turns).items():
-        rates = result_of(mine).last
+        rates = result_of(mine).last_turn_rates
         shown = ("f1_macro", "judgment_accuracy", "judged_correct_rate", "valid_critique_rate")
         brier, error = calibration(mine)
         rows.append([name, *(told(rates.get(rate)) for rate in shown), told(brier), error])
@@ -683,10 +691,10 @@ def plot(title: str, results: Sequence[CriticResult], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = title
     from matplotlib import pyplot
 
-    ordered = sorted(results, key=lambda result: result.last["pass_rate"].value)
+    ordered = sorted(results, key=lambda result: result.last_turn_rates["pass_rate"].value)
     figure, axes = pyplot.subplots(figsize=(7, 0.38 * len(ordered) + 1.6))
     for place, result in enumerate(ordered):
-        rate = result.last["pass_rate"]
+        rate = result.last_turn_rates["pass_rate"]
         low = rate.value if rate.low is None else rate.low
         high = rate.value if rate.high is None else rate.high
         color = "#1f5fa8" if result.critic in ARMS else "#a8b4c2"

@@ -293,7 +293,7 @@ def test_the_sandbox_page_gives_every_limit_with_its_default() -> None:
 
 def test_the_built_in_graph_is_the_one_described() -> None:
     from ctrl_megatron.config import load_config
-    from ctrl_megatron.graph.picture import graph_tree
+    from ctrl_megatron.graph.picture import graph_tree_lines
     from ctrl_megatron.pipeline import ctrl_pipeline
 
     graph = ctrl_pipeline(load_config(None, [], "none"))
@@ -305,5 +305,5 @@ def test_the_built_in_graph_is_the_one_described() -> None:
     described = [(name, place, re.findall(r"\w+", after)) for name, place, after in rows]
     nodes = [graph.get_node(name) for name in graph.get_topological_sort()]
     found = [(name, place == "host", after) for name, place, after in described]
-    assert found == [(n.node_id, n.runs_aside, n.dependencies) for n in nodes]
-    assert "\n".join(graph_tree(graph)) in TEXTS["docs/architecture.md"]
+    assert found == [(n.node_id, n.is_async, n.dependencies) for n in nodes]
+    assert "\n".join(graph_tree_lines(graph)) in TEXTS["docs/architecture.md"]

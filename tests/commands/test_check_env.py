@@ -144,7 +144,7 @@ def test_a_step_bound_to_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_torch_does_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     from ctrl_megatron.parallel import devices
 
-    monkeypatch.setattr(devices, "unreached_gpus", lambda: "no way; install it")
+    monkeypatch.setattr(devices, "why_gpus_unusable", lambda: "no way; install it")
     (finding,) = check_env.torch_gpu_findings()
     assert finding == EnvironmentFinding("FAIL", "torch and GPUs", "no way; install it")
 

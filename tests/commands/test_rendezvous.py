@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from listening import listening, reached_from_outside
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from ctrl_megatron.parallel.rendezvous_state import StateAsJson, StateError
+from ctrl_megatron.parallel.rendezvous_state import RendezvousStateError, StateAsJson
 from ctrl_megatron.parallel.store import AddressStore, _listening
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def test_equal_states_are_equal_bytes() -> None:
     ],
 )
 def test_what_is_no_state_is_refused(text: bytes) -> None:
-    with pytest.raises(StateError):
+    with pytest.raises(RendezvousStateError):
         StateAsJson.loads(text)
 
 

@@ -59,7 +59,7 @@ def meet(how):
         os.kill(os.getpid(), signal.SIGSTOP if how == "meeting_frozen" else signal.SIGKILL)
     print("meets", flush=True)
     met.touch()
-    with stop.ends_meeting(lambda: os._exit(STOPPED)):
+    with stop.end_on_stop(lambda: os._exit(STOPPED)):
         torch.distributed.init_process_group("gloo")
 
 def restarted(run_dir):

@@ -14,10 +14,10 @@ def collectives(rank: int, size: int, elements: int) -> dict[str, Any]:
     from megatron.core.distributed import param_and_grad_buffer as megatron
 
     from ctrl_megatron.parallel.gloo import SumOfParts
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
 
-    initialize(Layout(data=size), seed=1, timeout_seconds=60)
+    initialize_groups(Layout(data=size), seed=1, timeout_seconds=60)
     group = dist.group.WORLD
     names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
     found: dict[str, Any] = {"loops": names.count("gloo_tcp_loop")}

@@ -23,7 +23,7 @@ from tiny_models import (
 )
 from world import run_world
 
-from ctrl_megatron.memory.model_state import trained_state
+from ctrl_megatron.memory.model_state import trained_model_memory
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.parallel.layout import Layout
 
@@ -169,7 +169,7 @@ def test_both_strategies_keep_it_and_take_the_same_steps(tmp_path: Path, ranks: 
     same_steps(results, "megatron", "fsdp", tmp_path / "out")
     same_steps(results, "fsdp", "again", tmp_path / "out")
     assert all(result["fsdp"]["packs"] for result in results)
-    planned = trained_state(
+    planned = trained_model_memory(
         *(read_shape(source, "fsdp"), Layout(data=ranks)),
         **{"pp": 0, "dtype": "float32", "distributed": True},
     )

@@ -30,11 +30,11 @@ _joined: list[tuple[dict[str, Any], Any]] = []
 
 def start(layout: dict[str, Any]) -> Any:
     """Join the world with the given layout; a process does so once."""
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
 
     if not _joined:
-        _joined.append((layout, initialize(Layout(**layout), seed=1, timeout_seconds=60)))
+        _joined.append((layout, initialize_groups(Layout(**layout), seed=1, timeout_seconds=60)))
     joined, groups = _joined[0]
     assert joined == layout
     return groups
@@ -111,14 +111,14 @@ def push_shards(
         "cuda_ipc": CudaIpcReceiver,
         "nccl": NcclReceiver,
     }
-    placed = taken.placement.on(groups.here) if groups.is_first_here else ()
+    placed = taken.placement.engines_on(groups.host_index) if groups.is_first_of_host else ()
     receivers = [
         (reader, kinds[transport](lambda own=worker: (own, workers)))
         for reader, engine in enumerate(placed)
         for worker, host in enumerate(engine.host_of_worker)
-        if host == groups.here
+        if host == groups.host_index
     ]
-    here = placed and taken.placement.served_on(groups.here)
+    here = placed and taken.placement.engines_served_by(groups.host_index)
     threads = ThreadPoolExecutor(max(1, len(receivers)))
 
     class Engines:
@@ -134,7 +134,7 @@ def push_shards(
         def offer(self, bucket: Any) -> None:
             self.offered.append(bucket)
             # All workers of an engine get the chunk from the host that serves it.
-            first = groups.hosts.first_rank(readers[0] if spanning else groups.here)
+            first = groups.hosts.first_rank(readers[0] if spanning else groups.host_index)
             self.chunks.append(groups.from_all(bucket.chunk)[first])
             if not bucket.chunk["tensors"]:
                 # With it the workers meet the trainer, which waits for them.
@@ -342,7 +342,7 @@ def push_quantised(
         got = found[name] = {}
         with sender.send(source, lambda bucket: None) as buckets:
             for bucket in buckets:
-                if groups.is_first_here and groups.here in readers:
+                if groups.is_first_of_host and groups.host_index in readers:
                     got |= {name: tensor.clone() for name, tensor in bucket.tensors}
                 groups.barrier()
     sender.close()
@@ -661,9 +661,9 @@ def train(
 ) -> dict[str, Any]:
     """Three optimizer steps for every variant of options, each from the same weights.
 
-    With the option ``make_room`` everything that can leave the device does so between the steps.
-    The global batch is dealt out to the data-parallel ranks; the weights are exported. ``te``:
-    with stand-ins for Transformer Engine.
+    With the option ``return_memory_if_scarce`` everything that can leave the device does so between
+    the steps. The global batch is dealt out to the data-parallel ranks; the weights are exported.
+    ``te``: with stand-ins for Transformer Engine.
     """
     from ctrl_megatron.checkpoint.hf import save_hf
     from ctrl_megatron.models.offload import storages_of
@@ -1023,7 +1023,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     from preloaded import reserve
 
     from ctrl_megatron.background import BackgroundLoop
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag, StopRequested
     from ctrl_megatron.parallel.waiting import WaitRules
@@ -1034,7 +1034,7 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
 
     if rank == 0:
         reserve(1)  # the engine's process
-    groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=limit)
+    groups = initialize_groups(Layout(tensor=2), seed=1, timeout_seconds=limit)
     background, found = BackgroundLoop(), dict[str, Any]()
     unused: Any = None
     config: Any = SimpleNamespace(trainer=SimpleNamespace(wait_timeout=60.0))
@@ -1049,7 +1049,9 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
     try:
         stop = StopFlag().install()
         waiting = WaitRules(groups=groups, stop=stop, limit=60.0)
-        waiting.together(background.submit(start()) if process else None, "the engine to start")
+        waiting.wait_together(
+            background.submit(start()) if process else None, "the engine to start"
+        )
         found["start"] = time.monotonic() - began
         engine: Any = process.connect() if process else None
         worker = RolloutWorker(
@@ -1095,11 +1097,13 @@ def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
     import time
 
     from ctrl_megatron.parallel.failure import FailureWatch
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stacks import StackFile
 
-    groups = initialize(Layout(tensor=2), seed=1, timeout_seconds=60 if holds_the_lock else 3)
+    groups = initialize_groups(
+        Layout(tensor=2), seed=1, timeout_seconds=60 if holds_the_lock else 3
+    )
 
     def wait_for_stacks() -> None:
         # ``run_world`` kills the others once a rank has ended.
@@ -1110,7 +1114,7 @@ def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
 
     limit = 3 if holds_the_lock else 60
     watch = FailureWatch(groups, timeout=limit, clean_up=wait_for_stacks)
-    watch.write_stacks(StackFile(run_dir, rank))
+    watch.set_stack_file(StackFile(run_dir, rank))
     groups.barrier()
 
     def a_users_loss() -> None:
@@ -1123,7 +1127,7 @@ def hang_in_users_code(rank: int, run_dir: Path, holds_the_lock: bool) -> None:
             a_users_loss()
         groups.barrier()
     except RuntimeError as error:
-        watch.report(error)
+        watch.report_failure(error)
         threading.Event().wait()  # the watch ends the process
 
 
@@ -1133,11 +1137,11 @@ def lose_a_host(rank: int) -> None:
     from dataclasses import replace
 
     from ctrl_megatron.parallel.failure import FailureWatch
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.hosts import Hosts
     from ctrl_megatron.parallel.layout import Layout
 
-    groups = initialize(Layout(data=3), seed=1, timeout_seconds=60)
+    groups = initialize_groups(Layout(data=3), seed=1, timeout_seconds=60)
     groups = replace(groups, hosts=Hosts(names=("here", "there"), of_rank=(0, 1, 1)))
     watch = FailureWatch(groups, timeout=60, clean_up=lambda: None)
     groups.barrier()
@@ -1146,7 +1150,7 @@ def lose_a_host(rank: int) -> None:
     try:
         groups.barrier()
     except RuntimeError as error:
-        watch.exit(watch.report(error))
+        watch.exit_process(watch.report_failure(error))
 
 
 def vocab_log_probs(
@@ -1215,7 +1219,7 @@ def run(function: str, folder: str, rank: int) -> None:
     torch.save(result, f"{folder}/result{rank}.pt")
     if torch.distributed.is_initialized():
         # A rank that leaves while others still talk to it can make their threads abort.
-        from ctrl_megatron.parallel.groups import shutdown
+        from ctrl_megatron.parallel.groups import shutdown_groups
 
         torch.distributed.barrier()
-        shutdown()
+        shutdown_groups()

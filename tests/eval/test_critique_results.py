@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.eval.transcripts import Turn
-from ctrl_megatron.eval.validation_rates import summarise
+from ctrl_megatron.eval.validation_rates import validation_rates
 
 programs = st.integers(0, 4)
 results = st.builds(lambda *given: one(*given), st.sampled_from("CI-"), programs, programs)
@@ -21,7 +21,7 @@ def one(said: str, before: int, after: int) -> Turn:
 
 
 def test_a_table_worked_out_by_hand() -> None:
-    found = summarise([one("I", 2, 4), one("C", 4, 0), one("-", 0, 0)])
+    found = validation_rates([one("I", 2, 4), one("C", 4, 0), one("-", 0, 0)])
     third = pytest.approx(1 / 3)
     assert found["valid_critique_rate"] == pytest.approx(2 / 3)
     assert found["judgment_accuracy"] == pytest.approx(2 / 3)  # no judgment counts as wrong
@@ -34,7 +34,7 @@ def test_a_table_worked_out_by_hand() -> None:
 
 @given(st.lists(results, min_size=1))
 def test_turns_explain_the_difference_of_solved_problems(played: list[Turn]) -> None:
-    found = summarise(played)
+    found = validation_rates(played)
     turned = found["to_right"] - found["to_wrong"]
     assert found["solved_after"] - found["solved_before"] == pytest.approx(turned)
     assert all(0 <= value <= 1 for name, value in found.items() if name != "rounds")
@@ -44,11 +44,11 @@ def test_turns_explain_the_difference_of_solved_problems(played: list[Turn]) -> 
 def test_what_could_not_be_judged_is_left_out_and_counted() -> None:
     known = [one("I", 2, 4), one("C", 4, 0)]
     lost = [replace(one("C", 0, 4), before=None), replace(one("C", 4, 0), after=None)]
-    assert summarise([*known, *lost]) == {**summarise(known), "unjudged": 2.0}
-    assert "unjudged" not in summarise(known)
-    assert summarise(lost) == {"rounds": 0.0, "unjudged": 2.0}
+    assert validation_rates([*known, *lost]) == {**validation_rates(known), "unjudged": 2.0}
+    assert "unjudged" not in validation_rates(known)
+    assert validation_rates(lost) == {"rounds": 0.0, "unjudged": 2.0}
 
 
 def test_nothing_to_summarise_is_an_error() -> None:
     with pytest.raises(ValueError, match="no critique"):
-        summarise([])
+        validation_rates([])

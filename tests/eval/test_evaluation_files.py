@@ -21,14 +21,14 @@ from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.report import write_evaluation_report
-from ctrl_megatron.eval.tables import tables
+from ctrl_megatron.eval.tables import report_tables
 from ctrl_megatron.eval.transcripts import (
     begin_evaluation,
-    open_evaluation,
-    part_file,
+    check_evaluation_folder,
     read_evaluation,
-    turn_from,
-    write_part,
+    transcript_part_file,
+    turn_from_json,
+    write_transcript_part,
 )
 from ctrl_megatron.types import Verdict
 
@@ -52,7 +52,7 @@ def made(folder: Path, *, critics: tuple[str, ...] = ("ours",)) -> Path:
     begin_evaluation(folder, SETTINGS, _weights(*critics), anew=[], overwrite=False)
     for critic in critics:
         turns = [dataclasses.replace(turn, critic=critic) for turn in TWO_TURNS]
-        write_part(part_file(folder, critic, 0), turns)
+        write_transcript_part(transcript_part_file(folder, critic, 0), turns)
     return folder
 
 
@@ -64,9 +64,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     turns = [*TWO_TURNS, *chain("p5", "-", (1, 4), critique=HOSTILE, after=None)]
     lost = dataclasses.replace(turns[-1], critique=None)
     begin_evaluation(tmp_path / "e", SETTINGS, _weights("ours"), anew=[], overwrite=False)
-    write_part(part_file(tmp_path / "e", "ours", 0), [*turns[:-1], lost])
+    write_transcript_part(transcript_part_file(tmp_path / "e", "ours", 0), [*turns[:-1], lost])
     pairs = [pair("A>B", ("first", None), "C-", "II")]
-    write_part(part_file(tmp_path / "e", "ours", 0, "pairs"), pairs)
+    write_transcript_part(transcript_part_file(tmp_path / "e", "ours", 0, "pairs"), pairs)
     found = read_evaluation(tmp_path / "e")
     assert found.turns == [*turns[:-1], lost] and found.pairs == pairs
     assert found.settings["settings"] == SETTINGS
@@ -81,18 +81,18 @@ def test_a_verdict_keeps_its_rates_in_a_file(total: int, data: st.DataObject, la
     turn = dataclasses.replace(TWO_TURNS[0], before=verdict, after=None)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "turns.jsonl"
-        write_part(path, [turn])
+        write_transcript_part(path, [turn])
         record = json.loads(path.read_text())
     rates = {"pass_rate": count / total, "accepted": count == total, "timed_out": late}
     assert record["before"] == rates and record["after"] is None
-    read = turn_from(record, "a line").before
+    read = turn_from_json(record, "a line").before
     assert read is not None
     assert {name: getattr(read, name) for name in rates} == rates
 
 
 def test_a_line_that_is_no_turn_is_named(tmp_path: Path) -> None:
     folder = made(tmp_path / "e")
-    file = part_file(folder, "ours", 0)
+    file = transcript_part_file(folder, "ours", 0)
     line = json.loads(file.read_text().splitlines()[0])
     for record, message in (
         ({**line, "extra": 1}, "line 1: not the fields of a transcript: extra"),
@@ -115,19 +115,23 @@ def test_a_line_that_is_no_turn_is_named(tmp_path: Path) -> None:
 
 def test_a_directory_is_continued_only_with_its_settings(tmp_path: Path) -> None:
     folder = made(tmp_path / "e", critics=("a", "b"))
-    assert open_evaluation(folder, SETTINGS, _weights("a", "c"), overwrite=False) == []
+    assert check_evaluation_folder(folder, SETTINGS, _weights("a", "c"), overwrite=False) == []
     changed = _weights("a", written="2")
-    assert open_evaluation(folder, SETTINGS, changed, overwrite=False) == ["a"]
+    assert check_evaluation_folder(folder, SETTINGS, changed, overwrite=False) == ["a"]
     with pytest.raises(UserError, match="samples: 2 -> 3"):
-        open_evaluation(folder, {"samples": 3}, _weights("a"), overwrite=False)
-    assert open_evaluation(folder, {"samples": 3}, _weights("a"), overwrite=True) == []
+        check_evaluation_folder(folder, {"samples": 3}, _weights("a"), overwrite=False)
+    assert check_evaluation_folder(folder, {"samples": 3}, _weights("a"), overwrite=True) == []
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/mine.md").touch()
     for overwrite in (False, True):
         with pytest.raises(UserError, match="exists and is no evaluation"):
-            open_evaluation(tmp_path / "notes", SETTINGS, _weights("a"), overwrite=overwrite)
+            check_evaluation_folder(
+                tmp_path / "notes", SETTINGS, _weights("a"), overwrite=overwrite
+            )
     with pytest.raises(UserError, match="differ in punctuation only"):
-        open_evaluation(tmp_path / "new", SETTINGS, _weights("x y", "x-y!", "x y!"), overwrite=True)
+        check_evaluation_folder(
+            tmp_path / "new", SETTINGS, _weights("x y", "x-y!", "x y!"), overwrite=True
+        )
 
 
 def test_a_file_or_directory_is_known_by_its_content(tmp_path: Path) -> None:
@@ -138,29 +142,31 @@ def test_a_file_or_directory_is_known_by_its_content(tmp_path: Path) -> None:
     folder = tmp_path / "e"
     begin_evaluation(folder, settings("x"), _weights("a"), anew=[], overwrite=False)
     spelled = {"a": {"path": f"{tmp_path}/./a", "weights": "1"}}
-    assert open_evaluation(folder, settings("./x"), spelled, overwrite=False) == []
+    assert check_evaluation_folder(folder, settings("./x"), spelled, overwrite=False) == []
     with pytest.raises(UserError, match=r"rows: .*; pairs: .*; proxy: "):
-        open_evaluation(folder, settings("x", "2"), _weights("a"), overwrite=False)
+        check_evaluation_folder(folder, settings("x", "2"), _weights("a"), overwrite=False)
 
 
 def test_names_that_make_one_file_are_reported_over_several_commands(tmp_path: Path) -> None:
     folder = made(tmp_path / "e", critics=("after SFT",))
     with pytest.raises(UserError, match="'after SFT' and 'after_SFT'"):
-        open_evaluation(folder, SETTINGS, _weights("after_SFT"), overwrite=False)
-    assert open_evaluation(folder, SETTINGS, _weights("after_SFT"), overwrite=True) == []
+        check_evaluation_folder(folder, SETTINGS, _weights("after_SFT"), overwrite=False)
+    assert check_evaluation_folder(folder, SETTINGS, _weights("after_SFT"), overwrite=True) == []
 
 
 def test_only_what_is_drawn_anew_is_moved_aside(tmp_path: Path) -> None:
     folder = made(tmp_path / "e", critics=("a", "a.seed", "b"))
-    before = part_file(folder, "a", 0).read_bytes()
-    write_part(part_file(folder, "a", 1, "pairs"), [pair("A>B", ("first", None))])
+    before = transcript_part_file(folder, "a", 0).read_bytes()
+    write_transcript_part(
+        transcript_part_file(folder, "a", 1, "pairs"), [pair("A>B", ("first", None))]
+    )
     (folder / "transcripts/a.seedless.jsonl").touch()
     (folder / "notes.md").touch()
     changed = _weights("a", written="2")
     aside = begin_evaluation(folder, SETTINGS, changed, anew=["a"], overwrite=False)
     assert aside is not None and aside == folder / "outdated/1"
     assert not list((folder / "pairs").iterdir())
-    assert part_file(aside, "a", 0).read_bytes() == before
+    assert transcript_part_file(aside, "a", 0).read_bytes() == before
     outdated = read_evaluation(aside)
     assert len(outdated.turns) == len(TWO_TURNS)
     assert outdated.settings["critics"] == _weights("a") and len(outdated.pairs) == 1
@@ -169,9 +175,12 @@ def test_only_what_is_drawn_anew_is_moved_aside(tmp_path: Path) -> None:
     settings = json.loads((folder / "evaluation.json").read_text())
     assert list(settings["critics"]) == ["a", "a.seed", "b"]
     assert begin_evaluation(folder, SETTINGS, changed, anew=["a"], overwrite=False) is None
-    write_part(part_file(folder, "a", 0), TWO_TURNS)
+    write_transcript_part(transcript_part_file(folder, "a", 0), TWO_TURNS)
     again = begin_evaluation(folder, SETTINGS, _weights("a"), anew=["a"], overwrite=False)
-    assert again == folder / "outdated/2" and part_file(aside, "a", 0).read_bytes() == before
+    assert (
+        again == folder / "outdated/2"
+        and transcript_part_file(aside, "a", 0).read_bytes() == before
+    )
     begin_evaluation(folder, {"samples": 5}, _weights("c"), anew=[], overwrite=True)
     assert {path.name for path in (folder / "transcripts").iterdir()} == {"a.seedless.jsonl"}
     assert (folder / "notes.md").exists()
@@ -181,7 +190,7 @@ def test_only_what_is_drawn_anew_is_moved_aside(tmp_path: Path) -> None:
 def test_the_page_shows_every_number_and_runs_nothing(tmp_path: Path) -> None:
     folder = made(tmp_path / "e")
     turns = [dataclasses.replace(t, critic=HOSTILE, critique=HOSTILE) for t in TWO_TURNS]
-    write_part(part_file(folder, "hostile", 0), turns)
+    write_transcript_part(transcript_part_file(folder, "hostile", 0), turns)
     write_evaluation_report(folder, ks=(1, 2))
     html, text = (folder / "report.html").read_text(), (folder / "report.md").read_text()
     assert not {"script", "b", "link", "iframe"} & set(Tags(html).seen)
@@ -207,7 +216,7 @@ def test_several_evaluations_share_a_folder_and_keep_other_files(
     a, b = made(tmp_path / "a"), made(tmp_path / "b")
     for folder in (a, b):
         one_turn = [turn for turn in TWO_TURNS if turn.turn == 1]
-        write_part(part_file(folder, "ours", 0), one_turn)
+        write_transcript_part(transcript_part_file(folder, "ours", 0), one_turn)
     page = tmp_path / "both.html"
     (tmp_path / "both.json").write_text("mine")
     assert report([str(a), str(b), "--out", str(page)]) == 2
@@ -224,7 +233,7 @@ def test_several_evaluations_share_a_folder_and_keep_other_files(
 
 def test_a_report_keeps_its_pass_at_k(tmp_path: Path) -> None:
     folder = made(tmp_path / "e")
-    write_part(part_file(folder, "ours", 0), TWO_TURNS)
+    write_transcript_part(transcript_part_file(folder, "ours", 0), TWO_TURNS)
 
     def told() -> list[int]:
         assert "pass@2" in (folder / "report.md").read_text()
@@ -247,10 +256,12 @@ def test_what_is_missing_of_an_evaluation_is_named(
     settings["critics"] = {name: {"path": name} for name in ("ours", "cut", "never")}
     (folder / "evaluation.json").write_text(json.dumps(settings))
     one_turn = [turn for turn in TWO_TURNS if turn.turn == 1]
-    write_part(part_file(folder, "ours", 0), one_turn)
-    write_part(part_file(folder, "ours", 1), [dataclasses.replace(t, seed=1) for t in one_turn])
-    cut = part_file(folder, "cut", 0)
-    write_part(cut, [dataclasses.replace(t, critic="cut") for t in one_turn])
+    write_transcript_part(transcript_part_file(folder, "ours", 0), one_turn)
+    write_transcript_part(
+        transcript_part_file(folder, "ours", 1), [dataclasses.replace(t, seed=1) for t in one_turn]
+    )
+    cut = transcript_part_file(folder, "cut", 0)
+    write_transcript_part(cut, [dataclasses.replace(t, critic="cut") for t in one_turn])
     cut.write_bytes(cut.read_bytes()[:-20])
     capsys.readouterr()
     assert report([str(folder)]) == 0
@@ -273,7 +284,7 @@ def test_a_page_without_examples_or_judgments_has_no_section_for_them(tmp_path: 
         for t in TWO_TURNS
         if t.turn == 1
     ]
-    write_part(part_file(folder, "ours", 0), turns)
+    write_transcript_part(transcript_part_file(folder, "ours", 0), turns)
     write_evaluation_report(folder)
     html = (folder / "report.html").read_text()
     assert "<h2>Solved after revision</h2>" in html
@@ -284,9 +295,10 @@ def test_every_table_of_rates_has_the_first_solutions_beside(tmp_path: Path) -> 
     folder = made(tmp_path / "e")
     for name in ("ours", "theirs"):
         turns = [dataclasses.replace(t, critic=name) for t in TWO_TURNS]
-        write_part(part_file(folder, name, 0), turns)
+        write_transcript_part(transcript_part_file(folder, name, 0), turns)
     found = {
-        title: (note, head) for title, note, head, _ in tables(write_evaluation_report(folder))
+        title: (note, head)
+        for title, note, head, _ in report_tables(write_evaluation_report(folder))
     }
     for title in ("Solved after revision", "Judgments", "By difficulty"):
         assert "pass@1 before" in found[title][1]

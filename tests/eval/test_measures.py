@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.eval.measures import (
-    discrimination,
+    discrimination_rates,
     judgment_counts,
     pass_at_k,
-    similarity,
+    program_similarity,
     wilson_interval,
 )
 
@@ -49,7 +49,7 @@ def test_pass_at_k_of_nothing_is_an_error(n: int, c: int, k: int) -> None:
 
 def rates(judged: Sequence[tuple[bool | None, bool]]) -> dict[str, float]:
     """The rates that have a value."""
-    found = discrimination(judgment_counts(judged))
+    found = discrimination_rates(judgment_counts(judged))
     return {name: float(value) for name, value in found.items() if not isnan(value)}
 
 
@@ -100,9 +100,9 @@ def test_a_critic_that_calls_everything_right_has_no_precision_of_wrong() -> Non
 
 @given(st.lists(judged_programs, min_size=1, max_size=4))
 def test_counts_of_several_are_rated_at_once(several: list[list[tuple[bool | None, bool]]]) -> None:
-    together = discrimination(np.array([judgment_counts(judged) for judged in several]))
+    together = discrimination_rates(np.array([judgment_counts(judged) for judged in several]))
     for place, judged in enumerate(several):
-        alone = discrimination(judgment_counts(judged))
+        alone = discrimination_rates(judgment_counts(judged))
         for name, value in alone.items():
             assert together[name][place] == pytest.approx(value, nan_ok=True)
 
@@ -118,13 +118,13 @@ def test_counts_of_several_are_rated_at_once(several: list[list[tuple[bool | Non
     ],
 )
 def test_similarity_counts_matching_words(draft: str, revision: str, expected: float) -> None:
-    assert similarity(draft, revision) == pytest.approx(expected)
+    assert program_similarity(draft, revision) == pytest.approx(expected)
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_similarity_is_a_share_and_1_for_equal_programs(draft: str, revision: str) -> None:
-    assert 0.0 <= similarity(draft, revision) <= 1.0
-    assert similarity(draft, draft) == 1.0
+    assert 0.0 <= program_similarity(draft, revision) <= 1.0
+    assert program_similarity(draft, draft) == 1.0
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 4), (1, 4), (4, 4), (3, 10), (50, 100)])

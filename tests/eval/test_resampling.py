@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ctrl_megatron.eval.resampling import Estimate, Resampling, cells_of, ratio
+from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns, sum_into_cells
 
 SHARE = [(0, 0, (1.0, 2.0)), (0, 1, (2.0, 2.0)), (0, 2, (0.0, 1.0)), (0, 3, (0.0, 0.0))]
 SHARE += [(1, 0, (2.0, 2.0)), (1, 1, (1.0, 2.0)), (1, 2, (0.0, 1.0)), (1, 3, (1.0, 1.0))]
@@ -31,9 +31,9 @@ def spelt_out(plan: Resampling, cells: np.ndarray) -> list[float]:
 
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_an_interval_is_the_middle_of_what_resampling_gives(seeds: int) -> None:
-    cells = cells_of([part for part in SHARE if part[0] < seeds], seeds, 4)
+    cells = sum_into_cells([part for part in SHARE if part[0] < seeds], seeds, 4)
     plan = Resampling(4, seeds, draws=400, level=0.8, seed=3)
-    found = plan.estimate(cells, ratio)
+    found = plan.estimate(cells, ratio_of_columns)
     values = spelt_out(plan, cells)
     expected = [part for part in SHARE if part[0] < seeds]
     value = sum(p[2][0] for p in expected) / sum(p[2][1] for p in expected)
@@ -57,8 +57,8 @@ def test_draws_are_those_of_drawing_with_replacement() -> None:
 
 def test_the_mean_varies_as_its_standard_error_says() -> None:
     values = np.random.default_rng(1).normal(size=200)
-    cells = cells_of([(0, i, (value, 1.0)) for i, value in enumerate(values)], 1, 200)
-    drawn = ratio(Resampling(200, draws=4000).sums(cells))
+    cells = sum_into_cells([(0, i, (value, 1.0)) for i, value in enumerate(values)], 1, 200)
+    drawn = ratio_of_columns(Resampling(200, draws=4000).resampled_sums(cells))
     assert drawn.std() == pytest.approx(values.std() / 200**0.5, rel=0.05)
 
 
@@ -66,17 +66,19 @@ def test_differences_are_paired() -> None:
     """Two critics that are far apart from problem to problem, and always 0.1 from each other."""
     base = [(0, i, (i / 10, 1.0)) for i in range(10)]
     more = [(0, i, (i / 10 + 0.1, 1.0)) for i in range(10)]
-    gain = Resampling(10).difference(cells_of(more, 1, 10), cells_of(base, 1, 10), ratio)
+    gain = Resampling(10).difference(
+        sum_into_cells(more, 1, 10), sum_into_cells(base, 1, 10), ratio_of_columns
+    )
     assert gain is not None
     assert [gain.value, gain.low, gain.high] == pytest.approx([0.1, 0.1, 0.1])
 
 
 def test_what_is_not_known_is_said() -> None:
-    nothing = cells_of([(0, 0, (0.0, 0.0)), (0, 1, (0.0, 0.0))], 1, 2)
-    assert Resampling(2).estimate(nothing, ratio) is None
-    one = cells_of([(0, 0, (1.0, 2.0))], 1, 1)
-    assert Resampling(1).estimate(one, ratio) == Estimate(0.5, None, None)
+    nothing = sum_into_cells([(0, 0, (0.0, 0.0)), (0, 1, (0.0, 0.0))], 1, 2)
+    assert Resampling(2).estimate(nothing, ratio_of_columns) is None
+    one = sum_into_cells([(0, 0, (1.0, 2.0))], 1, 1)
+    assert Resampling(1).estimate(one, ratio_of_columns) == Estimate(0.5, None, None)
     with pytest.raises(ValueError, match="0 problems"):
         Resampling(0)
     with pytest.raises(ValueError, match="cells of 1 seeds and 2 problems"):
-        Resampling(3).sums(nothing)
+        Resampling(3).resampled_sums(nothing)

@@ -17,8 +17,8 @@ from ctrl_megatron.commands.start import CommandParser
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation import sources
-from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, DealtChat, EngineChat
-from ctrl_megatron.generation.openai_client import BudgetSpent, OpenAIChat, TokenBudget
+from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, EngineChat, MultiServerChat
+from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget, TokenBudgetExceeded
 from ctrl_megatron.rollout.engine import EngineSpec, TokenListener
 from ctrl_megatron.types import Completion, Message, SamplingParams, VersionSpan
 
@@ -239,7 +239,7 @@ def test_the_budget_is_never_exceeded_by_answers() -> None:
     """Each answer takes 8 tokens and reserves 8: of 30 there are three, then the budget is used."""
     script = Scripted(good(prompt=0, completion=8))
     budget = TokenBudget(30)
-    with pytest.raises(BudgetSpent, match="budget of 30 tokens is used up: 24 are spent"):
+    with pytest.raises(TokenBudgetExceeded, match="budget of 30 tokens is used up: 24 are spent"):
         ask(script, count=12, budget=budget)
     assert (budget.spent, len(script.bodies)) == (24, 3)
 
@@ -396,13 +396,13 @@ def test_engines_are_started_as_asked_and_once_per_model(monkeypatch: pytest.Mon
 
 
 def test_engines_have_gpus_of_their_own_where_there_are_enough() -> None:
-    assert sources.engine_places(2, 2, 0) == [((), 0.9)] * 2
-    assert sources.engine_places(2, 2, 4) == [((0, 1), 0.9), ((2, 3), 0.9)]
-    assert sources.engine_places(1, 4, 4) == [((0, 1, 2, 3), 0.9)]
-    assert sources.engine_places(2, 2, 3) == [((0, 1), 0.45)] * 2
-    assert sources.engine_places(0, 8, 1) == []
+    assert sources.assign_engine_gpus(2, 2, 0) == [((), 0.9)] * 2
+    assert sources.assign_engine_gpus(2, 2, 4) == [((0, 1), 0.9), ((2, 3), 0.9)]
+    assert sources.assign_engine_gpus(1, 4, 4) == [((0, 1, 2, 3), 0.9)]
+    assert sources.assign_engine_gpus(2, 2, 3) == [((0, 1), 0.45)] * 2
+    assert sources.assign_engine_gpus(0, 8, 1) == []
     with pytest.raises(ValueError, match=r"tensor-parallel-size=2 is more than the 1 GPUs"):
-        sources.engine_places(1, 2, 1)
+        sources.assign_engine_gpus(1, 2, 1)
 
 
 class _Server:
@@ -431,16 +431,16 @@ def test_conversations_are_dealt_and_go_to_the_next_server_unless_they_were_hear
     asked: list[list[Message]] = [[{"role": "user", "content": text}] for text in "abc"]
     params = SamplingParams(max_tokens=2, n=2, rows=("x", "y", "z"), seed=1)
     heard: dict[int, str] = {}
-    chat = DealtChat(cast(Any, [one, two]))
+    chat = MultiServerChat(cast(Any, [one, two]))
     answers = asyncio.run(chat.complete(asked, params, heard.__setitem__))
     assert [[answer.text for answer in group] for group in answers] == [["one"] * 2] * 3
     # The names, and with them the draws, do not depend on the server.
     assert sorted(one.asked) == [("a", ("x",)), ("b", ("y",)), ("c", ("z",))]
     assert two.asked == [("b", ("y",))] and heard == dict.fromkeys(range(6), "one")
     first = replace(params, rows=("x",))
-    broken = DealtChat(cast(Any, [_Server("one", "middle"), two]))
+    broken = MultiServerChat(cast(Any, [_Server("one", "middle"), two]))
     with pytest.raises(ChatError, match=r"^one fails$"):
         asyncio.run(broken.complete(asked[:1], first, heard.__setitem__))
-    down = DealtChat(cast(Any, [_Server("one", "before"), two]))
+    down = MultiServerChat(cast(Any, [_Server("one", "before"), two]))
     with pytest.raises(ChatError, match=r"^one fails; two fails$"):
         asyncio.run(down.complete(asked[:1], first))

@@ -19,9 +19,9 @@ from ctrl_megatron.generation.checked_tests import (
     FILE,
     CheckedTests,
     TestChecks,
-    Uncounted,
-    read_checks,
-    write_checks,
+    UncountedTest,
+    read_check_results,
+    write_check_results,
 )
 from ctrl_megatron.rewards.grading import row_tests
 from ctrl_megatron.rewards.poison import GROUPS
@@ -69,7 +69,7 @@ def check(rows: Sequence[Row], judge: Any, spare: Path) -> TestChecks:
     async def run() -> TestChecks:
         checks = TestChecks(rows, spare)
         if checks.missing:
-            await checks.make(judge, at_once=8)
+            await checks.run_missing(judge, at_once=8)
         if isinstance(judge, Counting):
             await judge.client.close()
         return checks
@@ -91,23 +91,23 @@ def test_a_test_that_any_program_of_a_kind_passes_does_not_count(
     text, why = UNCOUNTED[form]
     mixed = row(tmp_path, REAL, text)
     checks = check([mixed], Counting(endpoint), tmp_path)
-    left = checks.of(mixed).apply_to(mixed)
+    left = checks.result_of(mixed).remove_uncounted_from(mixed)
     assert left.uncounted == (1,)
     assert f"{tmp_path}/rows.parquet: row 1" in caplog.text and why in caplog.text
     data = row_tests(left, run_all_cases=True).config.provided_data
     assert isinstance(data, dict) and data["uncounted"] == [1]
 
     alone = row(tmp_path, text)
-    found = check([alone], Counting(endpoint), tmp_path).of(alone)
+    found = check([alone], Counting(endpoint), tmp_path).result_of(alone)
     with pytest.raises(UserError, match=r"row 1.*none of its tests counts.*data.bad_rows=drop"):
-        found.apply_to(alone)
+        found.remove_uncounted_from(alone)
 
 
 def test_tests_of_one_bit_count(endpoint: str, tmp_path: Path) -> None:
     given = row(
         tmp_path, "assert not sort([3, 1])", "assert sort([3, 1])", "assert sort([1]) is None"
     )
-    assert check([given], Counting(endpoint), tmp_path).of(given) == CheckedTests()
+    assert check([given], Counting(endpoint), tmp_path).result_of(given) == CheckedTests()
 
 
 REFERENCES = {
@@ -122,7 +122,7 @@ REFERENCES = {
 def test_a_reference_passes_the_tests_that_count(kind: str, endpoint: str, tmp_path: Path) -> None:
     reference, fault = REFERENCES[kind]
     given = row(tmp_path, REAL, "assert sort([1]) is not None", reference=reference)
-    found = check([given], Counting(endpoint), tmp_path).of(given)
+    found = check([given], Counting(endpoint), tmp_path).result_of(given)
     assert (fault in found.fault) if fault else not found.fault
     assert found.fault or [one.position for one in found.uncounted] == [1]
 
@@ -134,8 +134,12 @@ def test_a_reference_of_stdin_and_stdout_is_judged(endpoint: str, tmp_path: Path
     wrong = row(tmp_path, reference="print(3)", number=2, **kind)
     none = row(tmp_path, number=3, **kind)
     checks = check([right, wrong, none], Counting(endpoint), tmp_path)
-    assert [bool(checks.of(one).fault) for one in (right, wrong, none)] == [False, True, False]
-    assert list(checks.all()) == ["sort/2"]
+    assert [bool(checks.result_of(one).fault) for one in (right, wrong, none)] == [
+        False,
+        True,
+        False,
+    ]
+    assert list(checks.results_by_row()) == ["sort/2"]
 
 
 def test_nothing_is_checked_twice(endpoint: str, tmp_path: Path) -> None:
@@ -165,15 +169,15 @@ def test_results_are_kept_elsewhere_if_the_folder_of_the_rows_is_not_to_be_writt
 
 def test_a_changed_file_of_results_is_refused(tmp_path: Path) -> None:
     file = tmp_path / FILE
-    results = {"k": CheckedTests(uncounted=(Uncounted(0, "assert x", "return a constant"),))}
-    write_checks(file, results)
-    assert read_checks(file) == results
+    results = {"k": CheckedTests(uncounted=(UncountedTest(0, "assert x", "return a constant"),))}
+    write_check_results(file, results)
+    assert read_check_results(file) == results
     good = file.read_text()
     changed = good.replace("[[0,", "[[1,")
     for text in (changed, good[:-9], "", "[]\n", good + "{}\n", "\x80", "[" * 100_000):
         file.write_text(text)
         with pytest.raises(UserError, match=r"checked_tests.jsonl.*delete it"):
-            read_checks(file)
+            read_check_results(file)
 
 
 class Failing:
@@ -200,7 +204,7 @@ def test_a_judge_that_fails_is_an_error_and_finished_checks_are_kept(
     async def run(works: int) -> None:
         judge = Failing(endpoint, works)
         try:
-            await TestChecks(rows, tmp_path).make(judge, at_once=1)
+            await TestChecks(rows, tmp_path).run_missing(judge, at_once=1)
         finally:
             await judge.judge.client.close()
 
@@ -214,7 +218,7 @@ def test_a_second_start_looks_at_ten_thousand_rows_in_a_second(tmp_path: Path) -
         row(tmp_path, *(f"assert sort([{n}, {k}]) == [{k}, {n}]" for k in range(3)), number=n)
         for n in range(10_000)
     ]
-    write_checks(
+    write_check_results(
         tmp_path / FILE, {one.key: CheckedTests() for one in TestChecks(rows, tmp_path).missing}
     )
     began = time.process_time()

@@ -23,10 +23,10 @@ from ctrl_megatron.generation.search_nodes import (
     CriticScore,
     SearchNode,
     best_leaves,
+    layer_table,
     leaves_of,
+    majority_vote,
     read_records,
-    turn_table,
-    vote,
     write_records,
 )
 from ctrl_megatron.generation.search_tree import SearchTree, TreeOptions
@@ -289,7 +289,7 @@ def test_the_majority_of_the_judgments_holds(
     said = {"c": JUDGED_CORRECT, "i": JUDGED_INCORRECT, "n": "none"}
     texts = [f"{number} {said[j]}" for number, j in enumerate(judgments)]
     majority, votes, correct, first = expected
-    found = vote(texts)
+    found = majority_vote(texts)
     assert (found.judgment, found.votes, found.votes_correct) == (majority, votes, correct)
     assert found.critique == texts[first]
 
@@ -310,7 +310,7 @@ def test_the_best_of_n_is_what_most_critiques_call_correct(tmp_path: Path) -> No
     leaves = leaves_of(grown.nodes)
     assert len(leaves) == 15
     before = grown.critic.calls
-    scores = asyncio.run(grown.tree.score(leaves))
+    scores = asyncio.run(grown.tree.score_leaves(leaves))
     assert scores.keys() == {leaf.hash for leaf in leaves}
     stopped = [leaf for leaf in leaves if leaf.stopped]
     for leaf in stopped:  # its own votes
@@ -326,7 +326,7 @@ def test_the_best_of_n_is_what_most_critiques_call_correct(tmp_path: Path) -> No
             if other.task_id == leaf.task_id
         }
         assert leaf.hash == max(share, key=lambda name: share[name])
-    again = asyncio.run(Grown(tmp_path, chosen).tree.score(leaves))
+    again = asyncio.run(Grown(tmp_path, chosen).tree.score_leaves(leaves))
     assert again == scores
 
 
@@ -377,7 +377,7 @@ def test_what_does_not_fit_is_named_and_ends_its_chain(tmp_path: Path) -> None:
         parent = known[node.prev_hash]
         assert (node.solution, node.success) == (parent.solution, parent.success)
     assert {n.success for n in grown.of(1) if n.task_id == "p0"} == {False}
-    assert [row["errors"] for row in turn_table(grown.nodes, (1, 2, 1, 1))] == [2, 4, 0]
+    assert [row["errors"] for row in layer_table(grown.nodes, (1, 2, 1, 1))] == [2, 4, 0]
 
 
 def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
             return float(bool(node.success))
         return sum(mean(child, depth) for child in below) / len(below)
 
-    for depth, row in enumerate(turn_table(grown.nodes, widths), start=1):
+    for depth, row in enumerate(layer_table(grown.nodes, widths), start=1):
         roots = [mean(root, depth) for root in grown.of(0)]
         assert row["solved"] == pytest.approx(sum(roots) / 3)
         assert row["nodes"] == len(grown.of(depth))
@@ -406,7 +406,7 @@ def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
 def test_unknown_tokens_stay_unknown(tmp_path: Path) -> None:
     nodes = Grown(tmp_path, options(1, 2)).nodes
     nodes[-1] = replace(nodes[-1], completion_tokens=None)
-    row = turn_table(nodes, (1, 2))[0]
+    row = layer_table(nodes, (1, 2))[0]
     assert (row["completion_tokens"], row["prompt_tokens"]) == (None, 60)
 
 

@@ -280,7 +280,7 @@ def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None
         None, ["reward_model.enable=true", "reward_model.model.path=reward"], "none"
     )
     graphs = map(ctrl_pipeline, (gae, remax, renewed, judged))
-    read = {*VALIDATION, *(key for graph in graphs for key in graph.reads)}
+    read = {*VALIDATION, *(key for graph in graphs for key in graph.config_keys)}
     assert read >= set(KEYS_OF_NODES) - set(CORRECTION)
 
 

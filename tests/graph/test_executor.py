@@ -66,7 +66,7 @@ def test_a_stop_drops_a_step_until_it_changes_weights_and_then_waits_for_its_end
     def wait(worker: Any, batch: TensorDict) -> NodeOutput:
         done: Future[float] = Future()
         done.set_result(7.0)
-        return NodeOutput(metrics={"waited": worker.waiting.together(done, "an engine")})
+        return NodeOutput(metrics={"waited": worker.waiting.wait_together(done, "an engine")})
 
     kind, train = NodeType.COMPUTE, NodeType.MODEL_TRAIN
     asked, waits = Node("ask", kind, func=ask), Node("wait", kind, func=wait)
@@ -307,7 +307,5 @@ def test_nodes_can_be_left_out(worker: Any) -> None:
         Node("aside", NodeType.ENV_INTERACT, func=aside),
         Node("doubled", NodeType.COMPUTE, dependencies=["aside"], func=doubled),
     )
-    after, metrics = Executor(graph, worker, runs=lambda node: not node.runs_aside).run_step(
-        batch()
-    )
+    after, metrics = Executor(graph, worker, runs=lambda node: not node.is_async).run_step(batch())
     assert after["twice"].tolist() == [2.0, 4.0, 6.0] and metrics == {}

@@ -214,7 +214,7 @@ class LaterCall:
 def test_a_coroutine_function_completes_when_awaited(func: object) -> None:
     node = Node("n", NodeType.ENV_INTERACT, func=func)  # type: ignore[arg-type]
     pending = node.run(x=1)
-    assert node.runs_aside and node.status is NodeStatus.RUNNING
+    assert node.is_async and node.status is NodeStatus.RUNNING
     assert asyncio.run(pending) == 2
     assert node.status is NodeStatus.COMPLETED
 
@@ -344,7 +344,7 @@ def test_a_pipeline_builds_a_graph() -> None:
     assert first.run(x=3) == 6
     assert last.only_forward_compute
     assert last.executable is nothing
-    assert not last.runs_aside
+    assert not last.is_async
 
 
 def test_wrong_pipelines_name_themselves() -> None:

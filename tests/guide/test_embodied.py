@@ -14,7 +14,7 @@ from ctrl_megatron.algorithms.progress import progress_rewards
 from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.guide.embodied import ProgressReward, embodied_srpo_pipeline, within
+from ctrl_megatron.guide.embodied import ProgressReward, embodied_srpo_pipeline, success_rate_within
 from ctrl_megatron.steps.worker import DAGWorker
 from examples.embodied import GridWorld, embed, problems
 
@@ -31,9 +31,9 @@ def batch_of(won: list[bool], **fields: Any) -> TensorDict:
 
 def test_groups_are_kept_by_their_share_of_successes() -> None:
     batch = batch_of(WON)
-    assert within(0.0, 1.0)(batch).all()
-    assert within(0.1, 0.9)(batch).tolist() == [True, True, False, False, False, False]
-    assert within(0.5, 1.0)(batch).tolist() == [True, True, False, False, True, True]
+    assert success_rate_within(0.0, 1.0)(batch).all()
+    assert success_rate_within(0.1, 0.9)(batch).tolist() == [True, True, False, False, False, False]
+    assert success_rate_within(0.5, 1.0)(batch).tolist() == [True, True, False, False, True, True]
 
 
 def vectors(trajectories: Any) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_wrong_embeddings_and_fields_are_named() -> None:
         ProgressReward(lambda texts: torch.zeros(3))(worker, batch_of(WON))
     bare = batch_of(WON).exclude("success")
     with pytest.raises(UserError, match=r"dag\.options\.environment: .* lack the field success"):
-        within(0.0, 1.0)(bare)
+        success_rate_within(0.0, 1.0)(bare)
 
 
 def test_the_graph_of_the_guide() -> None:

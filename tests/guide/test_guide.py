@@ -259,7 +259,7 @@ def test_functions_get_what_their_signature_names() -> None:
         graph = TaskGraph("g")
         graph.add_node(node)
         check_calls(graph)
-        return node.call(worker, batch)
+        return node.call_in_step(worker, batch)
 
     own = {"threshold": 3}
     assert called("method") == (worker, "configuration", batch, {**own, "worker": worker})

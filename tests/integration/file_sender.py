@@ -29,7 +29,7 @@ class FileSender:
     ) -> Iterator[Iterator[SentBucket]]:
         buckets = Buckets(source, self.groups)
         with tempfile.TemporaryDirectory(prefix="file-sender-") as own:
-            folder = Path(self.groups.from_first_here(own))
+            folder = Path(self.groups.from_first_of_host(own))
             paths = [folder / str(number) for number in range(IN_FLIGHT)]
             files = [
                 torch.from_file(str(path), shared=True, size=buckets.size, dtype=torch.uint8)

@@ -116,7 +116,7 @@ def _rank(
 
     torch.set_num_threads(1)
     if not draws:
-        page.render = lambda run: run.name
+        page.render_report = lambda run: run.name
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
     seen = record_reads(config) if reads and rank == 0 else set()
     check_files(config, purpose)

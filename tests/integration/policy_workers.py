@@ -72,7 +72,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.algorithms import FixedKLController
     from ctrl_megatron.background import BackgroundLoop
     from ctrl_megatron.data.tokens import TextCodec
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
     from ctrl_megatron.parallel.stop import StopFlag
     from ctrl_megatron.rewards import RewardModelForCritic, RewardSum
@@ -81,7 +81,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
     from ctrl_megatron.sandbox import SandboxClient
     from ctrl_megatron.steps.worker import DAGWorker
 
-    groups = initialize(Layout(), seed=config.trainer.seed, timeout_seconds=60)
+    groups = initialize_groups(Layout(), seed=config.trainer.seed, timeout_seconds=60)
     path = config.actor_rollout_ref.model.path
     codec = TextCodec(path)
     policy, reference = (
@@ -215,9 +215,9 @@ def _frozen_policy(model: str, layout: Any) -> tuple[Any, Any]:
     from ctrl_megatron.models.hf_config import read_model_shape
     from ctrl_megatron.models.policy import Policy
     from ctrl_megatron.models.strategy import ModelOptions
-    from ctrl_megatron.parallel.groups import initialize
+    from ctrl_megatron.parallel.groups import initialize_groups
 
-    groups = initialize(layout, seed=1, timeout_seconds=60)
+    groups = initialize_groups(layout, seed=1, timeout_seconds=60)
     options = ModelOptions(build=BuildOptions(dtype="float32"), optimizer=None)
     policy = Policy(read_model_shape(model), groups, options)
     load_hf(policy, model)

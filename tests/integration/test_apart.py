@@ -19,7 +19,7 @@ from tiny_run import REPOSITORY
 
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.memory.proposal import GENERATION, candidates, propose
+from ctrl_megatron.memory.proposal import GENERATION, choose_placement, placement_candidates
 from ctrl_megatron.memory.shapes import ModelShapes, model_shapes
 from ctrl_megatron.metrics import read_json_lines
 
@@ -171,10 +171,10 @@ def test_a_run_places_its_roles_itself(apart_job: Job, runs: Runs) -> None:
 def _proposed(config: Config, shapes: ModelShapes, gpu_memory: int) -> list[str]:
     """The keys of the proposal; nothing where no placement fits."""
     try:
-        found = candidates(
+        found = placement_candidates(
             config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels="torch"
         )
-        return propose(found).overrides
+        return choose_placement(found).overrides
     except UserError:
         return []
 

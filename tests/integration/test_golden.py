@@ -16,7 +16,7 @@ import golden_runs
 import pytest
 from launched_run import Job
 
-from ctrl_megatron.metrics.names import metric_of
+from ctrl_megatron.metrics.names import describe_metric
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,7 +48,7 @@ def starts(golden_job: Job, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def assert_recorded(name: str, steps: Steps) -> None:
     recorded = golden_runs.load(name)
     logged = {metric for step in steps for metric in step["metrics"]}
-    assert [metric for metric in sorted(logged) if metric_of(metric) is None] == []
+    assert [metric for metric in sorted(logged) if describe_metric(metric) is None] == []
     assert len(steps) == len(recorded["steps"])
     same_machine = recorded["machine"] == golden_runs.machine()
     for number, (found, expected) in enumerate(zip(steps, recorded["steps"], strict=True), 1):

@@ -31,7 +31,7 @@ MOMENTS = (
     "train_rl ctrl_megatron.models.policy:Policy.step_with_log_probs 2",
     "train_rl ctrl_megatron.run.loop:TrainingLoop._validate 1",  # after the last step
     "convert_megatron_to_hf ctrl_megatron.checkpoint.convert:HfDirectoryWriter.write_side_files 1",
-    "evaluate ctrl_megatron.run.evaluation:write_part 2",
+    "evaluate ctrl_megatron.run.evaluation:write_transcript_part 2",
 )
 """In order: when each comes, everything before it is finished. ``test_synthesis_restart`` kills the
 other stages of a synthesis."""

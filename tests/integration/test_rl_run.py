@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ctrl_megatron.config import load_config, to_yaml
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.metrics.names import metric_of
+from ctrl_megatron.metrics.names import describe_metric
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)
@@ -45,7 +45,7 @@ def test_every_step_has_every_metric_and_phase(whole_run: Run) -> None:
         found = record["metrics"].keys()
         assert found >= METRICS | {f"time/{phase}" for phase in PHASES}
         assert all(isinstance(value, int | float) for value in record["metrics"].values())
-        assert [name for name in found if metric_of(name) is None] == []
+        assert [name for name in found if describe_metric(name) is None] == []
     timelines = read_json_lines(whole_run.folder / "timeline.jsonl")
     assert [line["step"] for line in timelines] == [1, 2, 3, 4]
     for line in timelines:

@@ -20,7 +20,7 @@ WITHIN = 30.0
 FIRST = "ctrl_megatron.pipeline."
 PLACES = {
     # what the run is doing -> the function whose call asks for the stop, and which call of it
-    "before the ranks meet": "ctrl_megatron.parallel.meeting:meet 1",
+    "before the ranks meet": "ctrl_megatron.parallel.meeting:agree_on_meeting_name 1",
     "after they have met": FIRST + "session:RunLock.take 1",
     "services start": FIRST + "services:Services.start 1",
     "services come up": FIRST + "services:Services.wait 1",

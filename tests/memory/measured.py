@@ -104,8 +104,8 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
     from ctrl_megatron.parallel.groups import (
         GroupMaker,
         ProcessGroups,
-        give_megatron,
         megatron_groups,
+        set_megatron_globals,
     )
 
     cpu_platform.install_cpu_platform()
@@ -131,7 +131,7 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
         place = layout.coordinates(rank)
         maker = GroupMaker(range(layout.world_size), timedelta(seconds=60))
         groups = megatron_groups(layout, maker)
-        give_megatron(groups)
+        set_megatron_globals(groups)
         tensor_parallel.model_parallel_cuda_manual_seed(
             1, tp_rank=place.tp, ep_rank=place.ep, etp_rank=place.etp
         )
@@ -359,12 +359,12 @@ def _forward(model: Any, shared: bool) -> torch.Tensor:
 def one_real_step(options: dict[str, Any]) -> dict[str, int]:
     """A whole optimizer step of one process over gloo, through the product's own way."""
     from ctrl_megatron.models.loss_scale import GlobalCounts
-    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.groups import initialize_groups, shutdown_groups
 
     def loss(log_probs: Any, entropy: Any, rows: Any, counts: GlobalCounts) -> Any:
         return -(log_probs * rows["response_mask"]).sum() / counts.tokens, {}
 
-    groups = initialize(Layout(), seed=1, timeout_seconds=60)
+    groups = initialize_groups(Layout(), seed=1, timeout_seconds=60)
     model = build("policy", small(), groups, **options)
     rows = batch()
     model.step(rows, loss)  # moments exist from now on
@@ -372,7 +372,7 @@ def one_real_step(options: dict[str, Any]) -> dict[str, int]:
     with LiveBytes(resident(model)) as live:
         model.step(rows, loss)
     assert before == held(model)
-    shutdown()
+    shutdown_groups()
     return {**before, "peak": live.peak}
 
 

@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.memory.activations import PassShape, in_flight
+from ctrl_megatron.memory.activations import PassShape, micro_batches_in_flight
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, memory_budget
-from ctrl_megatron.memory.engine import GIB, EngineUse, engine_use
-from ctrl_megatron.memory.fit import misfit, problem
-from ctrl_megatron.memory.model_state import engine_weight_bytes, frozen_state, trained_state
+from ctrl_megatron.memory.engine import GIB, EngineMemoryUse, actor_engine_memory
+from ctrl_megatron.memory.fit import describe_misfit, phase_over_limit
+from ctrl_megatron.memory.model_state import (
+    engine_weight_bytes,
+    frozen_model_memory,
+    trained_model_memory,
+)
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rules import hf_shapes
@@ -56,7 +60,7 @@ def example(file: str, *overrides: str, value: bool = False) -> tuple[Config, Mo
 
 
 def fault(config: Config, shapes: ModelShapes) -> str:
-    return misfit(config, shapes, gpu_memory=MEMORY) or ""
+    return describe_misfit(config, shapes, gpu_memory=MEMORY) or ""
 
 
 def totals(budget: MemoryBudget) -> dict[str, int]:
@@ -70,7 +74,7 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
     config, shapes = example(file)
     if purpose == "sft":
         shapes = replace(shapes, reference=None)
-    assert misfit(config, shapes, gpu_memory=memory, purpose=purpose) is None
+    assert describe_misfit(config, shapes, gpu_memory=memory, purpose=purpose) is None
     budget = memory_budget(config, shapes, gpu_memory=memory, purpose=purpose)
     assert max(totals(budget).values()) <= (1 - RESERVE) * memory
     if purpose == "rl":
@@ -81,7 +85,7 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
             if rollout.name == "diffusion"
             else rollout.max_num_seqs or ENGINES[rollout.name].default_max_sequences(memory)
         )
-        assert budget.engine.cache_tokens >= rows * config.max_model_len
+        assert budget.engine.kv_cache_tokens >= rows * config.max_model_len
     # Nodes of eight such GPUs have 1 to 2 TiB.
     assert sum(budget.host.values()) < 700 * GIB
 
@@ -93,7 +97,7 @@ def test_kept_prefixes_are_a_cache_of_all_rows() -> None:
         config, shapes = example("diffucoder_7b.yaml", kwargs)
         engine = memory_budget(config, shapes, gpu_memory=MEMORY).engine
         assert engine is not None
-        sizes.append(engine.cache_tokens)
+        sizes.append(engine.kv_cache_tokens)
     assert sizes[1] == 20 * sizes[0]  # max_num_seqs of the file
 
 
@@ -136,7 +140,7 @@ def test_a_second_policy_takes_what_the_actor_takes() -> None:
         assert update[f"{reference}'s parameters"] == update["actor's parameters"]
     found, engine = totals(budget), budget.engine
     assert engine is not None and found["sync agent1"] == found["generate"] + engine.reload
-    assert shapes.trained == (shapes.actor, shapes.actor)
+    assert shapes.trained_shapes == (shapes.actor, shapes.actor)
 
 
 def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:
@@ -214,7 +218,7 @@ def test_a_7b_model_is_trained_on_one_gpu_of_80_gb_with_its_optimizer_on_the_hos
     assert used["update"] > 1.5 * MEMORY
     config, shapes = example("ctrl_7b.yaml", *alone, f"{M}optimizer_cpu_offload=true")
     budget = memory_budget(config, shapes, gpu_memory=MEMORY)
-    assert problem(config, budget) is None
+    assert phase_over_limit(config, budget) is None
     assert budget.host["optimizer away"] == pytest.approx(12 * 7.6e9, rel=0.02)
 
 
@@ -254,7 +258,7 @@ def test_models_on_ranks_of_their_own_are_planned_there_and_not_beside_the_actor
     one = memory_budget(together, shapes, gpu_memory=MEMORY)
     several = memory_budget(apart, shapes, gpu_memory=MEMORY)
     uses = {use.phase: use for use in several.phases}
-    kept = trained_state(
+    kept = trained_model_memory(
         value_shape(shapes.actor), critic.layout, pp=0, dtype="bfloat16", distributed=True
     )
     update = uses["critic: update"]
@@ -266,7 +270,7 @@ def test_models_on_ranks_of_their_own_are_planned_there_and_not_beside_the_actor
         "moments": kept.moments,
     }.items():
         assert update.items[f"value model's {part}"] == size
-    frozen = frozen_state(shapes.actor, reference.layout, pp=0, dtype="bfloat16").parameters
+    frozen = frozen_model_memory(shapes.actor, reference.layout, pp=0, dtype="bfloat16").parameters
     assert uses["reference: log-probs"].items["reference's parameters"] == frozen
     assert uses["reference: log-probs"].rank == 6
     assert "reference: update" not in uses and "critic: generate" not in uses
@@ -318,8 +322,8 @@ def test_more_memory_and_more_offloading_never_hurt(choices: dict[str, Any]) -> 
     config, shapes = drawn(choices)
     budget = memory_budget(config, shapes, gpu_memory=MEMORY)
     larger = memory_budget(config, shapes, gpu_memory=2 * MEMORY)
-    if problem(config, budget) is None:
-        assert problem(config, larger) is None
+    if phase_over_limit(config, budget) is None:
+        assert phase_over_limit(config, larger) is None
     keys = ("param_offload", "optimizer_offload", "grad_offload", "optimizer_cpu_offload")
     for key in keys:
         off, on = (drawn({**choices, M + key: flag}) for flag in (False, True))
@@ -359,7 +363,7 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(
         logprob_chunk=1,
     )
     # One forward pass more before the first backward pass.
-    assert in_flight(shape, pp=pp) == min(warmup + 1, total)
+    assert micro_batches_in_flight(shape, pp=pp) == min(warmup + 1, total)
 
 
 @pytest.mark.parametrize("file", MODELS.values())
@@ -367,7 +371,7 @@ def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
     shape = shape_of(file)
     whole = 2 * sum(map(math.prod, hf_shapes(shape).values()))
     layout = Layout(tensor=4, pipeline=4)
-    held = [frozen_state(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
+    held = [frozen_model_memory(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
     norms = whole // 500  # every tensor rank has them, and routers, whole
     assert whole <= 4 * sum(state.parameters for state in held) <= whole + norms
     for tensor in (1, 2, 4):
@@ -384,24 +388,24 @@ def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
 
 def test_the_cache_of_an_engine_is_what_its_share_leaves() -> None:
     config, shapes = example("ctrl_7b.yaml")
-    engine = engine_use(config, shapes.actor, MEMORY)
-    assert engine.weights + engine.cache + engine.workspace + engine.graphs == engine.share
+    engine = actor_engine_memory(config, shapes.actor, MEMORY)
+    assert engine.weights + engine.kv_cache_bytes + engine.workspace + engine.graphs == engine.share
     # Two kinds, four heads on two GPUs, 128 numbers of two bytes, 28 layers.
     assert engine.cache_per_token == 2 * 2 * 128 * 2 * 28
-    eager = engine_use(
+    eager = actor_engine_memory(
         load_config(EXAMPLES / "ctrl_7b.yaml", [f"{R}enforce_eager=true"]), shapes.actor, MEMORY
     )
-    assert eager.graphs == 0 and eager.asleep < engine.asleep
+    assert eager.graphs == 0 and eager.asleep_bytes < engine.asleep_bytes
 
 
 def test_sglang_computes_beside_its_share() -> None:
     config, shapes = example("ctrl_7b.yaml")
-    vllm = engine_use(config, shapes.actor, MEMORY)
-    sglang = engine_use(
+    vllm = actor_engine_memory(config, shapes.actor, MEMORY)
+    sglang = actor_engine_memory(
         load_config(EXAMPLES / "ctrl_7b.yaml", [f"{R}name=sglang"]), shapes.actor, MEMORY
     )
-    assert sglang.cache == sglang.share - sglang.weights > vllm.cache
-    assert sglang.awake == vllm.awake + vllm.workspace + vllm.graphs
+    assert sglang.kv_cache_bytes == sglang.share - sglang.weights > vllm.kv_cache_bytes
+    assert sglang.awake_bytes == vllm.awake_bytes + vllm.workspace + vllm.graphs
 
 
 def test_buckets_on_gpus_are_those_of_the_plan() -> None:
@@ -430,9 +434,9 @@ def test_a_worker_with_a_gpu_of_its_own_has_room_for_what_it_receives() -> None:
     whole = 2 * sum(math.prod(size) for size in hf_shapes(shapes.actor).values())
     apart = [f"{R}placement=dedicated", f"{R}n_gpus_per_node={tensor}"]
 
-    def engine(*keys: str) -> EngineUse:
+    def engine(*keys: str) -> EngineMemoryUse:
         changed, _ = example("ctrl_7b.yaml", *apart, *keys)
-        return engine_use(changed, shapes.actor, MEMORY)
+        return actor_engine_memory(changed, shapes.actor, MEMORY)
 
     quiet, nccl = engine(), f"{R}weight_transport=nccl"
     assert quiet.received == 0
@@ -441,7 +445,7 @@ def test_a_worker_with_a_gpu_of_its_own_has_room_for_what_it_receives() -> None:
     assert once.received == pytest.approx(whole / tensor, rel=0.01)
     often = engine(nccl, f"{R}update_bucket_megabytes=1024")
     assert GIB < often.received <= 2 * GIB
-    assert often.awake == quiet.awake + often.received
+    assert often.awake_bytes == quiet.awake_bytes + often.received
     full = [*apart, nccl, f"{R}gpu_memory_utilization=0.98", f"{R}update_bucket_megabytes=512"]
     config, _ = example("ctrl_7b.yaml", *full)
     assert re.search(

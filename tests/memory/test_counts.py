@@ -12,14 +12,14 @@ import pytest
 from ctrl_megatron.memory.activations import (
     PassShape,
     inference_workspace,
-    saved_by_layer,
-    update_use,
+    saved_bytes_per_token,
+    update_activations_and_workspace,
 )
 from ctrl_megatron.memory.model_state import (
-    ModelState,
-    largest_in_layer,
+    ModelMemory,
+    largest_layer_parameter,
     stage_buckets,
-    trained_state,
+    trained_model_memory,
 )
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.shape import ModelShape, value_shape
@@ -61,7 +61,7 @@ LARGE: dict[str, tuple[Path, dict[str, Any], list[int]]] = {
 }
 
 
-def assert_equal_within(state: ModelState, held: dict[str, int], share: float) -> None:
+def assert_equal_within(state: ModelMemory, held: dict[str, int], share: float) -> None:
     for part in ("parameters", "gradients", "master", "moments"):
         planned, real = getattr(state, part), held[part]
         assert abs(planned - real) <= share * real, (part, planned, real)
@@ -82,7 +82,7 @@ def test_every_rank_of_a_large_model_holds_what_is_planned(name: str, tmp_path: 
     for rank, held in zip(ranks, found, strict=True):
         pp = layout.coordinates(rank).pp
         assert held["count"] == elements(shape, layout, pp), rank
-        state = trained_state(shape, layout, pp=pp, dtype="bfloat16", distributed=True)
+        state = trained_model_memory(shape, layout, pp=pp, dtype="bfloat16", distributed=True)
         assert_equal_within(state, held, 0.02)
 
 
@@ -165,7 +165,7 @@ def test_models_in_host_memory_hold_what_is_planned(
     shape = measured.small(**given["shape"])
     for pp, held in enumerate(states[name]):
         assert held["count"] == elements(shape, layout, pp)
-        state = trained_state(
+        state = trained_model_memory(
             shape,
             layout,
             pp=pp,
@@ -253,8 +253,8 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
 def test_passes_take_what_is_planned(found_in_passes: dict[str, dict[str, int]], name: str) -> None:
     given, found = PASSES[name], found_in_passes[name]
     p = pass_shape(given)
-    largest = largest_in_layer(p.shape, p.layout)
-    kept, workspace = update_use(p, pp=0, largest=largest)
+    largest = largest_layer_parameter(p.shape, p.layout)
+    kept, workspace = update_activations_and_workspace(p, pp=0, largest=largest)
     if p.recompute_granularity != "full":
         # Without the layers that are computed again while the others' gradients are made.
         assert kept == pytest.approx(found["kept"], rel=0.15)
@@ -284,9 +284,11 @@ def test_passes_compute_what_is_counted(
 def test_a_whole_step_over_gloo_takes_what_is_planned(tmp_path: Path) -> None:
     held = measured.count("one_real_step", {}, folder=tmp_path)
     p = pass_shape(case())
-    state = trained_state(p.shape, Layout(), pp=0, dtype="bfloat16", distributed=True)
+    state = trained_model_memory(p.shape, Layout(), pp=0, dtype="bfloat16", distributed=True)
     assert_equal_within(state, held, 0.02)
-    use = update_use(p, pp=0, largest=largest_in_layer(p.shape, Layout()))
+    use = update_activations_and_workspace(
+        p, pp=0, largest=largest_layer_parameter(p.shape, Layout())
+    )
     assert sum(use) == pytest.approx(held["peak"], rel=0.15)
 
 
@@ -299,4 +301,4 @@ def test_fused_swiglu_keeps_three_fifths(tmp_path: Path) -> None:
     p = pass_shape(plain)
     halves = 2 * p.dtype_size * p.shape.widest * p.shape.num_layers * p.tokens
     assert before["kept"] - after["kept"] == pytest.approx(halves, rel=0.01)
-    assert saved_by_layer(p) > 0
+    assert saved_bytes_per_token(p) > 0

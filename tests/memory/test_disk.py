@@ -20,14 +20,14 @@ PARAMETERS = 7_615_616_512
 def test_a_checkpoint_has_weights_moments_and_master_weights() -> None:
     config, shapes = example("ctrl_7b.yaml", "trainer.save_freq=-1", "trainer.save_hf_freq=-1")
     assert sum(map(_size, hf_shapes(shapes.actor).values())) == PARAMETERS
-    use = disk_use(config, shapes.trained, "rl")
+    use = disk_use(config, shapes.trained_shapes, "rl")
     assert use.checkpoint == PARAMETERS * (2 + 4 + 4 + 4)
     assert (use.checkpoints, use.exports) == (1, 0)
     assert use.total == pytest.approx(use.checkpoint, rel=1e-3)
     single, _ = example(
         "ctrl_7b.yaml", "trainer.save_freq=-1", "actor_rollout_ref.model.dtype=float32"
     )
-    assert disk_use(single, shapes.trained, "rl").checkpoint == PARAMETERS * (4 + 4 + 4)
+    assert disk_use(single, shapes.trained_shapes, "rl").checkpoint == PARAMETERS * (4 + 4 + 4)
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -52,12 +52,12 @@ def test_as_many_are_there_at_once_as_are_kept_and_written(
     config, shapes = example("ctrl_7b.yaml", "trainer.save_hf_freq=-1")
     given = {name: int(value) for name, value in (text.split("=") for text in settings)}
     trainer = replace(config.trainer, **{"total_training_steps": None, **given})
-    use = disk_use(replace(config, trainer=trainer), shapes.trained, "rl")
+    use = disk_use(replace(config, trainer=trainer), shapes.trained_shapes, "rl")
     assert (use.checkpoints, use.exports) == (checkpoints, exports)
     # Checkpoints of an earlier start already have their room; a new one always needs some.
-    least = use.still_needed(10**15)
+    least = use.bytes_still_needed(10**15)
     assert least >= use.checkpoint
-    assert use.still_needed(use.checkpoint) == max(use.total - use.checkpoint, least)
+    assert use.bytes_still_needed(use.checkpoint) == max(use.total - use.checkpoint, least)
 
 
 @pytest.mark.parametrize("purpose", ["rl", "sft"])
@@ -68,7 +68,7 @@ def test_a_disk_that_is_nearly_full_is_named_with_its_bytes(
     place = {"default_local_dir": str(tmp_path / "runs"), "experiment_name": "mine"}
     config = replace(config, trainer=replace(config.trainer, **place))
     monkeypatch.setattr(machine, "model_shapes", lambda *_: shapes)
-    needed = disk_use(config, shapes.trained, purpose).total  # type: ignore[arg-type]
+    needed = disk_use(config, shapes.trained_shapes, purpose).total  # type: ignore[arg-type]
     for free, refused in ((needed, False), (needed - 1, True), (0, True)):
         monkeypatch.setattr(
             "ctrl_megatron.checkpoint.files.free_disk_bytes", lambda _, free=free: free

@@ -15,12 +15,12 @@ from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.engine import GIB
 from ctrl_megatron.memory.proposal import (
-    StepWork,
-    candidates,
-    propose,
-    times_of,
+    StepFlops,
+    choose_placement,
+    placement_candidates,
+    step_flops,
+    step_time_and_idle_shares,
     with_auto_placement,
-    work_of,
 )
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
@@ -29,7 +29,7 @@ from ctrl_megatron.parallel.layout import Layout, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PPO = ("algorithm.adv_estimator=gae",)
-WORK = StepWork(
+WORK = StepFlops(
     generate=8.0,
     old_log_prob=2.0,
     ref_log_prob=2.0,
@@ -45,13 +45,15 @@ def world(ranks: int, *roles: str) -> World:
 
 
 def test_worlds_wait_for_the_longest_in_each_part_of_a_step() -> None:
-    step, idle = times_of(WORK, (world(4, "actor"),))
+    step, idle = step_time_and_idle_shares(WORK, (world(4, "actor"),))
     assert step == pytest.approx((8 + 6 + 12) / 4) and idle["actor"] == pytest.approx(0)
     # 2 ranks draw 4, then 2 (log-probs and reference) and update 3; the other two 1 and 3.
-    step, idle = times_of(WORK, (world(2, "actor"), world(2, "critic")))
+    step, idle = step_time_and_idle_shares(WORK, (world(2, "actor"), world(2, "critic")))
     assert step == pytest.approx(4 + 2 + 3)
     assert idle == {"actor": pytest.approx(0), "critic": pytest.approx(1 - 4 / 9)}
-    step, idle = times_of(WORK, (world(2, "actor"), world(1, "critic"), world(1, "reference")))
+    step, idle = step_time_and_idle_shares(
+        WORK, (world(2, "actor"), world(1, "critic"), world(1, "reference"))
+    )
     assert step == pytest.approx(4 + 2 + 6)
     assert idle["reference"] == pytest.approx(1 - 2 / 12)
 
@@ -59,9 +61,9 @@ def test_worlds_wait_for_the_longest_in_each_part_of_a_step() -> None:
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0, 50))
 def test_equal_ranks_are_never_faster_apart(actor: int, critic: int, generate: float) -> None:
     """All ranks are busy in one world; waiting is what worlds add."""
-    work = StepWork(**{**{n: getattr(WORK, n) for n in StepWork.__slots__}, "generate": generate})  # type: ignore[attr-defined]
-    one, _ = times_of(work, (world(actor + critic, "actor"),))
-    two, idle = times_of(work, (world(actor, "actor"), world(critic, "critic")))
+    work = StepFlops(**{**{n: getattr(WORK, n) for n in StepFlops.__slots__}, "generate": generate})  # type: ignore[attr-defined]
+    one, _ = step_time_and_idle_shares(work, (world(actor + critic, "actor"),))
+    two, idle = step_time_and_idle_shares(work, (world(actor, "actor"), world(critic, "critic")))
     assert two >= one * (1 - 1e-9)
     busy = actor * (1 - idle["actor"]) + critic * (1 - idle["critic"])
     assert busy * two == pytest.approx((actor + critic) * one)
@@ -75,7 +77,7 @@ def example(*overrides: str) -> tuple[Config, ModelShapes]:
 
 def test_generation_has_the_named_share_of_a_step() -> None:
     config, shapes = example()
-    work = work_of(config, shapes, generation=0.75)
+    work = step_flops(config, shapes, generation=0.75)
     rest = work.old_log_prob + work.ref_log_prob + work.values
     rest += work.critic_update + work.actor_update
     assert work.generate == pytest.approx(3 * rest)
@@ -84,16 +86,16 @@ def test_generation_has_the_named_share_of_a_step() -> None:
 
 def test_one_world_is_kept_where_it_fits_and_left_where_it_does_not() -> None:
     config, shapes = example("actor_rollout_ref.ref.model.path=/other")
-    found = candidates(config, shapes, gpu_memory=100 * GIB, generation=0.5)
+    found = placement_candidates(config, shapes, gpu_memory=100 * GIB, generation=0.5)
     assert not found[0].keys and found[0].step == pytest.approx(1)
     assert all(len(one.worlds) > 1 and one.step > 1 for one in found[1:])
     quarter = ["placement.critic={share: 0.25}", "critic.megatron.tensor_model_parallel_size=2"]
     assert any(one.overrides[:2] == quarter for one in found)
-    assert propose(found) is found[0]
-    tight = candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
-    assert tight[0].fault is not None and propose(tight).overrides[:2] == quarter
+    assert choose_placement(found) is found[0]
+    tight = placement_candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
+    assert tight[0].fault is not None and choose_placement(tight).overrides[:2] == quarter
     with pytest.raises(UserError, match=r"placement: no placement fits: .*; take more GPUs"):
-        propose(candidates(config, shapes, gpu_memory=64 * GIB, generation=0.5))
+        choose_placement(placement_candidates(config, shapes, gpu_memory=64 * GIB, generation=0.5))
 
 
 def test_the_command_prints_worlds_steps_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +113,8 @@ def test_auto_is_the_proposal_written_out(tmp_path: Path) -> None:
     config, shapes = example("actor_rollout_ref.ref.model.path=/other", "placement=auto")
     assert config.placement.auto
     found, table = with_auto_placement(config, shapes, gpu_memory=88 * GIB)
-    tight = candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
-    written = propose(tight).overrides
+    tight = placement_candidates(config, shapes, gpu_memory=88 * GIB, generation=0.5)
+    written = choose_placement(tight).overrides
     same, _ = example("actor_rollout_ref.ref.model.path=/other", *written)
     assert found == same and found.placement.critic == {"share": 0.25}
     assert all(f"'{key}'" in table for key in written) and "idle" in table

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ctrl_megatron.metrics import device_peak, mfu
-from ctrl_megatron.metrics.flops import measure_peak_flops, peak_flops
+from ctrl_megatron.metrics import device_peak_flops, mfu
+from ctrl_megatron.metrics.flops import measure_cpu_peak_flops, table_peak_flops
 
 
 @pytest.mark.parametrize(
@@ -21,23 +21,23 @@ from ctrl_megatron.metrics.flops import measure_peak_flops, peak_flops
     ],
 )
 def test_data_sheet_peaks(name: str, tflops: float) -> None:
-    assert peak_flops(name) == pytest.approx(tflops * 1e12)
+    assert table_peak_flops(name) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize("name", ["AMD Instinct MI300X", "NVIDIA GeForce RTX 3090", "cpu", ""])
 def test_an_unknown_device_names_the_key(name: str) -> None:
     with pytest.raises(ValueError, match=r"trainer\.peak_tflops_per_device"):
-        peak_flops(name)
+        table_peak_flops(name)
 
 
 def test_the_configured_peak_wins() -> None:
-    assert device_peak("anything", configured_tflops=2.5, dtype="bfloat16") == 2.5e12
-    assert device_peak("NVIDIA H200", configured_tflops=None, dtype="bfloat16") == 989.4e12
+    assert device_peak_flops("anything", configured_tflops=2.5, dtype="bfloat16") == 2.5e12
+    assert device_peak_flops("NVIDIA H200", configured_tflops=None, dtype="bfloat16") == 989.4e12
 
 
 def test_a_cpu_is_measured() -> None:
-    assert measure_peak_flops(size=128, seconds=0.01) > 1e7
-    assert device_peak("cpu", configured_tflops=None, dtype="float32") > 1e7
+    assert measure_cpu_peak_flops(size=128, seconds=0.01) > 1e7
+    assert device_peak_flops("cpu", configured_tflops=None, dtype="float32") > 1e7
 
 
 def test_mfu() -> None:

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.metrics import Phase, Timeline, hidden_seconds, seconds_by_name
-from ctrl_megatron.metrics.timeline import Interval, intersection, timeline_record, union
+from ctrl_megatron.metrics import Phase, Timeline, overlapped_host_seconds, seconds_by_name
+from ctrl_megatron.metrics.timeline import (
+    Interval,
+    interval_intersection,
+    interval_union,
+    timeline_record,
+)
 
 ticks = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: (t[0], t[0] + t[1]))
 intervals = st.lists(ticks, max_size=6)
@@ -30,23 +35,23 @@ def test_overlap_equals_counting_cells(a: list[tuple[int, int]], b: list[tuple[i
     for host, main in ((a, b), (b, a)):
         phases = [Phase("sandbox", "host", start, end) for start, end in floats(host)]
         phases += [Phase("update", "main", start, end) for start, end in floats(main)]
-        assert hidden_seconds(phases) == len(covered(a) & covered(b))
+        assert overlapped_host_seconds(phases) == len(covered(a) & covered(b))
 
 
 @given(a=intervals, b=intervals)
 def test_intersection_and_union_cover_the_same_cells(
     a: list[tuple[int, int]], b: list[tuple[int, int]]
 ) -> None:
-    shared = intersection(floats(a), floats(b))
+    shared = interval_intersection(floats(a), floats(b))
     assert covered([(int(s), int(e)) for s, e in shared]) == covered(a) & covered(b)
-    joined = union(floats(a))
+    joined = interval_union(floats(a))
     assert covered([(int(s), int(e)) for s, e in joined]) == covered(a)
     assert all(x[1] < y[0] for x, y in itertools.pairwise(joined))
 
 
 def test_an_interval_that_runs_backwards_is_an_error() -> None:
     with pytest.raises(ValueError, match="ends before it starts"):
-        union([(2.0, 1.0)])
+        interval_union([(2.0, 1.0)])
 
 
 class Clock:
@@ -78,7 +83,7 @@ def test_phases_are_relative_to_the_step_and_end_also_when_they_raise() -> None:
     expected = (Phase("sandbox", "host", 1.0, 6.0), Phase("old_log_probs", "main", 2.0, 5.0))
     assert timeline.phases() == expected
     assert heard == ["+sandbox", "+old_log_probs", "-old_log_probs", "-sandbox"]
-    assert hidden_seconds(timeline.phases()) == 3.0
+    assert overlapped_host_seconds(timeline.phases()) == 3.0
     assert timeline.elapsed() == 6.0
     assert timeline_record(7, 1, timeline.phases()) == {
         "step": 7,
@@ -121,8 +126,11 @@ def test_threads_do_not_lose_phases() -> None:
 
 def test_waiting_for_host_work_hides_none_of_it() -> None:
     host = Phase("sandbox", "host", 0, 5)
-    assert hidden_seconds([host, Phase("reward", "wait", 1, 5)]) == 0
-    assert hidden_seconds([host, Phase("reward", "wait", 1, 5), Phase("a", "main", 0, 1)]) == 1
+    assert overlapped_host_seconds([host, Phase("reward", "wait", 1, 5)]) == 0
+    assert (
+        overlapped_host_seconds([host, Phase("reward", "wait", 1, 5), Phase("a", "main", 0, 1)])
+        == 1
+    )
 
 
 def test_seconds_by_name_sums_repeated_phases() -> None:

@@ -100,7 +100,9 @@ def test_no_two_metrics_share_a_series() -> None:
 
 def test_gauges_are_measured_when_they_are_asked_for(served: Served) -> None:
     lengths = [3.0]
-    served.server.add(lambda: [Gauge("ctrl_queue", "Waiting.", [({"of": 'a"\\b'}, lengths[0])])])
+    served.server.add_gauges(
+        lambda: [Gauge("ctrl_queue", "Waiting.", [({"of": 'a"\\b'}, lengths[0])])]
+    )
     assert served.samples() == {("ctrl_queue", 'a"\\b'): 3}
     lengths[0] = 4
     assert served.samples() == {("ctrl_queue", 'a"\\b'): 4}

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from ctrl_megatron.metrics.output import keep_going_unread
+from ctrl_megatron.metrics.output import ignore_closed_output
 
-keep_going_unread()
+ignore_closed_output()
 print("first", flush=True)
 time.sleep(0.5)
 for number in range(50):

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctrl_megatron.commands.report import main as report_command
-from ctrl_megatron.metrics.names import metric_of
+from ctrl_megatron.metrics.names import describe_metric
 from ctrl_megatron.metrics.report import write_comparison, write_report
-from ctrl_megatron.metrics.report.charts import charts, tiles
-from ctrl_megatron.metrics.report.figures import trailing_mean, value_range
+from ctrl_megatron.metrics.report.charts import build_charts, headline_metrics
+from ctrl_megatron.metrics.report.figures import axis_range, trailing_mean
 from ctrl_megatron.metrics.report.run_files import read_run_files
 
 EXAMPLE = {
@@ -251,7 +251,9 @@ def test_an_example_shows_how_it_ended_and_what_changed(tmp_path: Path) -> None:
 def test_what_is_declared_to_matter_is_at_the_top() -> None:
     names = ("reward/mean", "time/step", "pass_rate/before", "pass_rate/after", "val/solved_after")
     series = {name: [(1, 0.5)] for name in (*names, "critique/length", "reward/cached_rate")}
-    assert set(tiles(series)) == set(names) and tiles(series)[0] == "reward/mean"
+    assert (
+        set(headline_metrics(series)) == set(names) and headline_metrics(series)[0] == "reward/mean"
+    )
 
 
 def test_runs_side_by_side_say_what_is_not_compared(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_a_pipeline_of_another_shape_gets_its_own_tiles_and_curves() -> None:
         *("judge/right_rate", "judge/seconds", "sync/pushes", "time/step", "time/judge"),
     )
     series = {name: [(1, 0.5), (2, 0.75)] for name in names}
-    assert [(c.title, c.metrics, c.percent) for c in charts(series)] == [
+    assert [(c.title, c.metrics, c.percent) for c in build_charts(series)] == [
         ("Reward", ("reward/mean",), False),
         ("Reward: cached rate", ("reward/cached_rate",), True),
         ("Judge: right rate", ("judge/right_rate",), True),
@@ -300,30 +302,30 @@ def test_a_pipeline_of_another_shape_gets_its_own_tiles_and_curves() -> None:
         ("Time", ("time/step", "time/judge"), False),
     ]
     own = ["judge/right_rate", "reward/cached_rate", "judge/seconds", "reward/style"]
-    assert tiles(series) == ["reward/mean", *own, "time/step"]
+    assert headline_metrics(series) == ["reward/mean", *own, "time/step"]
 
 
 def test_shares_of_a_group_are_drawn_together_four_at_a_time() -> None:
     names = [f"test/{letter}_rate" for letter in "abcdef"]
     series = {name: [(1, 0.5)] for name in names}
-    assert [c.metrics for c in charts(series)] == [tuple(names[:4]), tuple(names[4:])]
+    assert [c.metrics for c in build_charts(series)] == [tuple(names[:4]), tuple(names[4:])]
     series["test/b_rate"] = [(1, 7.0)]  # called a rate and none
-    assert [c.metrics for c in charts(series)][-1] == ("test/b_rate",)
+    assert [c.metrics for c in build_charts(series)][-1] == ("test/b_rate",)
 
 
 def test_a_rate_of_several_validation_files_is_one_chart() -> None:
     rates = ("solved_after", "reward/m:f", "pass_rate")
     files = ("", "gsm8k/", "math_test/")
     series = {f"val/{f}{rate}": [(1, 0.5)] for f in files for rate in rates}
-    assert sorted(c.metrics for c in charts(series)) == sorted(
+    assert sorted(c.metrics for c in build_charts(series)) == sorted(
         tuple(f"val/{f}{rate}" for f in files) for rate in rates
     )
-    told = {name: metric_of(f"val/math_test/{name}") for name in rates[:2]}
-    assert told == {name: metric_of(f"val/{name}") for name in told}
+    told = {name: describe_metric(f"val/math_test/{name}") for name in rates[:2]}
+    assert told == {name: describe_metric(f"val/{name}") for name in told}
     assert None not in told.values()
     # One file's rates have charts as they had: shares together, the others alone.
     alone = {f"val/{rate}": [(1, 0.5)] for rate in (*rates, "valid_rate")}
-    assert [c.metrics for c in charts(alone)] == [
+    assert [c.metrics for c in build_charts(alone)] == [
         ("val/pass_rate", "val/valid_rate"),
         ("val/solved_after",),
         ("val/reward/m:f",),
@@ -334,7 +336,7 @@ def test_the_second_policy_is_drawn_beside_the_first() -> None:
     names = ("reward/mean", "actor/grad_norm", "actor/pg_loss", "mine/length")
     series = {f"{agent}{n}": [(1, 0.5)] for agent in ("", "agent1/") for n in names}
     # What is not drawn of the first one is not drawn of the second.
-    assert [c.metrics for c in charts(series)] == [
+    assert [c.metrics for c in build_charts(series)] == [
         ("reward/mean", "agent1/reward/mean"),
         ("mine/length",),
         ("agent1/mine/length",),
@@ -351,7 +353,7 @@ def test_what_every_trainer_logs_is_drawn_by_name_and_nothing_twice() -> None:
     )
     series = {name: [(1, 0.5), (2, 0.75)] for name in names}
     series["reward_share/below_one"] = [(1, 0.0), (2, 0.0)]
-    found = charts(series)
+    found = build_charts(series)
     assert {chart.title for chart in found} == {
         *("Reward", "Learning rate", "Groups without signal", "Host memory", "MFU", "GPU memory"),
         *("Reward histogram", "Val: pass rate", "KL to the reference"),
@@ -451,7 +453,7 @@ def test_trailing_mean(values: list[float], window: int) -> None:
 def test_an_axis_holds_every_value_and_begins_at_0_where_none_is_negative(
     values: list[float], percent: bool
 ) -> None:
-    bottom, top = value_range([abs(v) % 1 for v in values] if percent else values, percent)
+    bottom, top = axis_range([abs(v) % 1 for v in values] if percent else values, percent)
     finite = [abs(v) % 1 if percent else v for v in values if math.isfinite(v)]
     assert bottom <= top and all(bottom <= v <= top for v in finite)
     if finite and min(finite) >= 0:

@@ -38,9 +38,9 @@ def test_every_warning_has_its_example() -> None:
 @pytest.mark.parametrize("name", WORRYING)
 def test_a_suspicious_step_is_reported(name: str) -> None:
     warnings, (metric, value) = StepWarnings(), WORRYING[name]
-    assert warnings.of(HEALTHY) == {} and warnings.of({}) == {}
-    assert set(warnings.of({**HEALTHY, metric: value})) == {name}
-    assert warnings.of({**HEALTHY, metric: float("nan")}) == {}
+    assert warnings.check(HEALTHY) == {} and warnings.check({}) == {}
+    assert set(warnings.check({**HEALTHY, metric: value})) == {name}
+    assert warnings.check({**HEALTHY, metric: float("nan")}) == {}
 
 
 def run_at(folder: Path, values: list[float]) -> Path:

@@ -49,11 +49,14 @@ def test_a_service_that_does_not_answer_is_a_line(
 def test_mutants_that_all_pass_are_no_product(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ctrl_megatron.generation.solutions import attempt_job
+    from ctrl_megatron.generation.solutions import grading_job_of_attempt
 
     async def judge(attempts: list[object], part: Path) -> None:
         await asyncio.sleep(0)
-        lines = [{"id": "", "digest": attempt_job(one).key, "pass_rate": 1.0} for one in attempts]  # type: ignore[arg-type]
+        lines = [
+            {"id": "", "digest": grading_job_of_attempt(one).key, "pass_rate": 1.0}
+            for one in attempts
+        ]  # type: ignore[arg-type]
         part.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     monkeypatch.setattr("tools.make_mutants.judge", judge)

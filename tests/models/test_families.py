@@ -81,7 +81,7 @@ def family(name: str) -> tuple[transformers.PreTrainedConfig, ModelShape]:
 
 def shards(shape: ModelShape, layout: Layout) -> Iterator[tuple[int, int, int, ShardParam]]:
     """(tp, pp, chunk, parameter) of all ranks of one model copy."""
-    for pp, chunk in layout.stages():
+    for pp, chunk in layout.virtual_stages():
         for tp in range(layout.tensor):
             place = layout.coordinates(layout.rank(tp=tp, pp=pp))
             for param in shard_params(shape, layout, place, chunk=chunk):
@@ -249,13 +249,15 @@ def test_a_cut_names_the_dimension_that_is_split(name: str, layout: Layout) -> N
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ends_of_the_pipeline_hold_embedding_and_output(layout: Layout) -> None:
     ends = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
-    stages = list(layout.stages())
+    stages = list(layout.virtual_stages())
     for name in ("qwen2", "qwen2_tied"):
         _, shape = family(name)
         for stage in stages:
             names = [
                 param.name
-                for param in shard_params(shape, layout, layout.first_of(stage[0]), chunk=stage[1])
+                for param in shard_params(
+                    shape, layout, layout.first_coordinates_of_stage(stage[0]), chunk=stage[1]
+                )
             ]
             assert len(set(names)) == len(names)
             assert (ends[0] in names) == (stage == stages[0])

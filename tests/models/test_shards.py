@@ -78,7 +78,7 @@ def test_the_holders_of_a_shard_are_the_ranks_that_build_it(layout: Layout) -> N
 def test_distinct_shards_are_those_of_all_ranks_once(layout: Layout) -> None:
     found = [
         (chunk, param)
-        for pp, chunk in layout.stages()
+        for pp, chunk in layout.virtual_stages()
         for param in distinct_shards(SHAPE, layout, pp=pp, chunk=chunk)
     ]
     assert len(set(found)) == len(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.errors import FAILED
-from ctrl_megatron.parallel.failure import StuckStart
+from ctrl_megatron.parallel.failure import StuckThreadStart
 
 ROOT = Path(__file__).parents[2]
 UNWATCHED = """
@@ -29,7 +29,7 @@ watch = FailureWatch(groups, timeout=600.0, clean_up=lambda: print("cleaned up",
 def died():
     raise OSError(24, "Too many open files", "/proc/1/stat")
 
-watch.guard(died)
+watch.add_check(died)
 time.sleep(60)
 """
 
@@ -43,7 +43,7 @@ def test_a_rank_that_cannot_be_watched_ends_with_the_reason() -> None:
 
 
 def test_a_thread_that_never_begins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck, said = StuckStart(0.3), list[str]()
+    stuck, said = StuckThreadStart(0.3), list[str]()
     thread = threading.Thread(target=lambda: None)
 
     def look() -> None:

@@ -89,5 +89,5 @@ def test_room_is_made_where_memory_is_short(
     monkeypatch.setattr(host_memory, "return_freed_memory", lambda: given.append(True))
     left = SimpleNamespace(available=machine * 1000, total=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
-    host_memory.make_room()
+    host_memory.return_memory_if_scarce()
     assert bool(given) == gives

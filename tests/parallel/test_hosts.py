@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from ctrl_megatron.parallel.hosts import Hosts, Way, host_identity, number_hosts, way_to
+from ctrl_megatron.parallel.hosts import (
+    ConnectionAddresses,
+    Hosts,
+    addresses_to,
+    host_identity,
+    number_hosts,
+)
 from ctrl_megatron.parallel.layout import Layout
 
 
@@ -20,8 +26,8 @@ def test_a_host_is_known_by_the_address_that_others_reach() -> None:
     """Rank 0's own name often resolves to loopback on its own host."""
     hosts = number_hosts([("east", 0), ("east", 0), ("west", 0), ("south", 0), ("south", 0)])
     ways = [
-        *[Way(own="127.0.0.1", peer="127.0.1.1")] * 2,
-        *(Way(own=f"10.0.0.{n}", peer="10.0.0.1") for n in (2, 3, 3)),
+        *[ConnectionAddresses(own="127.0.0.1", peer="127.0.1.1")] * 2,
+        *(ConnectionAddresses(own=f"10.0.0.{n}", peer="10.0.0.1") for n in (2, 3, 3)),
     ]
     assert hosts.with_addresses(ways).addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3")
     assert [hosts.ranks_on(host) for host in range(3)] == [2, 1, 2]
@@ -30,7 +36,7 @@ def test_a_host_is_known_by_the_address_that_others_reach() -> None:
 def test_one_host_stays_on_loopback() -> None:
     alone = number_hosts([("east", 0), ("east", 0)])
     assert alone.with_addresses([]).addresses == ("127.0.0.1",)
-    assert way_to("localhost") == Way(own="127.0.0.1", peer="127.0.0.1")
+    assert addresses_to("localhost") == ConnectionAddresses(own="127.0.0.1", peer="127.0.0.1")
 
 
 def test_a_torn_tensor_group_is_named_with_its_hosts() -> None:

@@ -29,7 +29,7 @@ def test_ranks_count_through_tensor_then_data_then_pipeline(layout: Layout) -> N
                 assert layout.rank(tp=tp, pp=pp, dp=dp) == rank
                 rank += 1
     assert layout.world_size == rank
-    assert layout.model_size * layout.data == rank
+    assert layout.model_parallel_size * layout.data == rank
     for outside in (-1, rank):
         with pytest.raises(ValueError, match=f"rank {outside} is outside a layout of {rank} ranks"):
             layout.coordinates(outside)
@@ -38,7 +38,7 @@ def test_ranks_count_through_tensor_then_data_then_pipeline(layout: Layout) -> N
 @pytest.mark.parametrize("layout", SMALL, ids=str)
 def test_stages_hold_every_layer_once_and_in_order(layout: Layout) -> None:
     chunks = layout.pipeline * layout.virtual_pipeline
-    stages = list(layout.stages())
+    stages = list(layout.virtual_stages())
     assert sorted(stages) == sorted(
         itertools.product(range(layout.pipeline), range(layout.virtual_pipeline))
     )
@@ -56,9 +56,9 @@ def test_stages_hold_every_layer_once_and_in_order(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", SMALL, ids=str)
 def test_one_stage_is_first_and_one_is_last(layout: Layout) -> None:
-    stages = list(layout.stages())
-    assert [s for s in stages if layout.is_first(pp=s[0], chunk=s[1])] == stages[:1]
-    assert [s for s in stages if layout.is_last(pp=s[0], chunk=s[1])] == stages[-1:]
+    stages = list(layout.virtual_stages())
+    assert [s for s in stages if layout.has_embedding(pp=s[0], chunk=s[1])] == stages[:1]
+    assert [s for s in stages if layout.has_output_layer(pp=s[0], chunk=s[1])] == stages[-1:]
 
 
 @st.composite
@@ -96,7 +96,7 @@ def test_megatron_has_the_same_groups(layout: Layout) -> None:
         generator = RankGenerator(**{"cp": 1, "ep": 1} | sizes, order="tp-cp-ep-dp-pp")  # type: ignore[arg-type]
         for theirs, ours in axes.items():
             groups = generator.get_ranks(theirs)
-            assert {layout.along(rank, ours) for rank in range(layout.world_size)} == {  # type: ignore[arg-type]
+            assert {layout.ranks_along(rank, ours) for rank in range(layout.world_size)} == {  # type: ignore[arg-type]
                 tuple(group) for group in groups
             }
             for group in groups:
@@ -109,12 +109,14 @@ def test_holders_are_the_ranks_with_these_indices(layout: Layout, data: st.DataO
     name = data.draw(st.sampled_from(sorted([*MESHES, "module"])))
     axes = data.draw(st.sets(st.sampled_from(sorted(layout.mesh(name).axes))))
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    found = {layout.holders(name, place.on(*axes)) for place in places}
+    found = {layout.holders(name, place.indices_on(*axes)) for place in places}
     # They part the world, and every part is what a look at each rank finds.
     assert sorted(itertools.chain(*found)) == list(range(layout.world_size))
     for holders in found:
-        first = places[holders[0]].on(*axes)
-        assert holders == tuple(r for r, place in enumerate(places) if place.on(*axes) == first)
+        first = places[holders[0]].indices_on(*axes)
+        assert holders == tuple(
+            r for r, place in enumerate(places) if place.indices_on(*axes) == first
+        )
 
 
 def test_an_axis_of_the_other_mesh_is_refused() -> None:
@@ -169,7 +171,7 @@ def test_megatron_has_the_same_layers(
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
     )
-    for pp, chunk in layout.stages():
+    for pp, chunk in layout.virtual_stages():
         stage = chunk if layout.virtual_pipeline > 1 else None
         state = {
             "rank": lambda pp=pp: pp,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ctrl_megatron.parallel import devices
-from ctrl_megatron.parallel.groups import initialize
+from ctrl_megatron.parallel.groups import initialize_groups
 from ctrl_megatron.parallel.layout import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch reaches a GPU here")
@@ -21,19 +21,19 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.setattr(devices, "_DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices.cpu_platform, "installed", lambda: False)
+    monkeypatch.setattr(devices.cpu_platform, "cpu_platform_installed", lambda: False)
     return tmp_path
 
 
 def test_gpus_are_the_numbered_files(driver: Path) -> None:
-    assert devices.gpus_here() == [str(driver / "nvidia0"), str(driver / "nvidia10")]
+    assert devices.gpu_device_files() == [str(driver / "nvidia0"), str(driver / "nvidia10")]
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA here")
 def test_a_gpu_without_a_cuda_build_of_torch_stops_the_start(driver: Path) -> None:
     layout = Layout()
     with pytest.raises(ValueError, match=r"2 NVIDIA GPUs.*without CUDA.*make env-cuda") as caught:
-        initialize(layout, seed=1, timeout_seconds=10)
+        initialize_groups(layout, seed=1, timeout_seconds=10)
     assert torch.__version__ in str(caught.value) and "\n" not in str(caught.value)
     assert not torch.distributed.is_initialized()
 

@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from listening import listening
 
 from ctrl_megatron.config.environment import Launch
-from ctrl_megatron.parallel.meeting import meet, rendezvous
+from ctrl_megatron.parallel.meeting import agree_on_meeting_name, rendezvous
 
 SECONDS = timedelta(seconds=10)
 
@@ -29,7 +30,8 @@ def test_every_start_of_the_ranks_meets_under_a_name_of_its_own(sizes: list[int]
     for size in sizes:
         # Rank 0 comes last, so that the others find the meeting of the start before.
         with ThreadPoolExecutor(size) as ranks:
-            met = list(ranks.map(lambda r: meet(store, r, size, SECONDS), reversed(range(size))))  # noqa: B023
+            one = partial(agree_on_meeting_name, store, world_size=size, timeout=SECONDS)
+            met = list(ranks.map(one, reversed(range(size))))
         assert len(set(met)) == 1
         names.append(met[0])
     assert len(set(names)) == len(sizes)
@@ -37,9 +39,9 @@ def test_every_start_of_the_ranks_meets_under_a_name_of_its_own(sizes: list[int]
 
 def test_a_rank_without_rank_0_waits_no_longer_than_the_time_out() -> None:
     store = dist.HashStore()
-    meet(store, 0, 1, SECONDS)
+    agree_on_meeting_name(store, 0, 1, SECONDS)
     with pytest.raises(dist.DistStoreError, match="rank 1 has not met rank 0"):
-        meet(store, 1, 2, timedelta(seconds=0.2))
+        agree_on_meeting_name(store, 1, 2, timedelta(seconds=0.2))
 
 
 def test_ranks_whose_launcher_has_ended_do_not_wait_for_its_store() -> None:

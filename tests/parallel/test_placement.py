@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ctrl_megatron.parallel.placement import (
     EnginePlacement,
     Placement,
+    default_sandbox_workers,
     engine_devices,
     place_engines,
-    sandbox_workers,
 )
 
 
@@ -62,13 +62,13 @@ def test_every_gpu_of_every_host_is_in_exactly_one_engine(
     # Neighbours, which share the fastest links.
     assert all(b == a + 1 for engine in plan.engines for a, b in pairwise(engine.devices))
     assert plan.hosts == tuple(range(nodes))
-    assert [engine for host in plan.hosts for engine in plan.on(host)] == list(plan.engines)
+    assert [engine for host in plan.hosts for engine in plan.engines_on(host)] == list(plan.engines)
 
 
 @given(first=st.integers(1, 4), second=st.integers(1, 4), tensor=st.integers(1, 8))
 def test_hosts_may_differ(first: int, second: int, tensor: int) -> None:
     plan = place_engines([range(first * tensor), range(second * tensor)], tensor=tensor)
-    assert (len(plan.on(0)), len(plan.on(1))) == (first, second)
+    assert (len(plan.engines_on(0)), len(plan.engines_on(1))) == (first, second)
 
 
 @given(nodes=st.integers(1, 6), spans=st.integers(2, 4), each=st.integers(1, 8))
@@ -79,8 +79,8 @@ def test_an_engine_with_more_devices_than_a_host_has_whole_hosts(
     assert len(plan.engines) == nodes and plan.hosts == tuple(range(nodes * spans))
     for number, engine in enumerate(plan.engines):
         assert list(engine.hosts) == list(range(number * spans, (number + 1) * spans))
-        assert plan.served_on(number * spans) == (engine,)
-        assert all(plan.on(host) == (engine,) for host in engine.hosts)
+        assert plan.engines_served_by(number * spans) == (engine,)
+        assert all(plan.engines_on(host) == (engine,) for host in engine.hosts)
         assert all(engine.devices_on(host) == tuple(range(each)) for host in engine.hosts)
     there = [
         (host, device)
@@ -140,7 +140,7 @@ def test_trainer_actor_and_proxy_have_gpus_of_their_own(
     own = place_engines([there()] * 2, tensor=1, role="proxy", first=3)
     assert [engine.number for engine in own.engines] == list(range(3, 3 + 2 * proxy))
     plan = Placement(engines=(*placed(2, trainer, 1).engines, *own.engines))
-    assert plan.of("proxy") == own and plan.of("rollout") == placed(2, trainer, 1)
+    assert plan.of_role("proxy") == own and plan.of_role("rollout") == placed(2, trainer, 1)
 
 
 def test_a_proxy_needs_gpus_where_there_are_gpus() -> None:
@@ -151,5 +151,5 @@ def test_a_proxy_needs_gpus_where_there_are_gpus() -> None:
 
 
 def test_the_sandbox_leaves_the_ranks_their_cores() -> None:
-    assert sandbox_workers(96, 8) == 88
-    assert sandbox_workers(2, 2) == sandbox_workers(1, 8) == 1
+    assert default_sandbox_workers(96, 8) == 88
+    assert default_sandbox_workers(2, 2) == default_sandbox_workers(1, 8) == 1

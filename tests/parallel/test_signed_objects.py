@@ -14,7 +14,7 @@ from ctrl_megatron.config.environment import child_environment, make_run_key, re
 from ctrl_megatron.parallel import signed_objects
 from ctrl_megatron.parallel.signed_objects import (
     ForeignObjectError,
-    sign_with,
+    install_object_signing,
     signed_pickle,
     verified_unpickle,
 )
@@ -51,9 +51,9 @@ def read(data: torch.Tensor, size: int) -> Any:
 def test_what_a_stranger_sends_is_not_unpickled(tmp_path: Path, key: bytes | None) -> None:
     file = tmp_path / "ran"
     if key:
-        sign_with(key)
+        install_object_signing(key)
     foreign = sent(Touches(file))
-    sign_with(b"the run's key")
+    install_object_signing(b"the run's key")
     with pytest.raises(ForeignObjectError, match="CTRL_RUN_KEY"):
         read(*foreign)
     for data in (b"", b"short", pickle.dumps(Touches(file)), signed_pickle(Touches(file))[:-1]):
@@ -65,7 +65,7 @@ def test_what_a_stranger_sends_is_not_unpickled(tmp_path: Path, key: bytes | Non
 
 
 def test_objects_of_the_run_arrive() -> None:
-    sign_with(b"the run's key")
+    install_object_signing(b"the run's key")
     value = {"rows": [1, 2], "at": torch.arange(3)}
     found = read(*sent(value))
     assert found["rows"] == [1, 2] and torch.equal(found["at"], value["at"])

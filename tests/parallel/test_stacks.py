@@ -22,7 +22,7 @@ def test_a_signal_writes_the_stacks_of_all_threads(tmp_path: Path) -> None:
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
         on_signal = file.read_text()
-        stacks.dump("why it is written")
+        stacks.append_stacks("why it is written")
     finally:
         ends.set()
         thread.join()
@@ -34,7 +34,7 @@ def test_a_signal_writes_the_stacks_of_all_threads(tmp_path: Path) -> None:
 
 def test_a_run_without_stacks_leaves_no_file(tmp_path: Path) -> None:
     first, second = StackFile(tmp_path, 0), StackFile(tmp_path, 1)
-    second.dump("only this one")
+    second.append_stacks("only this one")
     second.close()
     first.close()
     assert [path.name for path in tmp_path.rglob("*")] == ["stacks", "rank_1.txt"]
@@ -45,6 +45,6 @@ def test_a_run_without_stacks_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_answer_is_not_waited_for(tmp_path: Path) -> None:
     stacks = StackFile(tmp_path, 0)
-    stacks.of_other(1, 2**22 - 1)
+    stacks.request_stacks_of(1, 2**22 - 1)
     stacks.close()
     assert not list(tmp_path.iterdir())

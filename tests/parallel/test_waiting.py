@@ -59,7 +59,7 @@ def test_a_long_wait_says_what_it_waits_for(
 ) -> None:
     ends = asyncio.Event()
     threading.Timer(0.8, loop.loop.call_soon_threadsafe, (ends.set,)).start()
-    assert alone()[0].together(loop.submit(two_of_three(ends)), "the node judge") == 7
+    assert alone()[0].wait_together(loop.submit(two_of_three(ends)), "the node judge") == 7
     said = capsys.readouterr().err.splitlines()
     assert set(said) == {
         f"waiting {n} s for the node judge: the reward 'mine' on 2 of 3 rows" for n in (0, 1)
@@ -68,17 +68,17 @@ def test_a_long_wait_says_what_it_waits_for(
 
 
 def test_short_waits_say_nothing(loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]) -> None:
-    assert alone()[0].together(loop.submit(asyncio.sleep(0.1, 5)), "an answer") == 5
-    assert alone()[0].together(None, "an answer") is None
+    assert alone()[0].wait_together(loop.submit(asyncio.sleep(0.1, 5)), "an answer") == 5
+    assert alone()[0].wait_together(None, "an answer") is None
     assert capsys.readouterr().err == ""
 
 
 def test_a_wait_ends_at_its_limit_and_names_the_work(loop: BackgroundLoop) -> None:
     work = loop.submit(two_of_three(asyncio.Event()))
     with pytest.raises(WaitedTooLong, match=r"^the node judge: the reward 'mine' on 2 of 3 rows "):
-        alone(limit=0.4)[0].together(work, "the node judge")
+        alone(limit=0.4)[0].wait_together(work, "the node judge")
     with pytest.raises(WaitedTooLong, match=r"bucket 3 did not end within 0\.5 s"):
-        alone(limit=0.5)[0].alone(lambda seconds: bool(time.sleep(seconds)), "bucket 3")
+        alone(limit=0.5)[0].wait_alone(lambda seconds: bool(time.sleep(seconds)), "bucket 3")
 
 
 def test_a_stop_ends_a_wait_and_its_work(loop: BackgroundLoop) -> None:
@@ -87,11 +87,11 @@ def test_a_stop_ends_a_wait_and_its_work(loop: BackgroundLoop) -> None:
     threading.Timer(0.2, setattr, (stop, "is_set", True)).start()
     began = time.monotonic()
     with pytest.raises(StopRequested):
-        waiting.together(work, "an answer")
+        waiting.wait_together(work, "an answer")
     assert time.monotonic() - began < 2 and work.cancelled()
     # After weights have changed, the step's work is finished.
     done = loop.submit(asyncio.sleep(0.2, 3))
-    assert waiting.together(done, "an answer", stoppable=False) == 3
+    assert waiting.wait_together(done, "an answer", stoppable=False) == 3
 
 
 def test_what_the_work_raises_is_raised_at_once(loop: BackgroundLoop) -> None:
@@ -99,7 +99,7 @@ def test_what_the_work_raises_is_raised_at_once(loop: BackgroundLoop) -> None:
         raise LookupError("no such row")
 
     with pytest.raises(LookupError, match="no such row"):
-        alone()[0].together(loop.submit(fails()), "an answer")
+        alone()[0].wait_together(loop.submit(fails()), "an answer")
 
 
 def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: BackgroundLoop) -> None:
@@ -127,7 +127,7 @@ def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: Backgroun
 
     def rank(work: Any) -> None:
         with pytest.raises(ServiceLost) as caught:
-            waiting.together(work, "an answer")
+            waiting.wait_together(work, "an answer")
         said.append(str(caught.value))
 
     ranks = [threading.Thread(target=rank, args=(work,)) for work in (loop.submit(lost()), slow)]

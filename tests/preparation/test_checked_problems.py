@@ -63,7 +63,9 @@ def test_the_command_checks_and_its_rows_need_no_check(
     (read,) = read_rows(tmp_path / "rl" / "train.parquet")
     assert read.reference == GOOD["reference"] and read.uncounted == ()
     checks = TestChecks([read], tmp_path / "run")
-    assert not checks.missing and checks.of(read).apply_to(read).uncounted == (1,)
+    assert not checks.missing and checks.result_of(read).remove_uncounted_from(read).uncounted == (
+        1,
+    )
 
 
 def test_a_reference_is_in_no_text_that_a_model_reads(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def uneven(plan: PushPlan) -> list[tuple[float, float, float]]:
     experts = any(flow.mesh == "expert" for part in plan.parts for flow in plan.flows(part))
     for rank in range(plan.train.world_size):
         place = plan.train.coordinates(rank)
-        alike[place.on("tp", "pp", *(("etp", "ep") if experts else ()))].append(rank)
+        alike[place.indices_on("tp", "pp", *(("etp", "ep") if experts else ()))].append(rank)
     means = {r: sum(load[o] for o in own) / len(own) for own in alike.values() for r in own}
     return [(load[rank], mean, rows[rank]) for rank, mean in means.items()]
 

@@ -188,7 +188,7 @@ def test_a_stop_leaves_a_hanging_function_behind(tmp_path: Path) -> None:
     threading.Timer(0.3, setattr, (stop, "is_set", True)).start()
     began = time.monotonic()
     with pytest.raises(StopRequested):
-        WaitRules(groups=alone, stop=stop, limit=60.0).together(
+        WaitRules(groups=alone, stop=stop, limit=60.0).wait_together(
             background.submit(RewardSum({"mine": reward}).score(ITEMS)), "rewards"
         )
     background.close()

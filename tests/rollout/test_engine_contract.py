@@ -33,7 +33,7 @@ from rollout_models import (
 )
 
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.parent_watch import process_group_members
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import (
     EngineBroken,
@@ -145,7 +145,7 @@ class Bench:
         if self.process is not None:
             self.run(self._engine.close())
             self.process.stop()
-            assert group_members(self.process.pid) == []
+            assert process_group_members(self.process.pid) == []
 
 
 DENOISING = pytest.param("diffusion", marks=pytest.mark.long)
@@ -173,7 +173,7 @@ def bench(bench_of_module: Bench) -> Bench:
 def members(bench: Bench) -> list[int]:
     """The engine's processes."""
     assert bench.process is not None
-    return group_members(bench.process.pid)
+    return process_group_members(bench.process.pid)
 
 
 def assert_explained(completion: Completion, expected: torch.Tensor) -> None:
@@ -561,14 +561,14 @@ def test_a_killed_host_is_named_and_leaves_nothing_behind(bench_of_module: Bench
     bench.ruined = True
     assert bench.process is not None
     pid = bench.process.pid
-    assert pid in group_members(pid)
+    assert pid in process_group_members(pid)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDied, match=rf"{bench.name} \(pid {pid}") as caught:
         bench.generate([[1]], max_tokens=2)
     assert bench.process.address.log_path in str(caught.value)
     # The engine's own processes end with their host, without a signal.
     deadline = time.monotonic() + 20
-    while group_members(pid) and time.monotonic() < deadline:
+    while process_group_members(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert group_members(pid) == []
+    assert process_group_members(pid) == []
     assert not bench.process.alive()

@@ -20,7 +20,7 @@ from patience import PATIENCE
 from rollout_models import save, tiny_llama
 
 from ctrl_megatron.parallel.hosts import host_identity
-from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.parent_watch import process_group_members
 from ctrl_megatron.rollout import client as client_module
 from ctrl_megatron.rollout import engine as engine_module
 from ctrl_megatron.rollout import server
@@ -60,14 +60,14 @@ def process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             started = pool.submit(launch_engine, spec_of(model_path, log)).result()
     yield started
     started.stop()
-    assert group_members(started.pid) == [] and not started.alive()
+    assert process_group_members(started.pid) == [] and not started.alive()
 
 
 def wait_until_empty(group: int, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
-    while group_members(group) and time.monotonic() < deadline:
+    while process_group_members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert group_members(group) == []
+    assert process_group_members(group) == []
 
 
 def test_a_launched_engine_is_on_loopback_and_knows_no_launcher(process: EngineProcess) -> None:

@@ -19,7 +19,7 @@ from preloaded import reserve
 from rollout_models import save, tiny_llama
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.parallel.parent_watch import group_members, process_gone
+from ctrl_megatron.parallel.parent_watch import process_gone, process_group_members
 from ctrl_megatron.rollout import interpreter
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineDied, EngineSpec
@@ -48,9 +48,9 @@ def tiny_spec(model_path: Path, **changes: object) -> EngineSpec:
 
 def wait_until_empty(group: int) -> None:
     deadline = time.monotonic() + 20
-    while group_members(group) and time.monotonic() < deadline:
+    while process_group_members(group) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert group_members(group) == []
+    assert process_group_members(group) == []
 
 
 def test_an_engine_that_refuses_its_model_is_one_line_with_the_cause(
@@ -89,7 +89,7 @@ def test_a_start_that_takes_too_long_is_ended(model_path: Path) -> None:
     process = EngineProcess(tiny_spec(model_path, startup_timeout=0.3))
     with pytest.raises(EngineDied, match=r"was not ready within 0\.3 s"):
         process.wait_ready()
-    assert group_members(process.pid) == []
+    assert process_group_members(process.pid) == []
 
 
 def test_a_bad_model_path_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -132,7 +132,10 @@ def test_two_start_together_and_only_their_own_token_opens_them(model_path: Path
     finally:
         first.stop()
         second.stop()
-    assert not first.alive() and group_members(first.pid) == group_members(second.pid) == []
+    assert (
+        not first.alive()
+        and process_group_members(first.pid) == process_group_members(second.pid) == []
+    )
 
 
 def launch_and_wait(model_path: Path, started: Connection) -> None:
@@ -154,7 +157,7 @@ def test_the_engine_ends_with_its_parent(
     started.close()
     try:
         group = told.recv()
-        engine, guard = sorted(group_members(group))
+        engine, guard = sorted(process_group_members(group))
         assert engine == group
         if not guarded:
             os.kill(guard, signal.SIGKILL)

@@ -16,7 +16,7 @@ from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, tiny_
 from safetensors.torch import load_file
 
 from ctrl_megatron.engine_kinds import EngineName
-from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.parent_watch import process_group_members
 from ctrl_megatron.resharding.plan import EngineCut, engine_cut
 from ctrl_megatron.rollout.engine import EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
@@ -107,11 +107,11 @@ def test_two_tensor_ranks_hold_what_was_sent(
         await client.close()
 
     with launch_engine(spec) as process:
-        sockets = listening(map(psutil.Process, group_members(process.pid)))
+        sockets = listening(map(psutil.Process, process_group_members(process.pid)))
         # The workers' store is among them.
         assert len(sockets) > 2 and reached_from_outside(sockets) == {}
         asyncio.run(asyncio.wait_for(update_and_ask(), 120))
         cut = engine_cut(engine, 2, {}, on_cpu=True)
         for transport in ("shards", "cuda_ipc", "nccl"):
             check_shards(process, save(sent, tmp_path / "sent"), cut, transport)
-    assert group_members(process.pid) == []
+    assert process_group_members(process.pid) == []

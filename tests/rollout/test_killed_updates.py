@@ -23,7 +23,7 @@ from rollout_models import save, tiny_llama
 from safetensors.torch import load_file
 
 from ctrl_megatron.engine_kinds import EngineName
-from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.parent_watch import process_group_members
 from ctrl_megatron.resharding.plan import engine_cut
 from ctrl_megatron.rollout.engine import EngineDied, EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import EngineProcess, launch_engine
@@ -65,7 +65,7 @@ async def served(process: EngineProcess, directory: Path) -> str:
 
 def computing(process: EngineProcess) -> list[int]:
     """The engine's processes without its guards, which have loaded no library."""
-    page, members = os.sysconf("SC_PAGE_SIZE"), group_members(process.pid)
+    page, members = os.sysconf("SC_PAGE_SIZE"), process_group_members(process.pid)
     taken = {pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in members}
     return [pid for pid, pages in taken.items() if pages * page > _LIBRARIES]
 

@@ -56,7 +56,7 @@ class Found:
         )
         store: Any = SimpleNamespace(
             save=self._save,
-            export=lambda models, step: self.exported.append(step),
+            export_hf=lambda models, step: self.exported.append(step),
             wait_for_save=nothing,
             take_save_report=nothing,
         )

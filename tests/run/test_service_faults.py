@@ -14,7 +14,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import ServiceFault, UserError
-from ctrl_megatron.graph.declarations import node_function
+from ctrl_megatron.graph.declarations import as_node_function
 from ctrl_megatron.graph.graph import StepReport
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
@@ -169,7 +169,7 @@ def drawing(worker: Any, drawn: list[Sample], judging: Judging) -> DynamicSampli
         worker.rewards.judging += judging
         return NodeOutput(batch=make_batch(drawn, pad_token_id=0))
 
-    return DynamicSampling((node_function(draw),), lambda samples: {}, ())
+    return DynamicSampling((as_node_function(draw),), lambda samples: {}, ())
 
 
 def test_dynamic_sampling_ends_with_the_first_draw_that_services_failed() -> None:

@@ -19,7 +19,13 @@ from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import always
 from ctrl_megatron.graph.declarations import node as declare
-from ctrl_megatron.graph.world_link import Action, Receive, Run, Send, WorldMessage
+from ctrl_megatron.graph.world_link import (
+    Action,
+    ReceiveMessage,
+    RunNode,
+    SendMessage,
+    WorldMessage,
+)
 from ctrl_megatron.parallel.layout import Layout, World, worlds_of
 from ctrl_megatron.pipeline import Node, NodeRole, NodeType, TaskGraph, ctrl_pipeline
 from ctrl_megatron.run import worlds
@@ -74,7 +80,7 @@ def shown(actions: Sequence[Action]) -> list[str]:
     """``run NODE``, ``send NODE: FIELDS`` and ``receive NODE: FIELDS``."""
     lines = []
     for action in actions:
-        if isinstance(action, Run):
+        if isinstance(action, RunNode):
             lines.append(f"run {action.node.node_id}")
         else:
             message, verb = action.message, type(action).__name__.lower()
@@ -172,8 +178,8 @@ def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circ
     nodes: list[Node],
 ) -> None:
     found = programs(*nodes)
-    sent = [a.message for of in found.values() for a in of if isinstance(a, Send)]
-    received = [a.message for of in found.values() for a in of if isinstance(a, Receive)]
+    sent = [a.message for of in found.values() for a in of if isinstance(a, SendMessage)]
+    received = [a.message for of in found.values() for a in of if isinstance(a, ReceiveMessage)]
     key: Callable[[WorldMessage], int] = lambda message: message.number  # noqa: E731
     assert sorted(sent, key=key) == sorted(received, key=key)
     assert [message.number for message in sorted(sent, key=key)] == list(range(len(sent)))
@@ -186,11 +192,11 @@ def test_every_message_is_sent_once_and_received_once_and_nobody_waits_in_a_circ
         for world, actions in found.items():
             while at[world] < len(actions):
                 action = actions[at[world]]
-                if isinstance(action, Receive) and action.message.number not in there:
+                if isinstance(action, ReceiveMessage) and action.message.number not in there:
                     break
-                if isinstance(action, Send):
+                if isinstance(action, SendMessage):
                     there.add(action.message.number)
-                if isinstance(action, Run):
+                if isinstance(action, RunNode):
                     name = action.node.node_id
                     assert done.issuperset(by_name[name].dependencies)
                     done.add(name)

@@ -265,6 +265,6 @@ def test_a_graph_of_the_users_environment(tmp_path: Path) -> None:
     config = load_config(None, [], "none")
     graph = environment_pipeline(config, environment=f"{tmp_path}/world.py:make", turns=2)
     first = graph.nodes["generate_episodes"]
-    assert {"said", "turns", "score", "response_mask"} <= set(first.writes)
+    assert {"said", "turns", "score", "response_mask"} <= set(first.written_fields)
     with pytest.raises(UserError, match=r"dag\.options\.turns: is 0"):
         environment_pipeline(config, environment=f"{tmp_path}/world.py:make", turns=0)

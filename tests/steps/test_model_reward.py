@@ -19,10 +19,10 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.graph import TaskGraph
-from ctrl_megatron.graph.world_link import Run
+from ctrl_megatron.graph.world_link import RunNode
 from ctrl_megatron.memory.budget import memory_budget
-from ctrl_megatron.memory.model_state import frozen_state
-from ctrl_megatron.memory.proposal import candidates
+from ctrl_megatron.memory.model_state import frozen_model_memory
+from ctrl_megatron.memory.proposal import placement_candidates
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.shape import value_shape
@@ -160,7 +160,7 @@ def test_ranks_of_its_own_reward_beside_the_log_probs() -> None:
     def shown(world: str) -> list[str]:
         return [
             f"run {a.node.node_id}"
-            if isinstance(a, Run)
+            if isinstance(a, RunNode)
             else f"{type(a).__name__.lower()} {', '.join(a.message.fields)}"
             for a in found[world]
         ]
@@ -271,7 +271,7 @@ def test_the_memory_plan_counts_it_where_it_is() -> None:
     own = "reward model's parameters"
     sizes = {use.phase: use.items.get(own, 0) for use in beside.phases}
     layout = worlds_of(16, config)[0].layout
-    expected = frozen_state(rewarding, layout, pp=0, dtype="bfloat16").parameters
+    expected = frozen_model_memory(rewarding, layout, pp=0, dtype="bfloat16").parameters
     assert sizes["log-probs"] == expected > 0
     for use, without in zip(beside.phases, plain.phases, strict=True):
         assert use.total >= without.total, use.phase
@@ -284,5 +284,5 @@ def test_the_memory_plan_counts_it_where_it_is() -> None:
     uses = {use.phase: use for use in several.phases}
     assert uses["reward_model: log-probs"].items[own] > 0
     assert own not in uses["log-probs"].items and "reward_model: update" not in uses
-    found = candidates(config, shapes, gpu_memory=80 * GIB, generation=0.5)
+    found = placement_candidates(config, shapes, gpu_memory=80 * GIB, generation=0.5)
     assert any("placement.reward_model" in one.keys for one in found)

@@ -9,7 +9,7 @@ import pytest
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.transcripts import part_file
+from ctrl_megatron.eval.transcripts import transcript_part_file
 from ctrl_megatron.types import Problem
 from examples.study_smollm2 import plan as study_plan
 from examples.study_smollm2 import study
@@ -55,7 +55,7 @@ def test_every_arm_is_measured_with_every_seed_test_and_proxy() -> None:
 
 def test_arms_are_told_apart_by_their_files_and_runs() -> None:
     names = [*WRITTEN, *ARMS]
-    assert len({part_file(Path(), name, 1) for name in names}) == len(names)
+    assert len({transcript_part_file(Path(), name, 1) for name in names}) == len(names)
     assert len({arm.run for arm in ARMS.values()}) == len(ARMS)
     seen = list(ARMS)
     for name, arm in ARMS.items():

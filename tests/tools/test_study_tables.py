@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.eval.transcripts import Turn, turn_record
+from ctrl_megatron.eval.transcripts import Turn, turn_to_json
 from ctrl_megatron.preparation.mutants import BLAND, oracle_critique
 from ctrl_megatron.types import Verdict
 from examples.study_smollm2 import study
@@ -38,7 +38,7 @@ def turn(arm: str, problem: int, **changed: object) -> Turn:
 def write(folder: Path, setting: str, turns: Iterable[Turn]) -> None:
     turns = list(turns)
     path = study_tables.kept_file(folder, setting, turns[0].critic, turns[0].seed)
-    text = "".join(json.dumps(turn_record(turn)) + "\n" for turn in turns)
+    text = "".join(json.dumps(turn_to_json(turn)) + "\n" for turn in turns)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
@@ -82,7 +82,7 @@ def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
 def test_a_kept_table_is_that_of_its_transcripts() -> None:
     turns = study_tables.arms_of(study_tables.kept_turns(KEPT, "unseen_problems"))["oracle"]
     edits = study_tables.edits_table({"oracle": turns}).splitlines()[-1]
-    rate = study_tables.told(study_tables.result_of(turns).last["pass_rate"])
+    rate = study_tables.told(study_tables.result_of(turns).last_turn_rates["pass_rate"])
     kept = (HOME / "tables.md").read_text()
     assert f"\n{edits}\n" in kept and f"\n| oracle | 1 | {rate} |" in kept
     assert sum(file.stat().st_size for file in KEPT.iterdir()) <= 5e6

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.memory.model_state import frozen_state, trained_state
+from ctrl_megatron.memory.model_state import frozen_model_memory, trained_model_memory
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.parallel.layout import Layout
@@ -88,10 +88,10 @@ def planned_gib(model: Path, rank: int) -> dict[bool, float]:
     lora = Lora(rank=rank, alpha=1.0, targets=("all-linear",))
     found = {}
     for has_adapters, own in {False: shape, True: shape_with_adapters(shape, lora)}.items():
-        state = trained_state(own, layout, pp=0, dtype="float32", distributed=True)
-        held = state.parameters + state.gradients + state.optimizer
+        state = trained_model_memory(own, layout, pp=0, dtype="float32", distributed=True)
+        held = state.parameters + state.gradients + state.optimizer_bytes
         if not has_adapters:
-            held += frozen_state(shape, layout, pp=0, dtype="float32").parameters
+            held += frozen_model_memory(shape, layout, pp=0, dtype="float32").parameters
         found[has_adapters] = held / 2**30
     return found
 

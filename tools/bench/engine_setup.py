@@ -24,7 +24,7 @@ from aiohttp import ClientSession, ClientTimeout, web
 
 from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.parallel.hosts import host_identity
-from ctrl_megatron.parallel.parent_watch import end_group, end_with_parent
+from ctrl_megatron.parallel.parent_watch import end_with_parent, kill_process_group
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import engine_environment
@@ -171,5 +171,5 @@ class HostedEngine:
 
     def stop(self) -> None:
         """End the process and all that it started."""
-        end_group(self._process.pid)
+        kill_process_group(self._process.pid)
         self._process.wait()

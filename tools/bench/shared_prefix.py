@@ -49,11 +49,11 @@ def main() -> None:
 
     import torch
 
-    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.groups import initialize_groups, shutdown_groups
     from ctrl_megatron.parallel.layout import Layout
     from tools.bench.update import learner, random_batch
 
-    groups = initialize(Layout(), seed=1, timeout_seconds=600)
+    groups = initialize_groups(Layout(), seed=1, timeout_seconds=600)
     policy, loss = learner(options, groups, chunk=1024, lr=0.0)
     batch = random_batch(options, policy, options.groups * options.group, seed=0)
     policy.step(batch, loss)
@@ -90,7 +90,7 @@ def main() -> None:
             f"{flops[name, False] / flops[name, True]:.2f} by arithmetic; "
             f"{on[2][0]:.2f} GiB, not {off[2][0]:.2f}"
         )
-    shutdown()
+    shutdown_groups()
 
 
 if __name__ == "__main__":

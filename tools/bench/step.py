@@ -500,7 +500,7 @@ def main() -> None:
     if options.trl_worker:
         return train_with_trl(json.loads(options.trl_worker))
     sys.path.insert(0, str(ROOT))
-    from ctrl_megatron.metrics import measure_peak_flops
+    from ctrl_megatron.metrics import measure_cpu_peak_flops
 
     through, steps = options.through.split(), 1 + options.steps
     if options.config:
@@ -531,7 +531,7 @@ def main() -> None:
         turns.append(trl(task, settings_of(options.peer_set), through))
     print(f"{task}", flush=True)
     found = take_turns(turns, options.turns, steps)
-    peak = measure_peak_flops(task.dtype)
+    peak = measure_cpu_peak_flops(task.dtype)
     print(f"\n{task}; matrix products reach {peak / 1e9:.0f} GFLOP/s here")
     report(found, task)
 

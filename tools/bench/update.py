@@ -215,10 +215,10 @@ def peak_of(device: torch.device, dtype: str, tflops: float | None) -> float:
     """Peak flop/s of this rank's device; ``tflops`` is given for one that is not known."""
     import torch
 
-    from ctrl_megatron.metrics import device_peak
+    from ctrl_megatron.metrics import device_peak_flops
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return device_peak(name, configured_tflops=tflops, dtype=dtype)
+    return device_peak_flops(name, configured_tflops=tflops, dtype=dtype)
 
 
 def rank_of(root: Path, options: argparse.Namespace) -> None:
@@ -227,14 +227,14 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
     answer_to, sys.stdout = sys.stdout, sys.stderr
     import torch
 
-    from ctrl_megatron.parallel.groups import initialize, shutdown
+    from ctrl_megatron.parallel.groups import initialize_groups, shutdown_groups
     from ctrl_megatron.parallel.layout import Layout
 
     def answer(**figures: float) -> None:
         print(json.dumps(figures), file=answer_to, flush=True)
 
     ranks = options.nproc_per_node
-    groups = initialize(Layout(data=ranks), seed=1, timeout_seconds=600)
+    groups = initialize_groups(Layout(data=ranks), seed=1, timeout_seconds=600)
     on_gpu = groups.device.type == "cuda"
     policy, loss = learner(options, groups, chunk=options.chunk, lr=1e-6)
     batch = random_batch(options, policy, options.rows // ranks, seed=groups.rank)
@@ -277,7 +277,7 @@ def rank_of(root: Path, options: argparse.Namespace) -> None:
             device_gib=torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0,
             **parts,
         )
-    shutdown()
+    shutdown_groups()
 
 
 def report(name: str, tokens: int, start: list[dict[str, float]], turns: list[Any]) -> None:

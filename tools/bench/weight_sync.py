@@ -42,7 +42,7 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.strategy import ModelOptions
-from ctrl_megatron.parallel.groups import initialize
+from ctrl_megatron.parallel.groups import initialize_groups
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
@@ -127,7 +127,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, process: HostedEngine) -> None:
     """Run all rounds and print the result."""
-    groups = initialize(Layout(), seed=1, timeout_seconds=60)
+    groups = initialize_groups(Layout(), seed=1, timeout_seconds=60)
     policy = Policy(
         read_model_shape(options.model),
         groups,

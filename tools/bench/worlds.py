@@ -42,7 +42,7 @@ from ctrl_megatron.parallel.layout import Layout, World
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.pipeline import NodeOutput, NodeRole, Pipeline, TaskGraph
-from ctrl_megatron.run.worlds import Worlds
+from ctrl_megatron.run.worlds import MultiWorldLink
 
 Report = dict[str, Any]
 ROWS, GROUP, PROMPT, RESPONSE = 6, 2, 4, 8
@@ -210,7 +210,7 @@ def _rank(
         StopFlag(),
         load_config(None, [], "none"),
     )
-    link = Worlds(joined, worlds, config, stop, 0)
+    link = MultiWorldLink(joined, worlds, config, stop, 0)
     worker: Any = SimpleNamespace(
         groups=joined.groups,
         background=BackgroundLoop(),
@@ -223,7 +223,9 @@ def _rank(
     for _ in range(TRIES if what == "transfer" else 1):
         report: Report = {}
         graph = GRAPHS[what](report)
-        own = rows_of(rank, rows, response) if link.is_home else TensorDict({}, batch_size=[0])
+        own = (
+            rows_of(rank, rows, response) if link.has_rank_zero else TensorDict({}, batch_size=[0])
+        )
         link.begin()
         Executor(graph, worker, link=link).run_step(own)
         link.finish(WorldReport())

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.parallel.groups import ProcessGroups, initialize, shutdown
+from ctrl_megatron.parallel.groups import ProcessGroups, initialize_groups, shutdown_groups
 from ctrl_megatron.parallel.layout import Layout
-from ctrl_megatron.parallel.parent_watch import group_members
+from ctrl_megatron.parallel.parent_watch import process_group_members
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.preparation.problem_files import read_problems
@@ -65,7 +65,7 @@ class Asked:
     def megabytes(self) -> float:
         """Private memory of all processes of the engine in MiB, without shared memory."""
         held = 0
-        for pid in group_members(self.engine.address.pid):
+        for pid in process_group_members(self.engine.address.pid):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             held += sum(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:"))
         return held / 1024
@@ -199,7 +199,7 @@ def main() -> None:
     ]
     few = prompts[:FEW]
     models = {dtype: load(options.model, dtype) for dtype in {*options.dtypes, "float32"}}
-    groups = initialize(Layout(), seed=1, timeout_seconds=600)
+    groups = initialize_groups(Layout(), seed=1, timeout_seconds=600)
     with tempfile.TemporaryDirectory() as folder:
         changed = load(options.model, "float32")
         write_changed(changed, options.model, folder)
@@ -231,7 +231,7 @@ def main() -> None:
                         )
                         show(seen)
                         show(f"other weights: {compare_texts(changed, few, said)}")
-    shutdown()
+    shutdown_groups()
 
 
 def show(line: str) -> None:

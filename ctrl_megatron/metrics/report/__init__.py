@@ -20,10 +20,10 @@ def write_report(run_dir: Path) -> Path:
     none of them or a file is malformed. A reader of an older report never sees a part of the new
     one.
     """
-    from ctrl_megatron.metrics.report.page import render  # imports matplotlib
+    from ctrl_megatron.metrics.report.page import render_report  # imports matplotlib
 
     target = run_dir / "report.html"
-    write_page(target, render(read_run_files(run_dir)))
+    write_page(target, render_report(read_run_files(run_dir)))
     return target
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from ctrl_megatron.metrics.names import METRICS, metric_of, rate_of_all
+from ctrl_megatron.metrics.names import METRICS, describe_metric, rate_name_of_all_sets
 from ctrl_megatron.metrics.report.run_files import Series
 
 _TITLES = {name: metric.title for name, metric in METRICS.items() if metric.title}
@@ -40,17 +40,17 @@ class Chart:
     """True for shares of a whole, which are drawn on top of each other."""
 
 
-def charts(series: Series) -> list[Chart]:
+def build_charts(series: Series) -> list[Chart]:
     """The charts: the reward, the pipeline's metrics, the trainer's metrics, and the times."""
     own, of_files = _of_pipeline(series), dict[str, list[str]]()
     for name in own:
-        if (rate := rate_of_all(name)) in series:
+        if (rate := rate_name_of_all_sets(name)) in series:
             of_files.setdefault(rate, []).append(name)
-    own = [name for name in own if rate_of_all(name) not in series]
+    own = [name for name in own if rate_name_of_all_sets(name) not in series]
     named = [name for name in _TITLES if name in series]
     shares: dict[str, list[str]] = {}
     for name in own:
-        if name not in named and name not in of_files and is_share(name, series):
+        if name not in named and name not in of_files and shows_percent(name, series):
             shares.setdefault(_group(name), []).append(name)
     shown = [_titled(name, series) for name in named if name in own]
     for names in shares.values():
@@ -78,27 +78,27 @@ def charts(series: Series) -> list[Chart]:
     return [*shown, _chart(seconds[:_CURVES_PER_CHART], series)] if seconds else shown
 
 
-def tiles(series: Series) -> list[str]:
+def headline_metrics(series: Series) -> list[str]:
     """The metrics of the tiles: those that are declared as headlines, or else the pipeline's
     metrics.
     """
     declared = [name for name, metric in METRICS.items() if metric.headline and name in series]
     own = [name for name in _of_pipeline(series) if _group(name) != "val"]
     # Shares are understood without knowledge of the metric; details of rewards come last.
-    own.sort(key=lambda name: (not is_share(name, series), _group(name) == "reward"))
+    own.sort(key=lambda name: (not shows_percent(name, series), _group(name) == "reward"))
     own = [name for name in own if name not in _TITLES][:_TILES_OF_PIPELINE]
     shown = ("reward/mean", *(declared or own), *(_SPEED[:1] if declared else _SPEED))
     return [name for name in shown if name in series]
 
 
-def title_of(name: str) -> str:
+def chart_title(name: str) -> str:
     if name in _TITLES:
         return _TITLES[name]
     words = name.replace("_", " ").replace("/", ": ")
     return words[:1].upper() + words[1:]
 
 
-def is_share(name: str, series: Series) -> bool:
+def shows_percent(name: str, series: Series) -> bool:
     """True where the values are shares, which are shown in percent; nan is allowed."""
     named = re.search(r"rate|frac|share|accuracy|mfu", name)
     return named is not None and not any(value < 0 or value > 1 for _, value in series[name])
@@ -106,10 +106,10 @@ def is_share(name: str, series: Series) -> bool:
 
 def _chart(names: list[str], series: Series) -> Chart:
     shares = ", shares" if _group(names[0]) != "time" else ""
-    title = title_of(names[0]) if len(names) == 1 else title_of(_group(names[0])) + shares
-    declared = metric_of(names[0]) if len(names) == 1 else None
+    title = chart_title(names[0]) if len(names) == 1 else chart_title(_group(names[0])) + shares
+    declared = describe_metric(names[0]) if len(names) == 1 else None
     note = ", ".join(names) if declared is None else declared.meaning
-    percent = all(is_share(name, series) for name in names)
+    percent = all(shows_percent(name, series) for name in names)
     return Chart(title=title, note=note, metrics=tuple(names), percent=percent)
 
 

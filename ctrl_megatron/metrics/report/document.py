@@ -85,13 +85,13 @@ def outcome_class(value: object) -> str:
     return "pass" if value >= 1 else "fail" if value <= 0 else "part-pass"
 
 
-def changes(before: str, after: str) -> PagePart:
+def changed_lines(before: str, after: str) -> PagePart:
     """The lines that a revision adds and removes, as a part of an example."""
     lines = list(unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))[2:]
     return "changes", [(_LINE_KINDS.get(line[:1], ""), line) for line in lines] or "none"
 
 
-def date_of(seconds: float) -> str:
+def format_utc(seconds: float) -> str:
     """A time, in seconds since the epoch, as UTC to the minute."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 

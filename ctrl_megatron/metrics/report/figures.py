@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from ctrl_megatron.metrics.display import format_number
-from ctrl_megatron.metrics.timeline import Kind, Phase, intersection, union
+from ctrl_megatron.metrics.timeline import Kind, Phase, interval_intersection, interval_union
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e6eaee"
 BLUE, ORANGE, GREY, GREEN, SHADE = "#2563c9", "#e0701a", "#9aa5b1", "#17734f", "#fde3cf"
@@ -77,7 +77,7 @@ def curve_svg(
         axes.set_xlim(min(at) - 1, min(at) + 1)
     shown = [v for points in curves.values() for _, v in points]
     shown += [v for band in (bands or {}).values() for ends in band if ends for v in ends]
-    bottom, top = value_range(shown, percent)
+    bottom, top = axis_range(shown, percent)
     axes.set_ylim(bottom, top)
     text = partial(_percent, small=top < 0.1) if percent else _plain
     axes.yaxis.set_major_formatter(FuncFormatter(text))
@@ -133,7 +133,7 @@ def interval_svg(
     return _svg(figure)
 
 
-def value_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
+def axis_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
     """(least, largest) value of the axis. The axis of values that are never negative begins at 0;
     the axis of shares ends at 100 % unless all are small. Values that are not finite do not count.
     """
@@ -212,13 +212,13 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
     rows = {name: len(names) - 1 - i for i, name in enumerate(names)}
     figure, axes = _canvas(9.2, 0.75 + 0.3 * len(names))
     host = [p.interval for p in phases if p.kind == "host"]
-    for start, end in intersection(host, [p.interval for p in phases if p.kind == "main"]):
+    for start, end in interval_intersection(host, [p.interval for p in phases if p.kind == "main"]):
         axes.axvspan(start, end, color=SHADE, lw=0, zorder=0)
     last = max(p.end for p in phases)
     for name in names:
         same = [p for p in phases if p.name == name]
         colour = KIND_COLOURS[same[0].kind]
-        bars = [(start, end - start) for start, end in union(p.interval for p in same)]
+        bars = [(start, end - start) for start, end in interval_union(p.interval for p in same)]
         axes.broken_barh(bars, (rows[name] - 0.36, 0.72), color=colour, lw=0, zorder=2)
         seconds, right = sum(length for _, length in bars), max(p.end for p in same)
         axes.text(
@@ -234,7 +234,7 @@ def gantt_svg(phases: Sequence[Phase]) -> str:
 
 def graph_svg(nodes: Sequence[Mapping[str, Any]]) -> str:
     """The nodes of a step with arrows from those that each waits for, from left to right.
-    ``nodes`` are those of ``graph.picture.graph_facts``.
+    ``nodes`` are those of ``graph.picture.describe_nodes``.
     """
     column: dict[str, int] = {}
     for node in nodes:

@@ -7,14 +7,19 @@ from typing import Any
 
 from ctrl_megatron.config import read_yaml
 from ctrl_megatron.metrics.display import format_number
-from ctrl_megatron.metrics.report.charts import charts, is_share, tiles, title_of
+from ctrl_megatron.metrics.report.charts import (
+    build_charts,
+    chart_title,
+    headline_metrics,
+    shows_percent,
+)
 from ctrl_megatron.metrics.report.document import (
     Drawing,
     Example,
     PagePart,
     Table,
-    changes,
-    date_of,
+    changed_lines,
+    format_utc,
     outcome_class,
     render_template,
 )
@@ -30,7 +35,7 @@ from ctrl_megatron.metrics.report.figures import (
     shares_svg,
 )
 from ctrl_megatron.metrics.report.run_files import RunFiles, Series, Timelines
-from ctrl_megatron.metrics.timeline import hidden_seconds
+from ctrl_megatron.metrics.timeline import overlapped_host_seconds
 
 _OUTCOMES = ("passed_after", "passed_before", "reward")
 """Fields of an example that are pass rates or rewards; the first one colours the example."""
@@ -48,12 +53,12 @@ _GRAPH_COLOURS = (
 )
 
 
-def render(run: RunFiles) -> str:
+def render_report(run: RunFiles) -> str:
     series = run.series or {}
     return render_template(
         "run.html.jinja",
         title=run.name,
-        facts=facts_of(run),
+        facts=run_facts(run),
         left_out=run.left_out,
         tiles=_tiles(series) if series else [],
         warnings=_warnings(run.warnings or []),
@@ -82,7 +87,7 @@ def render_comparison(runs: Sequence[RunFiles]) -> str:
     return render_template(
         "comparison.html.jinja",
         title=" and ".join(run.name for run in runs),
-        runs={run.name: facts_of(run) for run in runs},
+        runs={run.name: run_facts(run) for run in runs},
         left_out=[f"{run.name}: {text}" for run in runs for text in run.left_out],
         not_compared=_not_compared(series),
         stages=_stages([{"run": run.name, **row} for run in runs for row in run.summary or ()]),
@@ -96,10 +101,10 @@ def _compared(series: Mapping[str, Series]) -> list[Drawing]:
     for name in dict.fromkeys(name for one in series.values() for name in one):
         curves = {run: one[name] for run, one in series.items() if name in one}
         if len(curves) > 1 and not name.startswith("time/"):
-            percent = all(is_share(name, series[run]) for run in curves)
+            percent = all(shows_percent(name, series[run]) for run in curves)
             svg = curve_svg(curves, percent=percent)
             drawings.append(
-                Drawing(title=title_of(name), note=name, svg=svg, alt=f"{name} by step")
+                Drawing(title=chart_title(name), note=name, svg=svg, alt=f"{name} by step")
             )
     return drawings
 
@@ -122,7 +127,7 @@ def _not_compared(series: Mapping[str, Series]) -> list[str]:
     ]
 
 
-def facts_of(run: RunFiles) -> dict[str, str]:
+def run_facts(run: RunFiles) -> dict[str, str]:
     tree = read_yaml(run.config, "config.yaml")[0] if run.config else None
     data = [_value(tree, f"{key}.train_files") for key in ("data", "sft")]
     validated = [_value(tree, f"{key}.val_files") for key in ("data", "sft")]
@@ -132,7 +137,7 @@ def facts_of(run: RunFiles) -> dict[str, str]:
         "model": _value(tree, "actor_rollout_ref.model.path"),
         "proxy": _value(tree, "actor_rollout_ref.proxy.model.path")
         or _value(tree, "actor_rollout_ref.proxy.api.model"),
-        "written": "" if run.written is None else date_of(run.written),
+        "written": "" if run.written is None else format_utc(run.written),
     }
 
 
@@ -148,11 +153,11 @@ def _tiles(series: Series) -> list[tuple[str, str, str]]:
     trained = {name: points for name, points in series.items() if not name.startswith("val/")}
     steps = {step for points in (trained or series).values() for step, _ in points}
     shown = [("Steps", f"{len(steps)}", f"last is {max(steps)}")]
-    for name in tiles(series):
+    for name in headline_metrics(series):
         first, last = (
-            format_number(series[name][i][1], percent=is_share(name, series)) for i in (0, -1)
+            format_number(series[name][i][1], percent=shows_percent(name, series)) for i in (0, -1)
         )
-        shown.append((title_of(name), last, f"first step {first}"))
+        shown.append((chart_title(name), last, f"first step {first}"))
     return shown
 
 
@@ -186,7 +191,7 @@ def _cell(column: str, value: object) -> str:
 
 def _drawings(series: Series) -> list[Drawing]:
     drawings = []
-    for chart in charts(series):
+    for chart in build_charts(series):
         curves = {name.partition("/")[2] or name: series[name] for name in chart.metrics}
         svg = shares_svg(curves) if chart.stacked else curve_svg(curves, percent=chart.percent)
         drawings.append(
@@ -208,8 +213,8 @@ def _timeline(timelines: Timelines) -> Drawing:
     step, rank = _telling_step(timelines)
     phases = timelines[step, rank]
     host = [p for p in phases if p.kind == "host"]
-    hidden = hidden_seconds(phases)
-    partners = [p.name for p in phases if p.kind == "main" and hidden_seconds([p, *host])]
+    hidden = overlapped_host_seconds(phases)
+    partners = [p.name for p in phases if p.kind == "main" and overlapped_host_seconds([p, *host])]
     names = ", ".join(dict.fromkeys(p.name for p in host))
     total = sum(p.end - p.start for p in host)
     note = "No host phase was recorded in this step."
@@ -229,7 +234,7 @@ def _telling_step(timelines: Timelines) -> tuple[int, int]:
     with_host = [at for at, phases in timelines.items() if any(p.kind == "host" for p in phases)]
     newest = max(step for step, _ in with_host or timelines)
     places = [at for at in with_host or timelines if at[0] == newest]
-    return max(places, key=lambda at: (hidden_seconds(timelines[at]), -at[1]))
+    return max(places, key=lambda at: (overlapped_host_seconds(timelines[at]), -at[1]))
 
 
 def _examples(examples: list[dict[str, Any]]) -> list[Example]:
@@ -249,7 +254,7 @@ def _example(example: dict[str, Any], texts: set[str]) -> Example:
         label, text = _words(name), _value_text(value)
         if name in texts:
             if name == "revision" and isinstance(before, str) and isinstance(after, str):
-                parts.append(changes(before, after))
+                parts.append(changed_lines(before, after))
             parts.append((label, text))
         elif name != "step":
             chips.append((f"{label}: {text}", outcome_class(value) if name in _OUTCOMES else ""))

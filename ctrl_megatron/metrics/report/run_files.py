@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, read_json, read_text
-from ctrl_megatron.metrics.json_lines import cut_line, read_json_lines
+from ctrl_megatron.metrics.json_lines import incomplete_last_line, read_json_lines
 from ctrl_megatron.metrics.timeline import Phase
 
 Series = dict[str, list[tuple[int, float]]]
@@ -33,7 +33,7 @@ class RunFiles:
     warnings: list[dict[str, Any]] | None = None
     """Every warning of every step: ``{"step": int, "warning": name, "text": str}``."""
     graph: list[dict[str, Any]] | None = None
-    """The nodes of a step (``graph.picture.graph_facts``)."""
+    """The nodes of a step (``graph.picture.describe_nodes``)."""
     config: str | None = None
     """The configuration as YAML text."""
     written: float | None = None
@@ -60,7 +60,7 @@ def read_run_files(run_dir: Path) -> RunFiles:
     # Most runs have no warnings, and runs of earlier versions no graph.
     usual = [file for file in readers if file not in ("warnings.jsonl", "graph.json")]
     left_out = [f"{f}: not recorded" for f in usual if not contents.get(readers[f][0])]
-    cut = {path: cut_line(path) for path in there.values() if path.suffix == ".jsonl"}
+    cut = {path: incomplete_last_line(path) for path in there.values() if path.suffix == ".jsonl"}
     left_out += [f"{path.name}: line {n} is cut off and left out" for path, n in cut.items() if n]
     return RunFiles(
         name=run_dir.resolve().name,

@@ -119,7 +119,7 @@ class _MappedMemory:
             if place in self._own
             else driver.open_handle(handle, self.sizes[place[2]])
             for rank, own in enumerate(handles_by_rank)
-            if groups.hosts.of_rank[rank] == groups.here
+            if groups.hosts.of_rank[rank] == groups.host_index
             for place, handle in own.items()
         }
 
@@ -134,7 +134,7 @@ class _MappedBuckets:
 
     def __init__(self, buckets: Buckets, groups: ProcessGroups, mapped: _MappedMemory) -> None:
         takers, of_rank = buckets.plan.takers, groups.hosts.of_rank
-        self._served = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.here]
+        self._served = [e for e, own in enumerate(takers) if of_rank[own[0]] == groups.host_index]
         self._buckets, self._mapped = buckets, mapped
         self._parts: list[list[list[PackedPart]]] = []
         self._find: list[dict[tuple[int, str], list[tuple[Piece, TensorSpec, int]]]] = []

@@ -205,7 +205,7 @@ class _Messages:
         ]
         self._filled: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._running: dict[int, PendingMessages] = {}
-        here = groups.here if groups.is_first_here else None
+        here = groups.host_index if groups.is_first_of_host else None
         self._here = [
             engine
             for engine, takers in enumerate(plan.takers)

@@ -85,7 +85,7 @@ class HostSegments:
     def named(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
         """The segments, of at least ``size`` bytes each; they have names only within the context.
         Collective."""
-        first = self._groups.is_first_here
+        first = self._groups.is_first_of_host
         try:
             if not self._segments or len(self._segments[0].memory) < size:
                 self._create(size)
@@ -99,12 +99,12 @@ class HostSegments:
                     remove_segment(segment.name)
 
     def _create(self, size: int) -> None:
-        groups, first = self._groups, self._groups.is_first_here
+        groups, first = self._groups, self._groups.is_first_of_host
         if first:
             # Killed runs leave their names behind.
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
         self._names = groups.from_all(segment_names(self._count))
-        names = self.names_on(groups.here)
+        names = self.names_on(groups.host_index)
         # The smaller segments go before larger ones are taken.
         self._segments = ()
         for name in names if first else ():
@@ -138,7 +138,7 @@ class SharedMemorySender:
         self._kept: tuple[WeightSource, HostSegments] | None = None
         self._complete = False
         """Whether all segments of ``_kept`` are filled."""
-        self._pids = frozenset(groups.from_here(os.getpid()).values())
+        self._pids = frozenset(groups.from_host(os.getpid()).values())
 
     @contextmanager
     def send(
@@ -191,10 +191,10 @@ class SharedMemorySender:
         segments: HostSegments,
         named: Sequence[SharedSegment],
     ) -> HostBuckets:
-        layout, here, workers = source.layout, self.groups.here, buckets.plan.cut.tensor
+        layout, here, workers = source.layout, self.groups.host_index, buckets.plan.cut.tensor
         hosts: Sequence[int] = layout.hosts_of(here)
         if self.parts:
-            served = layout.placement.served_on(here)
+            served = layout.placement.engines_served_by(here)
             hosts = served[0].host_of_worker if served else (here,) * workers
 
         def chunk(number: int, first: int) -> WeightChunk:

@@ -17,9 +17,9 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.memory.disk import disk_use
-from ctrl_megatron.memory.fit import misfit
+from ctrl_megatron.memory.fit import describe_misfit
 from ctrl_megatron.memory.shapes import model_shapes
-from ctrl_megatron.metrics.flops import peak_flops
+from ctrl_megatron.metrics.flops import table_peak_flops
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 
 _SOCKET_PATH = 107
@@ -59,17 +59,19 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
         return
     name, memory = gpu
     if config.trainer.peak_tflops_per_device is None:
-        peak_flops(name)
+        table_peak_flops(name)
     kernels = "te" if has_transformer_engine() else "torch"
     shapes = model_shapes(config, purpose)
-    if wrong := misfit(config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels):
+    if wrong := describe_misfit(
+        config, shapes, gpu_memory=memory, purpose=purpose, kernels=kernels
+    ):
         raise UserError(wrong)
 
 
 def check_disk(config: Config, purpose: Purpose) -> None:
     """UserError if the disk of the run's directory is too small for the run's files."""
     run_dir = Path(config.trainer.run_dir)
-    use = disk_use(config, model_shapes(config, purpose).trained, purpose)
+    use = disk_use(config, model_shapes(config, purpose).trained_shapes, purpose)
     there = sum(
         path.stat().st_size
         for name in ("checkpoints", EXPORT_FOLDER, "hf")
@@ -77,7 +79,9 @@ def check_disk(config: Config, purpose: Purpose) -> None:
         if path.is_file()
     )
     with convert_input_errors("trainer.default_local_dir"):
-        require_free_disk_bytes(run_dir, use.still_needed(there), f"a run that keeps {use} at once")
+        require_free_disk_bytes(
+            run_dir, use.bytes_still_needed(there), f"a run that keeps {use} at once"
+        )
 
 
 def this_gpu() -> tuple[str, int] | None:

@@ -23,7 +23,7 @@ from ctrl_megatron.models.rope import engine_difference
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
 from ctrl_megatron.models.shards import check_split
-from ctrl_megatron.parallel.layout import world_with, worlds_of
+from ctrl_megatron.parallel.layout import world_of_role, worlds_of
 from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
@@ -149,7 +149,7 @@ def _check_megatron(
 ) -> None:
     if trained:
         worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
-        layout = world_with(worlds, _ROLES.get(key, "actor")).layout
+        layout = world_of_role(worlds, _ROLES.get(key, "actor")).layout
         check_split(shape, layout)
         layout.check_layers(shape.num_layers)
     rate = config.actor_rollout_ref.actor.megatron.moe_router_bias_update_rate
@@ -332,7 +332,7 @@ def check_reward_model(config: Config) -> TextCodec | None:
         SafetensorsDirectory(path).check(shape)
         if isinstance(shape, ModelShape):
             worlds = worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config)
-            layout = world_with(worlds, "reward_model").layout
+            layout = world_of_role(worlds, "reward_model").layout
             check_split(shape, layout)
             layout.check_layers(shape.num_layers)
     longest, given = longest_conversation(config, shape), keys.max_length

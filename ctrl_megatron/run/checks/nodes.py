@@ -23,7 +23,7 @@ def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
     for node in graph.nodes.values():
         says = node.declared
         whole = says is not None and says.needs is not None and says.writes is not None
-        if world_of(node) == HOME or (whole and not node.runs_aside):
+        if world_of(node) == HOME or (whole and not node.is_async):
             continue
         problems.append(
             UserError(
@@ -56,8 +56,8 @@ def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> 
     for place, node in enumerate(order):
         ancestors = graph.get_ancestors(node.node_id)
         # The output of a coroutine function is there once a node that depends on it has waited.
-        before = [n for n in order[:place] if not n.runs_aside or n.node_id in ancestors]
-        for field, setting in node.needed(config).items():
+        before = [n for n in order[:place] if not n.is_async or n.node_id in ancestors]
+        for field, setting in node.needed_fields(config).items():
             if not any(writer.may_write(field) for writer in before):
                 why = f"{setting}: " if setting else ""
                 yield UserError(
@@ -141,7 +141,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
                 "ctrl_megatron.steps.ctrl), or change the setting",
             )
         )
-    critics = [node.node_id for node in nodes if "value" in node.uses]
+    critics = [node.node_id for node in nodes if "value" in node.services]
     if critics and not config.needs_values:
         problems.append(
             UserError(
@@ -159,7 +159,7 @@ def check_read(config: Config, graph: TaskGraph) -> None:
     Keys of the configuration file are not refused where the pipeline is chosen by an override: the
     file may have been written for another pipeline.
     """
-    read = (*graph.reads, *(VALIDATION if graph.report.validate else ()))
+    read = (*graph.config_keys, *(VALIDATION if graph.report.validate else ()))
     written, pipeline = config.written, config.written.get("dag.custom_pipeline_fn")
     by_override = pipeline is not None and pipeline.is_override
     problems = [
@@ -185,7 +185,7 @@ def check_calls(graph: TaskGraph) -> None:
     """
     for node in graph.nodes.values():
         try:
-            node.check_call()
+            node.check_parameters()
         except TypeError as error:
             raise UserError(
                 f"the function of the node {node.node_id!r} cannot be called with worker and "

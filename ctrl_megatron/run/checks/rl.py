@@ -115,7 +115,7 @@ def pipeline_of(config: Config) -> TaskGraph:
     check_calls(graph)
     check_fields(config, graph)
     check_worlds(graph, worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config))
-    if config.algorithm.filter_groups.enable and not graph.draws_rows:
+    if config.algorithm.filter_groups.enable and not graph.draws_own_rows:
         raise UserError(
             f"algorithm.filter_groups.enable=true has no effect on the pipeline {graph.graph_id}: "
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
