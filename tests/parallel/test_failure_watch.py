@@ -23,7 +23,7 @@ from ctrl_megatron.parallel.store import AddressStore
 
 store = AddressStore("127.0.0.1", 0, 1, True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-groups = SimpleNamespace(rank=0, size=1, is_first_here=True, from_here=lambda value: {0: value})
+groups = SimpleNamespace(rank=0, size=1, is_first_of_host=True, from_host=lambda value: {0: value})
 watch = FailureWatch(groups, timeout=600.0, clean_up=lambda: print("cleaned up", flush=True))
 
 def died():
