@@ -279,7 +279,7 @@ def installed(active: bool = True) -> Iterator[None]:
     changes: list[tuple[Any, dict[str, Any]]] = [
         (gpt_layer_specs, {"TESpecProvider": Provider}),
         (transformer_block, {"LayerNormImpl": RMSNorm}),
-        (attention_kernel, {"kernel_on": lambda device, dtype: "transformer_engine"}),
+        (attention_kernel, {"attention_kernel_on": lambda device, dtype: "transformer_engine"}),
         (layers, {"fused_weight_gradient_mlp_cuda": WgradKernel}),
         (optimizer, {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}),
         (

@@ -104,7 +104,7 @@ class Snapshot:
 
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
-    """``Optimization.steps``; None for a model without an optimizer."""
+    """``Optimization.step_counts``; None for a model without an optimizer."""
     adapters: AdapterDescription | None = None
     """None if the tensors are the whole model."""
 
@@ -126,7 +126,7 @@ def take_snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     steps = None
     if model.optimization is not None:
         # A rank without parameters has counted no steps.
-        everyone = model.groups.from_all(model.optimization.steps())
+        everyone = model.groups.from_all(model.optimization.step_counts())
         steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
     adapters = None
     if model.shape.lora is not None:
@@ -169,7 +169,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
     require_same_adapters(directory, model.shape, model.base)
     load_tensors(state_tensors(model, saving=False), directory, model.groups)
     if model.optimization is not None and steps is not None:
-        model.optimization.set_steps(**steps)
+        model.optimization.set_step_counts(**steps)
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
     model.offload("gradients")
     found: dict[str, TensorParts] = {}
     owned: dict[int, list[OwnedRange]] = {}
-    for owned_range in model.optimization.owned() if model.optimization is not None else ():
+    for owned_range in model.optimization.owned_ranges() if model.optimization is not None else ():
         owned.setdefault(id(owned_range.weight), []).append(owned_range)
     options, groups = model.options.optimizer, model.groups
     divided = options is not None and options.distributed
@@ -203,7 +203,7 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
                 for name, flat in owned_range.tensors.items()
             ]
         for prefix, device_flat, start, at in flats:
-            flat, holders = model.where_it_is(device_flat), groups.layout.holders(param.mesh, at)
+            flat, holders = model.current_tensor(device_flat), groups.layout.holders(param.mesh, at)
             if not saving:
                 flat.zero_()
             for piece in param.pieces:

@@ -160,7 +160,7 @@ def _placement(config: Config, shapes: ModelShapes, memory: int, generation: flo
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     """The simulated push of the actor to the engines of the configuration."""
     from ctrl_megatron.memory.pushes import push_plan
-    from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate
+    from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate_push
 
     plan = push_plan(config, shape)
     speeds = Speeds(
@@ -169,7 +169,7 @@ def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
         copy=options.copy_speed * 1e9,
     )
     bucket = config.actor_rollout_ref.rollout.update_bucket_megabytes << 20
-    return push_table(plan, simulate(plan, bucket, speeds), speeds)
+    return push_table(plan, simulate_push(plan, bucket, speeds), speeds)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ctrl_megatron.preparation.published import (
     Dropped,
     Limits,
     read_published,
-    select,
+    select_problems,
 )
 from ctrl_megatron.types import Problem
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     tested = _test_sets(options.against, formats)
     limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
-    kept, more = select(problems, limits, against=tested)
+    kept, more = select_problems(problems, limits, against=tested)
     for reason, names in more.reasons.items():
         for name in names:
             dropped.add(reason, name)

@@ -69,7 +69,7 @@ from ctrl_megatron.preparation.problem_files import own_record, read_problems
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.preparation.selection import Shares
 from ctrl_megatron.preparation.solution_files import read_solutions
-from ctrl_megatron.preparation.stages import SynthesisStages, opener
+from ctrl_megatron.preparation.stages import SynthesisStages, chat_opener
 from ctrl_megatron.preparation.training_files import FILES, Recipe, check_parts, make_training_files
 from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _bars() as progress, convert_service_faults(options.out):
         stages = SynthesisStages(
             journal=journal,
-            chats={role: opener(source, engines) for role, source in sources.items()},
+            chats={role: chat_opener(source, engines) for role, source in sources.items()},
             seed=options.seed,
             progress=progress,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, decode_text, read_bytes
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """The JSON escape of a surrogate. An unpaired one can be neither written to a file nor tokenised.
@@ -36,7 +36,7 @@ def read_json_lines_with_places(file: Path) -> list[tuple[str, dict[str, Any]]]:
             continue
         location = f"{file}: line {number}"
         try:
-            record = loads(line)
+            record = load_long_integer_json(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{location} is not JSON: {error}") from error
         if not isinstance(record, dict):

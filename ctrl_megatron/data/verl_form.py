@@ -16,7 +16,7 @@ from typing import Any
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import STRICT, rule_named
 from ctrl_megatron.problems.input_output import problem_of_tests
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
@@ -104,7 +104,7 @@ def _tests_of(ground_truth: Any) -> Mapping[str, Any] | None:
     """
     if isinstance(ground_truth, str):
         try:
-            ground_truth = loads(ground_truth)
+            ground_truth = load_long_integer_json(ground_truth)
         except (ValueError, RecursionError):
             return None  # a plain-text answer
     if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():

@@ -31,7 +31,7 @@ from ctrl_megatron.rewards.grading import (
     grading_job,
     request_verdict,
 )
-from ctrl_megatron.rollout.callback_stream import stream_of
+from ctrl_megatron.rollout.callback_stream import callback_stream
 from ctrl_megatron.rollout.engine import EngineError
 from ctrl_megatron.sandbox.access import foreign_page, is_allowed
 from ctrl_megatron.sandbox.client import SandboxError
@@ -301,7 +301,7 @@ async def _events(
             await response.prepare(request)
         await response.write(f"data: {text}\n\n".encode())
 
-    async with aclosing(stream_of(work)) as events:
+    async with aclosing(callback_stream(work)) as events:
         try:
             async for event in events:
                 await send(json.dumps(event))

@@ -16,7 +16,7 @@ from ctrl_megatron.config.actor_rollout_ref import EngineKeys
 from ctrl_megatron.engine_kinds import BATCHED_TOKENS, ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.memory.pushes import received_bucket_bytes
-from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.rules import param_rules
 from ctrl_megatron.models.shape import AnyShape, ModelShape
 
 MIB, GIB = 2**20, 2**30
@@ -148,7 +148,7 @@ def _use(
 def _largest_module(shape: AnyShape) -> int:
     """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
     arriving = 0
-    for rule in rules(shape.base):
+    for rule in param_rules(shape.base):
         sizes = [math.prod(tensor.shape) for tensor in rule.hf]
         arriving = max(arriving, sum(sizes) if rule.kind == "column" else max(sizes))
     return arriving

@@ -44,15 +44,16 @@ def phase_over_limit(config: Config, budget: MemoryBudget) -> str | None:
             return (
                 f"start: {name} needs {format_gib(engine.awake_bytes + engine.reload)} on a GPU of "
                 f"its own, which has {format_gib(budget.gpu_memory)}: "
-                f"{prefix}gpu_memory_utilization of it and {format_gib(beside)} for its context, buffers and arriving weights"
+                f"{prefix}gpu_memory_utilization of it and {format_gib(beside)} for "
+                "its context, buffers and arriving weights"
             )
     use = budget.fullest_phase
     if use.total <= budget.limit_bytes:
         return None
     return (
-        f"{use.phase} needs {format_gib(use.total)} on rank {use.rank} (pipeline "
-        f"stage {use.stage}), a GPU has {format_gib(budget.gpu_memory)} and {RESERVE:.0%} of it must "
-        f"stay free; largest: {use.describe_largest_items()}"
+        f"{use.phase} needs {format_gib(use.total)} on rank {use.rank} "
+        f"(pipeline stage {use.stage}), a GPU has {format_gib(budget.gpu_memory)} and "
+        f"{RESERVE:.0%} of it must stay free; largest: {use.describe_largest_items()}"
     )
 
 

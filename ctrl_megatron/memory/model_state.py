@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ctrl_megatron.models.fp8 import quantised_specs
-from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.rules import param_rules
 from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import shard_params
 from ctrl_megatron.parallel.layout import Layout, MeshName
@@ -179,7 +179,7 @@ def engine_weight_bytes(
     keys and values at most over their heads, and the vocabulary is padded. ``quantised``: linear
     layers have 8 bits and scales."""
     total = 0
-    for rule in rules(shape.base):
+    for rule in param_rules(shape.base):
         if rule.part == "output" and shape.tied_embeddings:
             continue
         for position, whole in enumerate(rule.hf):

@@ -143,7 +143,8 @@ def format_seconds(seconds: float) -> str:
 def count_progress_bar(
     what: str, total: int, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A live bar with the remaining time, on a terminal; returns a function of the work done."""
+    """A live bar with the remaining time, on a terminal; yields a function that sets
+    how much of ``total`` is done."""
     console = console if console is not None else Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = (*columns, TimeRemainingColumn())

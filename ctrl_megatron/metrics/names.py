@@ -51,7 +51,7 @@ METRICS: dict[str, Metric] = {
     "pass_rate/after": Metric("tests that revisions of valid critiques pass", headline=True),
     "critique/valid_rate": Metric("share of critiques that contain a judgment", headline=True),
     "critique/copied_rate": Metric(
-        "share of a revision's program that its critique contains (reward.copying)",
+        "share of the lines of a revision's program that its critique contains (reward.copying)",
         "Program in the critique",
     ),
     "critique/length": Metric("tokens of a critique"),

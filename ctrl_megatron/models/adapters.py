@@ -176,7 +176,7 @@ def adapters_of(model: torch.nn.Module) -> Iterator[Adapter | LinearAdapter]:
 
 
 @contextmanager
-def adapters_off(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+def adapters_disabled(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     """In the block the models compute without their adapters."""
     adapters = [adapter for model in models for adapter in adapters_of(model)]
     for adapter in adapters:

@@ -1,9 +1,9 @@
 """Attention over a packed micro-batch whose segments may share a prefix (``packed_layout``).
 
-``attend`` computes it for a layer; the modules that Megatron builds wrap this function. There are
-two ways: segment by segment, and in one variable-length call with the prefix's keys gathered for
-every segment, by Transformer Engine or torch's own flash attention. ``attention_kernel`` selects
-one for a GPU. Values may have another width than queries and keys.
+``attend_packed`` computes it for a layer; the modules that Megatron builds wrap this function.
+There are two ways: segment by segment, and in one variable-length call with the prefix's keys
+gathered for every segment, by Transformer Engine or torch's own flash attention.
+``attention_kernel`` selects one for a GPU. Values may have another width than queries and keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import varlen
 
 from ctrl_megatron.models import attention_kernel
-from ctrl_megatron.models.context_parallel import over_context_ranks
+from ctrl_megatron.models.context_parallel import attend_over_context_ranks
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
 from ctrl_megatron.torch_features import varlen_attention_asks_for_groups
 
@@ -54,12 +54,12 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedLayoutParams,
         **_: Any,
     ) -> torch.Tensor:
-        """(T, A * Dv) attention; shapes as in ``Attend``."""
-        own = partial(attend, scale=self.scale)
-        return over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
+        """(T, A * Dv) attention; shapes as in ``PackedAttentionFunction``."""
+        own = partial(attend_packed, scale=self.scale)
+        return attend_over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
 
 
-class Attend(Protocol):
+class PackedAttentionFunction(Protocol):
     """Attention over a packed layout."""
 
     def __call__(
@@ -78,16 +78,17 @@ class Attend(Protocol):
         ...
 
 
-def attend(
+def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """(Q, A, Dv) attention of query (Q, A, Dk), key (T, G, Dk) and value (T, G, Dv), as ``Attend``
-    says, by torch's kernel for the tensors' device and dtype."""
-    kernel = attention_kernel.kernel_on(query.device, query.dtype)
+    """(Q, A, Dv) attention of query (Q, A, Dk), key (T, G, Dk) and value (T, G, Dv), as
+    ``PackedAttentionFunction`` says, by torch's kernel for the tensors' device and dtype.
+    """
+    kernel = attention_kernel.attention_kernel_on(query.device, query.dtype)
     return _KERNELS[kernel](query, key, value, packed, scale)
 
 
@@ -98,7 +99,7 @@ def segment_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """(Q, A, Dv) attention as ``Attend`` says, by ``SegmentAttention``."""
+    """(Q, A, Dv) attention as ``PackedAttentionFunction`` says, by ``SegmentAttention``."""
     return SegmentAttention.apply(query, key, value, packed.layout, scale)  # type: ignore[return-value]
 
 
@@ -133,7 +134,7 @@ class SegmentAttention(torch.autograd.Function):
             return context[..., : value.shape[2]], log
 
         here = 0
-        for prefix, members in layout.families():
+        for prefix, members in layout.segments_by_prefix():
             before, first = prefix.stop - prefix.start, here
             apart = before >= _APART or not layout.causal
             for segment in members:
@@ -185,7 +186,7 @@ class SegmentAttention(torch.autograd.Function):
             return x.transpose(0, 1).reshape(groups, -1, *x.shape[2:])
 
         here = 0
-        for prefix, members in layout.families():
+        for prefix, members in layout.segments_by_prefix():
             before, most = prefix.stop - prefix.start, max(segment.keys for segment in members)
             family = _FamilyKeys(key, value, most, scale * bits, wide)
             family.bring(prefix, 0)
@@ -304,7 +305,9 @@ def variable_length_attention(
     packed: PackedLayoutParams,
     scale: float | None,
 ) -> torch.Tensor:
-    """(Q, A, Dv) attention as ``Attend`` says, by one call of torch's flash attention."""
+    """(Q, A, Dv) attention as ``PackedAttentionFunction`` says, by one call of torch's flash
+    attention.
+    """
     bounds = packed.attention
     q, k, v, factor = _of_equal_width(query, key, value, scale)
     groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
@@ -355,8 +358,9 @@ def masked_attention(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """``Attend`` segment by segment, with a mask for a prefix; for any device and dtype. With a
-    ``window`` a token sees only so many tokens of its row, itself included."""
+    """``PackedAttentionFunction`` segment by segment, with a mask for a prefix; for any device and
+    dtype. With a ``window`` a token sees only so many tokens of its row, itself included.
+    """
     outputs, segments = [], packed.layout.segments
     queries = query.split([segment.queries for segment in segments])
     for segment, q in zip(segments, queries, strict=True):
@@ -383,7 +387,7 @@ def masked_attention(
     return torch.cat(outputs)
 
 
-_KERNELS: dict[attention_kernel.Kernel, Attend] = {
+_KERNELS: dict[attention_kernel.Kernel, PackedAttentionFunction] = {
     "segments": segment_attention,
     "masked": masked_attention,
     "varlen": variable_length_attention,
@@ -398,7 +402,7 @@ class _TeMask(enum.Enum):
     padding_causal_bottom_right = 1
 
 
-def over_shared_prefixes(kernel: Any) -> type:
+def shared_prefix_attention_class(kernel: Any) -> type:
     """Megatron's attention class ``kernel`` (``TEDotProductAttention``) for packed layouts."""
 
     class VariableLengthAttention(kernel):
@@ -418,11 +422,14 @@ def over_shared_prefixes(kernel: Any) -> type:
             attention_bias: torch.Tensor | None = None,
             packed_seq_params: Any = None,
         ) -> torch.Tensor:
-            """(T, A * Dv) attention; shapes as in ``Attend``."""
-            own = partial(attend, scale=self._packed_scale)
-            if attention_kernel.kernel_on(query.device, query.dtype) == "transformer_engine":
+            """(T, A * Dv) attention; shapes as in ``PackedAttentionFunction``."""
+            own = partial(attend_packed, scale=self._packed_scale)
+            if (
+                attention_kernel.attention_kernel_on(query.device, query.dtype)
+                == "transformer_engine"
+            ):
                 own = partial(self._attend, attention_mask, attn_mask_type, attention_bias)
-            return over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
+            return attend_over_context_ranks(own, query, key, value, packed_seq_params).flatten(1)
 
         def _attend(
             self,

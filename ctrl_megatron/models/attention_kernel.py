@@ -52,7 +52,7 @@ def attention_kernel(
 
 
 @cache
-def kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel:
+def attention_kernel_on(device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel for tensors on ``device`` with the libraries of this environment."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return attention_kernel(

@@ -21,13 +21,18 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from ctrl_megatron.models.packed_layout import PackedLayoutParams, SharedTokens, by_rank, in_order
+from ctrl_megatron.models.packed_layout import (
+    ContextShardedTokens,
+    PackedLayoutParams,
+    reorder_by_rank,
+    reorder_by_token,
+)
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedLayoutParams], torch.Tensor]
-"""``models.attention.Attend`` with its scale."""
+"""``models.attention.PackedAttentionFunction`` with its scale."""
 
 
-def over_context_ranks(
+def attend_over_context_ranks(
     kernel: Kernel,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,7 +54,7 @@ def _with_all_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    shared: SharedTokens,
+    shared: ContextShardedTokens,
 ) -> torch.Tensor:
     ranks, groups = shared.ranks, key.shape[1]
     if times := lcm(groups, ranks) // groups - 1:
@@ -57,13 +62,13 @@ def _with_all_tokens(
     # (t, C, A / C * D) each, so that one message has all three.
     parts = [x.unflatten(1, (ranks, -1)).flatten(2) for x in (query, key, value)]
     sent = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)
-    found = in_order(all_to_all(shared.group, sent), ranks)
+    found = reorder_by_token(all_to_all(shared.group, sent), ranks)
     pieces = found.split([part.shape[2] for part in parts], dim=1)
     q, k, v = (
         piece.unflatten(1, (-1, x.shape[2])).contiguous()
         for piece, x in zip(pieces, (query, key, value), strict=True)
     )
-    attended = by_rank(kernel(q, k, v, shared.packed), ranks)
+    attended = reorder_by_rank(kernel(q, k, v, shared.packed), ranks)
     back = all_to_all(shared.group, attended).unflatten(0, (ranks, -1))
     return back.transpose(0, 1).flatten(1, 2)
 
@@ -73,7 +78,7 @@ def _with_all_keys(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    shared: SharedTokens,
+    shared: ContextShardedTokens,
 ) -> torch.Tensor:
     packed, places = shared.own_queries
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)

@@ -9,7 +9,7 @@ import torch
 from ctrl_megatron.models.shape import GroupChoice
 
 
-def choose_in_groups(
+def choose_experts_in_groups(
     scores: torch.Tensor, top_k: int, choice: GroupChoice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores, numbers) of the chosen experts, both (T, top_k), of scores (T, experts).
@@ -25,8 +25,9 @@ def choose_in_groups(
 
 
 class ChoiceInGroups:
-    """``choose_in_groups`` in place of Megatron's ``RouterReplay``, which a router asks for its
-    choice."""
+    """``choose_experts_in_groups`` in place of Megatron's ``RouterReplay``, which a router asks for
+    its choice.
+    """
 
     def __init__(self, choice: GroupChoice) -> None:
         self._choice = choice
@@ -35,4 +36,4 @@ class ChoiceInGroups:
         self, scores: torch.Tensor, top_k: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, numbers) of the chosen experts, both (T, top_k), of scores (T, experts)."""
-        return choose_in_groups(scores, top_k, self._choice)
+        return choose_experts_in_groups(scores, top_k, self._choice)

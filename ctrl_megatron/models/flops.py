@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.rules import param_rules
 from ctrl_megatron.models.shape import AnyShape
 
 
@@ -25,7 +25,7 @@ def model_flops(
         * rule.passed
         * math.prod(tensor.shape)
         * (whole if rule.trained else frozen)
-        for rule in rules(shape)
+        for rule in param_rules(shape)
         for tensor in rule.hf
         if rule.part == "layer" and len(tensor.shape) == 2
     )

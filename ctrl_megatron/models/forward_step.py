@@ -32,7 +32,7 @@ class LossShare:
     """``loss`` and the scalars of the loss function; empty without rows."""
 
 
-class Head(Protocol):
+class OutputHead(Protocol):
     """Computes vectors from the last stage's output where it predicts a response token."""
 
     def __call__(
@@ -49,7 +49,7 @@ def forward_with_loss(
     micro_batches: Iterator[MicroBatch],
     model: Any,
     *,
-    head: Head,
+    head: OutputHead,
     loss: Callable[..., tuple[torch.Tensor, Scalars]],
     rows: Fields,
     counts: GlobalCounts,
@@ -83,7 +83,7 @@ def forward_with_loss(
 
 
 def forward_only(
-    micro_batches: Iterator[MicroBatch], model: Any, *, head: Head, results: torch.Tensor
+    micro_batches: Iterator[MicroBatch], model: Any, *, head: OutputHead, results: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func`` of a pass without gradients: stage, head, result.
 

@@ -67,7 +67,7 @@ def _of_elements(
     return scales[rows][:, columns]
 
 
-def written_config() -> dict[str, Any]:
+def quantization_config() -> dict[str, Any]:
     """``quantization_config`` of a ``config.json`` beside weights that ``quantise`` has made."""
     return {
         "quant_method": "fp8",
@@ -112,7 +112,7 @@ def quantised_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
         yield TensorSpec(name=spec.name + SCALES, dtype="float32", shape=blocks)
 
 
-def largest_of_blocks(weight: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
+def block_maxima(weight: torch.Tensor, start: tuple[int, ...]) -> torch.Tensor:
     """The largest magnitude of each block that a rectangle of a weight touches, float32; the
     rectangle begins at ``start`` of the weight, and the result at block ``start // BLOCK``."""
     top, left = (begin % size for begin, size in zip(start, BLOCK, strict=True))
@@ -123,15 +123,15 @@ def largest_of_blocks(weight: torch.Tensor, start: tuple[int, ...]) -> torch.Ten
     return blocks.amax(dim=(1, 3)).float()
 
 
-def update_largest(largest: torch.Tensor, part: torch.Tensor, start: tuple[int, ...]) -> None:
-    """Raise ``largest`` of a whole weight, in place, to ``part``, the ``largest_of_blocks`` of its
+def update_block_maxima(largest: torch.Tensor, part: torch.Tensor, start: tuple[int, ...]) -> None:
+    """Raise ``largest`` of a whole weight, in place, to ``part``, the ``block_maxima`` of its
     rectangle that begins at ``start``."""
     row, column = (begin // size for begin, size in zip(start, BLOCK, strict=True))
     blocks = largest[row : row + part.shape[0], column : column + part.shape[1]]
     torch.maximum(blocks, part, out=blocks)
 
 
-def scales_of(largest: torch.Tensor) -> torch.Tensor:
+def block_scales(largest: torch.Tensor) -> torch.Tensor:
     """float32 scales of blocks whose largest magnitudes are ``largest``, of the same shape: with
     them these become the largest number that 8 bits can hold. A block of zeros has scale 1."""
     return torch.where(largest > 0, largest / _LARGEST, 1.0)

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.adapters import adapters_of
-from ctrl_megatron.models.attention import attend, masked_attention
+from ctrl_megatron.models.attention import attend_packed, masked_attention
 from ctrl_megatron.models.build import DTYPES, check_options
 from ctrl_megatron.models.linear_adapters import LinearAdapter, add_linear_adapters
 from ctrl_megatron.models.micro_batch import MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
-from ctrl_megatron.models.rules import rules
+from ctrl_megatron.models.rules import param_rules
 from ctrl_megatron.models.shape import TransformersShape
 from ctrl_megatron.models.sharded_adam import ShardedAdam
 from ctrl_megatron.models.shards import ShardParam
@@ -35,7 +35,7 @@ from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
 from ctrl_megatron.models.transformers_model import (
     ReadsValues,
     empty_model,
-    longest_short_row,
+    longest_row_without_longrope,
     register_attention,
 )
 from ctrl_megatron.parallel.gloo import SumOfParts
@@ -87,7 +87,7 @@ def _attention(
     longest = max(segment.keys for segment in packed.layout.segments)
     if sliding_window is not None and sliding_window < longest:
         return masked_attention(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
-    return attend(q, k, v, packed, scaling).unsqueeze(0), None
+    return attend_packed(q, k, v, packed, scaling).unsqueeze(0), None
 
 
 register_attention(_PACKED, _attention)
@@ -132,7 +132,9 @@ class FsdpStrategy:
         mesh = _device_mesh(groups)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         if shape.lora is not None:
-            add_linear_adapters(self._module, shape.lora, (rule.megatron for rule in rules(shape)))
+            add_linear_adapters(
+                self._module, shape.lora, (rule.megatron for rule in param_rules(shape))
+            )
         # Every rank has all of these, and the optimizer sums their gradients.
         whole = {a.down for a in adapters_of(self._module) if isinstance(a, LinearAdapter)}
         modules: Any = (*self._blocks, self._module)
@@ -301,7 +303,7 @@ class FsdpStrategy:
         kinds = {*(getattr(config, "layer_types", None) or ())}.difference(_KINDS)
         if kinds:
             obstacles[f"layer_types has {', '.join(sorted(kinds))}"] = None
-        if (length := longest_short_row(config)) < self._options.token_budget:
+        if (length := longest_row_without_longrope(config)) < self._options.token_budget:
             obstacles[f"rows of more than {length} tokens are rotated otherwise (longrope)"] = None
         if self._shape.value_head:
             return obstacles

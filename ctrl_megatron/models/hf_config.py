@@ -13,7 +13,7 @@ from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.fp8 import weight_block
 from ctrl_megatron.models.hf_keys import need, positive_int
 from ctrl_megatron.models.rope import parse_rope
-from ctrl_megatron.models.shape import AnyShape, ModelShape, head_of
+from ctrl_megatron.models.shape import AnyShape, ModelShape, value_head_has_bias
 from ctrl_megatron.types import StrategyName
 
 _log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         kind = type(rope.scaling).__name__.lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     _check_architecture(config, family, where)
-    head = head_of(config, where)
+    head = value_head_has_bias(config, where)
     further = config.get("num_nextn_predict_layers") or 0
     if not isinstance(further, int) or further < 0:
         raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")

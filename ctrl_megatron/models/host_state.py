@@ -43,7 +43,7 @@ class HostState:
                 for tensor in stepped:
                     make(tensor)
                 memory = OffloadedTensors(_all_of(stepped, state_of), keep=True)
-                memory.leave()
+                memory.offload()
                 self.parts.append(StatePart(group=group, stepped=stepped, memory=memory))
 
     @property
@@ -67,10 +67,10 @@ class HostState:
                     group["step"] = count
                 else:
                     group.pop("step", None)
-                part.memory.come_back()
+                part.memory.onload()
                 self._adam.step()
                 stepped(part.stepped)
-                part.memory.leave()
+                part.memory.offload()
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params

@@ -40,13 +40,16 @@ def attention_note(dtype: str = "bfloat16") -> str:
     """
     import torch
 
-    from ctrl_megatron.models.attention_kernel import kernel_on, why_not_transformer_engine
+    from ctrl_megatron.models.attention_kernel import (
+        attention_kernel_on,
+        why_not_transformer_engine,
+    )
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
     if not torch.cuda.is_available() or not has_transformer_engine():
         return ""
     device, kind = torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype)
-    if kernel_on(device, kind) == "transformer_engine":
+    if attention_kernel_on(device, kind) == "transformer_engine":
         return ""
     return why_not_transformer_engine(torch.cuda.get_device_capability(device), kind)
 
@@ -67,7 +70,7 @@ def _attention(built: str, dtype: str) -> str:
     """The name of the attention kernel; the model's class ``built`` may call a kernel of torch."""
     import torch
 
-    from ctrl_megatron.models.attention_kernel import kernel_on
+    from ctrl_megatron.models.attention_kernel import attention_kernel_on
 
     if not torch.cuda.is_available():
         return built
@@ -76,7 +79,7 @@ def _attention(built: str, dtype: str) -> str:
         "transformer_engine": built,
         "varlen": "torch.nn.attention.varlen.varlen_attn",
         "masked": "torch.nn.functional.scaled_dot_product_attention, segment by segment",
-    }[kernel_on(device, getattr(torch, dtype))]
+    }[attention_kernel_on(device, getattr(torch, dtype))]
 
 
 def _wgrad() -> str:

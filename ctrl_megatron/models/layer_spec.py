@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from ctrl_megatron.models.attention import PackedAttention, over_shared_prefixes
+from ctrl_megatron.models.attention import PackedAttention, shared_prefix_attention_class
 from ctrl_megatron.models.grouped_experts import GroupedExperts
 from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
@@ -213,7 +213,7 @@ def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
         multi_latent_attention=latent,
     )
     self_attention = spec.submodules.self_attention
-    self_attention.submodules.core_attention = over_shared_prefixes(
+    self_attention.submodules.core_attention = shared_prefix_attention_class(
         self_attention.submodules.core_attention
     )
     if latent:

@@ -12,7 +12,7 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import LORA_A, projections
+from ctrl_megatron.models.rules import LORA_A, linear_layer_names
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape, SomeShape
 from ctrl_megatron.types import Lora
 
@@ -51,7 +51,7 @@ def shape_with_adapters(shape: SomeShape, lora: Lora | None) -> SomeShape:
             key="actor_rollout_ref.model.lora_rank",
             remedy="set it to 0, which trains all weights",
         )
-    known = projections(shape)
+    known = linear_layer_names(shape)
     named = known if ALL_LINEAR in lora.targets else lora.targets
     if unknown := [name for name in named if name not in known]:
         raise UserError(

@@ -12,7 +12,7 @@ import torch
 from ctrl_megatron.algorithms.coupled import coupled_log_prob_weights
 from ctrl_megatron.data.packing import pack
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, micro_batch
-from ctrl_megatron.models.packed_layout import lay_out
+from ctrl_megatron.models.packed_layout import build_packed_layout
 from ctrl_megatron.models.shape import MaskedDiffusion
 
 VERSIONS = 3
@@ -167,7 +167,7 @@ def _pack(
     tokens = [*(versions[row].tokens for row in rows), torch.zeros(filler, dtype=torch.int64)]
     predictors, targets, columns, weights, row_of = map(torch.cat, zip(*parts, strict=True))
     return micro_batch(
-        lay_out(sequences, filler=filler, causal=False),
+        build_packed_layout(sequences, filler=filler, causal=False),
         torch.cat(tokens),
         predictors,
         targets,

@@ -13,7 +13,7 @@ from ctrl_megatron.data.packing import pack_groups
 from ctrl_megatron.models.packed_layout import (
     PackedLayout,
     PackedLayoutParams,
-    lay_out,
+    build_packed_layout,
     layout_params,
 )
 
@@ -24,8 +24,8 @@ Fields = Mapping[str, torch.Tensor]
 class MicroBatch:
     """T packed tokens of b rows, in N of whose places response tokens are predicted.
 
-    Where context ranks share the rows (``packed_layout.SharedTokens``), T and N count this rank's
-    tokens.
+    Where context ranks share the rows (``packed_layout.ContextShardedTokens``), T and N count this
+    rank's tokens.
     """
 
     rows: torch.Tensor
@@ -160,7 +160,7 @@ def _pack(
     # A micro-batch without rows is computed as well (``count``), and needs tokens.
     filler = -total % multiple if total else multiple
     parts.append(torch.zeros(filler, dtype=torch.int64))
-    layout = lay_out(
+    layout = build_packed_layout(
         [(len(prompts[group[0]]), [len(responses[row]) for row in group]) for group in groups],
         filler=filler,
     )

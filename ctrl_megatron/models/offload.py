@@ -30,14 +30,14 @@ class OffloadedTensors:
         self._empty: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
-    def away(self) -> bool:
-        """True between ``leave`` and ``come_back``."""
+    def is_offloaded(self) -> bool:
+        """True between ``offload`` and ``onload``."""
         return bool(self._empty)
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Copy the tensors to the host if they are kept, and empty their storages. They must not be
         read until they are back."""
-        if self.away:
+        if self.is_offloaded:
             return
         storages = storages_of(self._tensors())
         self._copies = {known: self._copies[known] for known in storages.keys() & self._copies}
@@ -49,7 +49,7 @@ class OffloadedTensors:
             self._empty.append((storage, storage.nbytes()))
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def onload(self) -> None:
         """Put the tensors' memory back on the device, with what was copied or with zeros."""
         for storage, size in self._empty:
             storage.resize_(size)

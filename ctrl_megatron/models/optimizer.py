@@ -248,7 +248,7 @@ class Optimization:
         for chunk in chunks:
             chunk.start_param_sync()
 
-    def owned(self) -> Iterator[OwnedRange]:
+    def owned_ranges(self) -> Iterator[OwnedRange]:
         for inner in self._inner:
             for weight, main, start in self._main_params(inner):
                 tensors = {name: inner.optimizer.state[main][name] for name in MOMENTS}
@@ -267,10 +267,10 @@ class Optimization:
     def updates(self) -> int:
         return self.scheduler.num_steps - self._ahead
 
-    def steps(self) -> dict[str, int]:
+    def step_counts(self) -> dict[str, int]:
         return {"adam": self._steps_counted(), "schedule": self.updates}
 
-    def set_steps(self, *, adam: int, schedule: int) -> None:
+    def set_step_counts(self, *, adam: int, schedule: int) -> None:
         for inner in self._inner:
             if not isinstance(inner.optimizer, torch.optim.AdamW):
                 for group in inner.optimizer.param_groups:

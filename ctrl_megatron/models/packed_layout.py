@@ -87,11 +87,11 @@ class PackedLayout:
         )
 
     @property
-    def shares(self) -> bool:
+    def shares_prefix(self) -> bool:
         """Whether any segment has a prefix."""
         return any(s.prefix_end > s.prefix_start for s in self.segments)
 
-    def families(self) -> Iterator[tuple[slice, list[Segment]]]:
+    def segments_by_prefix(self) -> Iterator[tuple[slice, list[Segment]]]:
         """Every prefix with the segments that see it, which are neighbours; an ordinary sequence
         has an empty prefix."""
         for prefix, members in groupby(self.segments, key=attrgetter("prefix_start", "prefix_end")):
@@ -110,7 +110,7 @@ class PackedLayout:
             for s in self.segments
         )
 
-    def seen_by(self, pieces: Iterable[range]) -> tuple[PackedLayout, torch.Tensor]:
+    def restricted_to_queries(self, pieces: Iterable[range]) -> tuple[PackedLayout, torch.Tensor]:
         """The layout in which only the tokens of ``pieces`` are queries, and as int64 the tokens of
         this layout that its tokens are.
 
@@ -148,7 +148,7 @@ def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 
-def lay_out(
+def build_packed_layout(
     groups: Sequence[tuple[int, Sequence[int]]], *, filler: int = 0, causal: bool = True
 ) -> PackedLayout:
     """The layout of groups given as (tokens of the prompt, tokens of each response).
@@ -185,20 +185,20 @@ class PackedLayoutParams(PackedSeqParams):
     (``models.layer_spec.PackedRotaryEmbedding``).
     """
 
-    layout: PackedLayout = field(default_factory=lambda: lay_out([]))
+    layout: PackedLayout = field(default_factory=lambda: build_packed_layout([]))
     positions: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """(T,) int64; those of this rank's tokens where ranks share them."""
     attention: PackedSeqParams = field(default_factory=lambda: PackedSeqParams())
     """The segments' bounds among queries and keys, for variable-length kernels."""
     key_index: torch.Tensor | None = None
     """``PackedLayout.key_index``; None if every segment sees only itself."""
-    shared: SharedTokens | None = None
+    shared: ContextShardedTokens | None = None
     """The tokens of all context ranks, of which ``positions`` has this rank's; None for one
     rank."""
 
 
 @dataclass(frozen=True)
-class SharedTokens:
+class ContextShardedTokens:
     """Tokens of a packed micro-batch over C context ranks, of which each has T / C.
 
     The tokens are cut into 2 C pieces, of which rank r has pieces r and 2 C - 1 - r: the later a
@@ -220,7 +220,7 @@ class SharedTokens:
     def own(self) -> torch.Tensor:
         """(T / C,) int64: this rank's tokens."""
         device = self.packed.positions.device
-        tokens = by_rank(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
+        tokens = reorder_by_rank(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
         return tokens.chunk(self.ranks)[self.group.rank()]
 
     @cached_property
@@ -229,21 +229,23 @@ class SharedTokens:
         all ranks, one rank after the other."""
         device = self.packed.positions.device
         pieces = [range(int(p[0]), int(p[-1]) + 1) for p in self.own.chunk(2)]
-        layout, keys = self.packed.layout.seen_by(pieces)
-        places = in_order(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
+        layout, keys = self.packed.layout.restricted_to_queries(pieces)
+        places = reorder_by_token(
+            torch.arange(self.packed.layout.tokens, device=device), self.ranks
+        )
         return _params(layout, device), places[keys.to(device)]
 
 
-def by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def reorder_by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """(T, ...) in the order of the tokens -> (T, ...) with those of one rank after the other's
-    (``SharedTokens``)."""
+    (``ContextShardedTokens``)."""
     pieces = x.unflatten(0, (2 * ranks, -1))
     return torch.stack([pieces[:ranks], pieces[ranks:].flip(0)], dim=1).flatten(0, 2)
 
 
-def in_order(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def reorder_by_token(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """(T, ...) with the tokens of one rank after the other's -> (T, ...) in the order of the
-    tokens: the inverse of ``by_rank``."""
+    tokens: the inverse of ``reorder_by_rank``."""
     pieces = x.unflatten(0, (ranks, 2, -1))
     return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
 
@@ -256,7 +258,7 @@ def layout_params(
     packed = _params(layout, device)
     if group is None or group.size() == 1:
         return packed
-    shared = SharedTokens(group, packed)
+    shared = ContextShardedTokens(group, packed)
     local = shared.own
     bounds = torch.tensor([0, len(local)], dtype=torch.int32, device=device)
     return PackedLayoutParams(
@@ -294,5 +296,5 @@ def _params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
             max_seqlen_q=max(queries),
             max_seqlen_kv=max(keys),
         ),
-        key_index=layout.key_index().to(device) if layout.shares else None,
+        key_index=layout.key_index().to(device) if layout.shares_prefix else None,
     )

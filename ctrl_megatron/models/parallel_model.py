@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.models.adapters import adapters_off
+from ctrl_megatron.models.adapters import adapters_disabled
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.forward_step import (
-    Head,
     LossShare,
+    OutputHead,
     Scalars,
     forward_only,
     forward_with_loss,
@@ -109,9 +109,9 @@ class ParallelModel:
         return 0 if self.optimization is None else self.optimization.updates
 
     @property
-    def away(self) -> frozenset[OffloadPart]:
+    def offloaded_parts(self) -> frozenset[OffloadPart]:
         """The parts whose memory is not on the device."""
-        return frozenset(part for part, tensors in self._parts.items() if tensors.away)
+        return frozenset(part for part, tensors in self._parts.items() if tensors.is_offloaded)
 
     def offload(self, *parts: OffloadPart) -> None:
         """Take the memory of ``parts`` off the device: passes, steps and checkpoints bring back
@@ -119,13 +119,13 @@ class ParallelModel:
         if self.optimization is not None and "gradients" in parts:
             self.optimization.forget_gradients()
         for part in parts:
-            self._parts[part].leave()
+            self._parts[part].offload()
 
     def onload(self, *parts: OffloadPart) -> None:
         """Take the device and bring those of ``parts`` back to it that are away; no other part."""
         self._take_device()
         for part in parts:
-            self._parts[part].come_back()
+            self._parts[part].onload()
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         """Optimizer state without the weights: a float32 model has no master copy of them."""
@@ -141,13 +141,13 @@ class ParallelModel:
     def without_adapters(self) -> Iterator[None]:
         """In the block the model computes without its adapters, as its directory's weights do."""
         shape, self.shape = self.shape, self.shape.base
-        with adapters_off(self.models):
+        with adapters_disabled(self.models):
             try:
                 yield
             finally:
                 self.shape = shape
 
-    def where_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+    def current_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
         memory."""
         on_host = () if self.optimization is None else self.optimization.on_host
@@ -194,7 +194,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def infer(
-        self, rows: Fields, head: Head, vectors: int, token_budget: int | None = None
+        self, rows: Fields, head: OutputHead, vectors: int, token_budget: int | None = None
     ) -> torch.Tensor:
         """The head's vectors as (vectors, B, R) float32 on the host, 0 off the mask.
 
@@ -354,7 +354,7 @@ class ParallelModel:
         self._count(micro_batches, backward=backward)
         if backward:
             tokens = sum(micro.num_tokens for micro in micro_batches)
-            self._routers.start(self.options.router, tokens, self.groups)
+            self._routers.begin_mini_batch(self.options.router, tokens, self.groups)
         return micro_batches
 
     def _sum(self, shares: list[LossShare]) -> dict[str, float]:

@@ -72,7 +72,7 @@ class Policy(ParallelModel):
     def _head(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A ``models.forward_step.Head``: (log-probs of the response tokens, entropies).
+        """A ``models.forward_step.OutputHead``: (log-probs of the response tokens, entropies).
 
         Where a masked-diffusion model predicts a token several times, the sums over its places are
         its score and its mean entropy.

@@ -21,7 +21,7 @@ _THETA = 10000.0
 _CONTEXT = "original_max_position_embeddings"
 
 
-class Scaling(Protocol):
+class RopeScaling(Protocol):
     """A change of the plain frequencies."""
 
     @property
@@ -29,7 +29,7 @@ class Scaling(Protocol):
         """The factor of rotated queries and of rotated keys."""
         ...
 
-    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         """The scaled of the plain inverse frequencies (D / 2,) float32 of base ``theta``."""
         ...
 
@@ -42,7 +42,7 @@ class Linear:
     """An int where the file has one, which vLLM does not read."""
     attention_factor: float = 1.0
 
-    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         return inverse / self.factor
 
 
@@ -53,7 +53,7 @@ class Dynamic:
 
     attention_factor: float = 1.0
 
-    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         return inverse
 
 
@@ -68,7 +68,7 @@ class Llama3:
     original_max_position_embeddings: int
     attention_factor: float = 1.0
 
-    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         context = self.original_max_position_embeddings
         wavelength = 2 * math.pi / inverse
         blend = (context / wavelength - self.low_freq_factor) / (
@@ -96,7 +96,7 @@ class Yarn:
     truncate: bool = True
     mscale_all_dim: float = 0.0
 
-    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
         pairs = len(inverse)
 
         def dimension(turns: float) -> float:
@@ -117,7 +117,7 @@ class Rope:
     """Rotary position embedding with base ``theta``; without ``scaling`` the plain one."""
 
     theta: float
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
 
     @property
     def attention_factor(self) -> float:
@@ -129,7 +129,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     """Inverse frequencies (head_dim / 2,) float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
-    return inverse if rope.scaling is None else rope.scaling.stretch(inverse, rope.theta)
+    return inverse if rope.scaling is None else rope.scaling.scale_frequencies(inverse, rope.theta)
 
 
 def parse_rope(config: dict[str, Any], where: str) -> Rope:
@@ -259,7 +259,7 @@ def _need(given: Mapping[str, Any], key: str, where: str) -> Any:
 
 _LLAMA3_KEYS = {"factor", "low_freq_factor", "high_freq_factor", _CONTEXT}
 _YARN_KEYS = {"attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
-_KINDS: dict[str, tuple[set[str], Callable[[Mapping[str, Any], str], Scaling | None]]] = {
+_KINDS: dict[str, tuple[set[str], Callable[[Mapping[str, Any], str], RopeScaling | None]]] = {
     "default": (set(), _plain),
     "linear": ({"factor"}, _linear),
     "dynamic": ({"factor"}, _dynamic),

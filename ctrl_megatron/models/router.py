@@ -53,9 +53,9 @@ class Router(TopKRouter):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.start(RouterOptions(), 1)
+        self.begin_mini_batch(RouterOptions(), 1)
 
-    def start(self, options: RouterOptions, tokens: int) -> None:
+    def begin_mini_batch(self, options: RouterOptions, tokens: int) -> None:
         """Begin a global mini-batch of ``tokens`` tokens and forget what was counted."""
         self._weights = (options.balance / tokens, options.z / tokens)
         self.load = torch.zeros(self.config.num_moe_experts or 0, dtype=torch.int64)
@@ -104,14 +104,14 @@ class Routers:
         self._options, self._tokens = RouterOptions(), 1
         self._loads: dict[int, torch.Tensor] = {}
 
-    def start(self, options: RouterOptions, tokens: int, groups: ProcessGroups) -> None:
+    def begin_mini_batch(self, options: RouterOptions, tokens: int, groups: ProcessGroups) -> None:
         """Begin a global mini-batch, of which ``tokens`` are this data rank's. Collective."""
         if not self._experts:
             return
         self._options = options
         self._tokens = int(groups.sum_over_data(torch.tensor(tokens)))
         for router in self._own:
-            router.start(options, self._tokens)
+            router.begin_mini_batch(options, self._tokens)
 
     def metrics(self, groups: ProcessGroups) -> dict[str, float]:
         """``max_load`` and, for each layer with experts, ``max_load/LAYER``: the tokens of the

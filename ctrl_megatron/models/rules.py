@@ -82,7 +82,7 @@ _ADAPTER = ".adapter."
 
 
 @lru_cache(maxsize=64)
-def rules(shape: AnyShape) -> tuple[ParamRule, ...]:
+def param_rules(shape: AnyShape) -> tuple[ParamRule, ...]:
     """Every parameter of the model, in the order of its forward pass."""
     if isinstance(shape, TransformersShape):
         base = tuple(_as_they_are(shape))
@@ -131,21 +131,21 @@ def _as_they_are(shape: TransformersShape) -> Iterator[ParamRule]:
 def _in_files(
     tensors: tuple[HfTensor, ...], names: tuple[tuple[str, str], ...]
 ) -> tuple[HfTensor, ...]:
-    return tuple(replace(tensor, name=file_name(tensor.name, names)) for tensor in tensors)
+    return tuple(replace(tensor, name=family_tensor_name(tensor.name, names)) for tensor in tensors)
 
 
-def file_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+def family_tensor_name(name: str, names: Iterable[tuple[str, str]]) -> str:
     """The family's name of the tensor that Llama's files call ``name``. ``names`` are pairs
     (Llama's prefix, family's prefix); the first that fits counts."""
     return next((b + name.removeprefix(a) for a, b in names if name.startswith(a)), name)
 
 
-def usual_name(name: str, names: Iterable[tuple[str, str]]) -> str:
+def llama_tensor_name(name: str, names: Iterable[tuple[str, str]]) -> str:
     """The name in Llama's files of the tensor that the family's files call ``name``. ``names`` as
-    for ``file_name``."""
+    for ``family_tensor_name``."""
     layer = re.search(r"\.(\d+)\.", name)
     general = name if layer is None else name.replace(layer[0], ".{i}.", 1)
-    return file_name(general, [(b, a) for a, b in names]).format(i=layer and layer[1])
+    return family_tensor_name(general, [(b, a) for a, b in names]).format(i=layer and layer[1])
 
 
 def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]:
@@ -176,9 +176,9 @@ def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
     return tensor.name.split(".")[-2]
 
 
-def projections(shape: AnyShape) -> tuple[str, ...]:
+def linear_layer_names(shape: AnyShape) -> tuple[str, ...]:
     """The linear layers of a decoder layer, by the last part of their names."""
-    named = (_projection(rule, t) for rule in rules(shape.base) for t in rule.hf)
+    named = (_projection(rule, t) for rule in param_rules(shape.base) for t in rule.hf)
     return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
@@ -319,7 +319,7 @@ def hf_buffers(shape: AnyShape) -> Mapping[str, str]:
     return MappingProxyType(
         {
             tensor.name: rule.buffer
-            for rule in rules(shape)
+            for rule in param_rules(shape)
             if rule.buffer is not None
             for layer, expert in product(rule.layers, range(rule.experts))
             for tensor in rule.tensors(layer, expert)
@@ -332,7 +332,7 @@ def trained_names(shape: AnyShape) -> frozenset[str]:
     """HF names of the tensors that are trained, of model and adapters."""
     return frozenset(
         tensor.name
-        for rule in rules(shape)
+        for rule in param_rules(shape)
         if rule.trained
         for layer, expert in product(rule.layers, range(rule.experts))
         for tensor in rule.tensors(layer, expert)
@@ -343,7 +343,7 @@ def trained_names(shape: AnyShape) -> frozenset[str]:
 def hf_shapes(shape: AnyShape) -> Mapping[str, tuple[int, ...]]:
     """Name -> full shape of every HF tensor of model and adapters, in checkpoint order."""
     ordered: dict[str, tuple[int, ...]] = {}
-    for part, group in groupby(rules(shape), key=lambda rule: rule.part):
+    for part, group in groupby(param_rules(shape), key=lambda rule: rule.part):
         own = list(group)
         for layer in range(shape.num_layers if part == "layer" else 1):
             for rule in own:

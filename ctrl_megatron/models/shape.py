@@ -332,7 +332,7 @@ CLASSIFIERS = {"ForTokenClassification": True, "ForSequenceClassification": Fals
 """The end of a class's name in transformers -> whether its head has a bias."""
 
 
-def head_of(config: Mapping[str, Any], where: str) -> bool | None:
+def value_head_has_bias(config: Mapping[str, Any], where: str) -> bool | None:
     """Whether the head for numbers that a ``config.json`` describes has a bias; None if it
     describes a language model, which has no such head. UserError for a head of several numbers."""
     (architecture, *_) = config.get("architectures") or ("",)

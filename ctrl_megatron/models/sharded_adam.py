@@ -141,17 +141,17 @@ class ShardedAdam:
     def on_host(self) -> Sequence[OffloadedTensors]:
         return () if self._on_host is None else self._on_host.memory
 
-    def owned(self) -> Iterator[OwnedRange]:
+    def owned_ranges(self) -> Iterator[OwnedRange]:
         for _, shard in self._pairs:
             state = self.adam.state[shard]
             flat = {name: state[name].view(-1) for name in MOMENTS}
             yield OwnedRange(weight=shard, start=0, tensors=flat)
 
-    def steps(self) -> dict[str, int]:
+    def step_counts(self) -> dict[str, int]:
         counts = [int(self.adam.state[shard]["step"]) for _, shard in self._pairs]
         return {"adam": max(counts, default=0), "schedule": self.updates}
 
-    def set_steps(self, *, adam: int, schedule: int) -> None:
+    def set_step_counts(self, *, adam: int, schedule: int) -> None:
         for _, shard in self._pairs:
             self.adam.state[shard]["step"].fill_(adam)
         self._schedule.num_steps = schedule + self._ahead

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import Kind, ParamRule, rules
+from ctrl_megatron.models.rules import Kind, ParamRule, param_rules
 from ctrl_megatron.models.shape import AnyShape, Experts, HfTensor, ModelShape
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Indices, Layout, MeshName
 from ctrl_megatron.parallel.vocab import vocab_range
@@ -184,7 +184,7 @@ def _stage(
         "output": last and not (shape.tied_embeddings and first),
     }
     own = layout.layers(shape.num_layers, pp=pp, chunk=chunk)
-    for rule in rules(shape):
+    for rule in param_rules(shape):
         if rule.part == "layer":
             layers = [(k, layer) for k, layer in enumerate(own) if layer in rule.layers]
         else:

@@ -47,7 +47,8 @@ class Optimizer(Protocol):
 
     @property
     def updates(self) -> int:
-        """Steps that the schedule has counted; it is the same on every rank."""
+        """Optimizer steps that have changed the weights, those before a resume included; the same
+        on every rank."""
         ...
 
     @property
@@ -83,17 +84,17 @@ class Optimizer(Protocol):
         during one; none where the state stays on the device."""
         ...
 
-    def owned(self) -> Iterator[OwnedRange]:
+    def owned_ranges(self) -> Iterator[OwnedRange]:
         """The ranges of this rank's parameters whose optimizer state is on this rank."""
         ...
 
-    def steps(self) -> dict[str, int]:
+    def step_counts(self) -> dict[str, int]:
         """The steps that ``adam`` and ``schedule`` have counted on this rank; ``adam`` is 0 on a
         rank without optimizer state."""
         ...
 
-    def set_steps(self, *, adam: int, schedule: int) -> None:
-        """Continue after so many steps; the tensors of ``owned`` are filled by the caller."""
+    def set_step_counts(self, *, adam: int, schedule: int) -> None:
+        """Continue after so many steps; the caller fills the tensors of ``owned_ranges``."""
         ...
 
 

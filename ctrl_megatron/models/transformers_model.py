@@ -20,7 +20,7 @@ from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
     TransformersShape,
-    head_of,
+    value_head_has_bias,
     value_shape,
 )
 
@@ -131,7 +131,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         tensors=tuple(tensors),
         outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
     )
-    bias = head_of(keys, where)
+    bias = value_head_has_bias(keys, where)
     return shape if bias is None else value_shape(shape, head_bias=bias)
 
 
@@ -156,7 +156,7 @@ def _config(text: str) -> Any:
     return transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
 
 
-def longest_short_row(config: Any) -> float:
+def longest_row_without_longrope(config: Any) -> float:
     """The tokens up to which all rows are rotated alike: ``longrope`` gives longer ones, and all
     that share a pass with them, other frequencies. Infinite for other models."""
     given = getattr(config, "rope_parameters", None) or {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.rewards.grading import TIMED_OUT, descriptions_of_tests
 from ctrl_megatron.types import Attempt, Verdict
 
@@ -58,7 +58,7 @@ def _case(attempt: Attempt, verdict: Verdict, number: int) -> str:
     tests = attempt.problem.selected_uts
     if not isinstance(tests, str):
         return _cut(descriptions_of_tests(attempt.problem, verdict)[number])
-    case = loads(tests)[number]
+    case = load_long_integer_json(tests)[number]
     stdin, stdout = case["input"].get("stdin", ""), case["output"]["stdout"]
     return f"input:\n{_cut(stdin)}\nexpected output:\n{_cut(stdout)}"
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.prompts.python_source import is_program
 from ctrl_megatron.types import Attempt
@@ -35,7 +35,7 @@ _SHORTEST_LINE = 12
 """
 
 
-def leak_of(critique: str, attempt: Attempt) -> str:
+def find_leak(critique: str, attempt: Attempt) -> str:
     """The leak in ``critique``, as a reason to drop it; empty if there is none.
 
     A value or line that the statement or the attempt contains is not a leak.
@@ -75,7 +75,7 @@ def _tests(attempt: Attempt) -> Iterator[str]:
     """Whole tests: asserts, and inputs that are long enough."""
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
-        for case in loads(tests):
+        for case in load_long_integer_json(tests):
             stdin = case["input"].get("stdin", "").strip()
             if len(stdin) >= _SHORTEST_LINE:
                 yield stdin
@@ -90,7 +90,7 @@ def _values(attempt: Attempt) -> Iterator[str]:
     """
     tests = attempt.problem.selected_uts
     if isinstance(tests, str):
-        for case in loads(tests):
+        for case in load_long_integer_json(tests):
             stdout = case["output"]["stdout"]
             yield stdout
             yield from case["input"].get("stdin", "").splitlines()

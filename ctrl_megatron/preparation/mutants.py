@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import Row, row_of_attempt
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.preparation.mutations import Mutation, MutationKind, mutations, occurrences
+from ctrl_megatron.preparation.mutations import Mutation, MutationKind, count_occurrences, mutations
 from ctrl_megatron.prompts import (
     JUDGED_CORRECT,
     JUDGED_INCORRECT,
@@ -81,7 +81,7 @@ def _check(mutant: Mutant, problems: dict[str, Problem], place: str) -> None:
         raise UserError(f"{place}: key 'pass_rate' must be a number from 0, below 1")
     if mutant.problem_id not in problems:
         raise UserError(f"{place}: problem {mutant.problem_id!r} is not among the problems")
-    if occurrences(mutant.code, mutant.wrong) != 1:
+    if count_occurrences(mutant.code, mutant.wrong) != 1:
         raise UserError(f"{place}: key 'wrong' must occur once in 'code'")
     repaired = mutant.code.replace(mutant.wrong, mutant.right)
     if repaired != problems[mutant.problem_id].reference.strip():
@@ -110,7 +110,7 @@ def attempt_row(mutant: Mutant, problem: Problem) -> Row:
     return replace(row_of_attempt(attempt), extra=known)
 
 
-def right_row(problem: Problem) -> Row:
+def reference_row(problem: Problem) -> Row:
     """The row that requests a critique of the problem's reference."""
     attempt = Attempt(
         id=f"{problem.id}/right",
@@ -149,7 +149,7 @@ def critic_examples(
     ]
     known = sorted({m.problem_id for m in mutants})
     for name in rng.sample(known, min(right, len(known))):
-        row = right_row(problems[name])
+        row = reference_row(problems[name])
         every.append(SftExample(id=row.id, prompt=row.prompt, response=BLAND))
     rng.shuffle(every)
     return every
@@ -182,7 +182,7 @@ def rl_rows(
     rows = [attempt_row(m, problems[m.problem_id]) for m in chosen]
     known = sorted({m.problem_id for m in mutants})
     count = round(len(rows) * right_share / (1 - right_share))
-    rows += [right_row(problems[name]) for name in rng.sample(known, min(count, len(known)))]
+    rows += [reference_row(problems[name]) for name in rng.sample(known, min(count, len(known)))]
     rng.shuffle(rows)
     return rows
 
@@ -209,7 +209,7 @@ def _lessons(
     known = sorted({m.problem_id for m in mutants})
     rng.shuffle(known)
     for number, name in enumerate(known):
-        row, code = right_row(problems[name]), problems[name].reference.strip()
+        row, code = reference_row(problems[name]), problems[name].reference.strip()
         faults = [m for m in chosen if m.problem_id == name]
         spoil = _spoiled(code, faults, rng) if number % 3 == 2 else None
         if spoil:
@@ -231,7 +231,7 @@ def _spoiled(code: str, faults: Sequence[Mutation | Mutant], rng: Random) -> tup
     """A critique that asks for one of ``faults``, and the program that has it; None if none
     fits.
     """
-    fits = [m for m in faults if occurrences(code, m.right) == 1]
+    fits = [m for m in faults if count_occurrences(code, m.right) == 1]
     if not fits:
         return None
     fault = rng.choice(fits)

@@ -200,13 +200,13 @@ def _named_expression(
             right = source.code[first:last]
             wrong = source.code[first:start] + text + source.code[end:last]
             whole = first <= start and end <= last and "\n" not in right
-            if whole and len(wrong) >= _SHORTEST and occurrences(mutant, wrong) == 1:
+            if whole and len(wrong) >= _SHORTEST and count_occurrences(mutant, wrong) == 1:
                 return wrong, right
         around = parents.get(around)
     return None
 
 
-def named_edit(right: str, wrong: str) -> tuple[str, str] | None:
+def smallest_edit(right: str, wrong: str) -> tuple[str, str] | None:
     """(expression of ``wrong``, expression of ``right``): the smallest ones, or else lines, that
     differ, where putting the second in place of the first turns ``wrong`` into ``right``. None
     where the programs differ in more than one line, or the place occurs more than once.
@@ -231,7 +231,7 @@ def named_edit(right: str, wrong: str) -> tuple[str, str] | None:
         if named is not None:
             return named
     line, repair = (_line_at(code, start).strip() for code in (wrong, right))
-    fits = len(line) >= _SHORTEST and repair and occurrences(wrong, line) == 1
+    fits = len(line) >= _SHORTEST and repair and count_occurrences(wrong, line) == 1
     return (line, repair) if fits and wrong.replace(line, repair) == right else None
 
 
@@ -239,7 +239,7 @@ def _line_at(code: str, place: int) -> str:
     return code[code.rfind("\n", 0, place) + 1 :].partition("\n")[0]
 
 
-def occurrences(code: str, expression: str) -> int:
+def count_occurrences(code: str, expression: str) -> int:
     """The number of occurrences of ``expression`` in ``code``, overlapping ones included."""
     return sum(code.startswith(expression, at) for at in range(len(code)))
 

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, comparison_complaint, decode_tests
 from ctrl_megatron.rewards.grading import judgeable_tests
 from ctrl_megatron.types import Attempt, Problem, PrompterType
@@ -77,7 +77,7 @@ def own_record(problem: Problem) -> dict[str, Any]:
         "entry_point": problem.entry_point,
         "test_setup": problem.test_setup,
         "comparison": problem.comparison,
-        "tests": loads(tests) if isinstance(tests, str) else list(tests),
+        "tests": load_long_integer_json(tests) if isinstance(tests, str) else list(tests),
         "reference": problem.reference,
         "buggy": list(problem.buggy),
         "difficulty": problem.difficulty,

@@ -25,7 +25,7 @@ from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
 from ctrl_megatron.preparation.problem_files import own_record, problem_from, read_problems
 from ctrl_megatron.preparation.records import read_data_records
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import Problem
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
@@ -123,7 +123,7 @@ def read_published(
     return problems, dropped
 
 
-def select(
+def select_problems(
     problems: Iterable[Problem], limits: Limits, *, against: Iterable[Problem] = ()
 ) -> tuple[list[Problem], Dropped]:
     """The problems within ``limits`` whose statement is not a near duplicate of an earlier one or
@@ -155,7 +155,7 @@ def select(
 def number_of_tests(problem: Problem) -> int:
     """The number of asserts, or of cases of stdin and stdout."""
     tests = problem.selected_uts
-    return len(loads(tests)) if isinstance(tests, str) else len(tests)
+    return len(load_long_integer_json(tests)) if isinstance(tests, str) else len(tests)
 
 
 def _outside(problem: Problem, limits: Limits) -> str:
@@ -179,7 +179,7 @@ def _with_fewer_tests(problem: Problem, most: int | None) -> Problem:
         return problem
     tests = problem.selected_uts
     if isinstance(tests, str):
-        cases = loads(tests)[:most]
+        cases = load_long_integer_json(tests)[:most]
         with long_integers():
             return replace(problem, selected_uts=json.dumps(cases, ensure_ascii=False))
     return replace(problem, selected_uts=tests[:most])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 from zlib import crc32
 
-from ctrl_megatron.preparation.leaks import leak_of
+from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgment
@@ -50,7 +50,7 @@ class CritiqueDraft:
     """Whether the revision by this critique passes; None if it was not tried."""
 
 
-def fault_of(draft: CritiqueDraft) -> str:
+def critique_fault(draft: CritiqueDraft) -> str:
     """The reason why a critique cannot be an example; empty if it can."""
     judged = parse_judgment(draft.text)
     if judged is None:
@@ -59,7 +59,7 @@ def fault_of(draft: CritiqueDraft) -> str:
         return "judgment contradicts the sandbox"
     if not draft.text.rstrip().endswith(("Correct", "Incorrect")):
         return "has text after its judgment"
-    if leak := leak_of(draft.text, draft.attempt):
+    if leak := find_leak(draft.text, draft.attempt):
         return leak
     return "its revision fails" if draft.revised_right is False else ""
 
@@ -80,7 +80,7 @@ def choose_examples(
         name, index = draft.attempt.id, indices[draft.attempt.problem.id]
         program = normalize_code(extract_code(draft.attempt.solution))
         text = f"{program}\n{draft.text}"
-        if reason := fault_of(draft):
+        if reason := critique_fault(draft):
             dropped.add(reason, name)
         elif index.find(text) is not None:
             dropped.add("nearly another example of its problem", name)

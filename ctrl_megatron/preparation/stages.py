@@ -16,7 +16,7 @@ from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.generation.solutions import Fate, draw_first_solutions, judge_attempts
 from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import Records, StageJournal
-from ctrl_megatron.preparation.selection import CritiqueDraft, fault_of
+from ctrl_megatron.preparation.selection import CritiqueDraft, critique_fault
 from ctrl_megatron.preparation.synthesis import synthesise_critique
 from ctrl_megatron.prompts import (
     generation_messages,
@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the stage, the number of finished parts and the number of all parts."""
 
 
-def opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
+def chat_opener(source: ChatSource, engines: EngineOptions) -> OpenChat:
     """Opens the chat of ``source``, and its engine if it needs one, for the length of a block."""
 
     @asynccontextmanager
@@ -148,7 +148,7 @@ class SynthesisStages:
         """
         if "reviser" not in self.chats:
             return list(drafts)
-        revised = [draft for draft in drafts if not fault_of(draft)]
+        revised = [draft for draft in drafts if not critique_fault(draft)]
         drawn = await self._stage(
             "revisions",
             revised,
@@ -210,7 +210,7 @@ async def _criticise(
     for (attempt, verdict), group in zip(judged, answers, strict=True):
         texts = [answer.text.strip() for answer in group] or [""]
         drafts = [CritiqueDraft(attempt=attempt, right=verdict.accepted, text=t) for t in texts]
-        chosen = next((draft for draft in drafts if not fault_of(draft)), drafts[0])
+        chosen = next((draft for draft in drafts if not critique_fault(draft)), drafts[0])
         records.append({"id": attempt.id, "critique": chosen.text})
     return records
 

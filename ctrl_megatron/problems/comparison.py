@@ -39,7 +39,7 @@ _REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ComparisonRule:
     """A rule: how outputs are compared, as sequences of units that must be equal one by one, and
     how far a float in a function's result may differ from the expected one.
     """
@@ -55,7 +55,9 @@ class Rule:
     applies."""
 
 
-def difference(got: str, want: str, rule: Rule, *, ignore_case: bool = False) -> str | None:
+def output_difference(
+    got: str, want: str, rule: ComparisonRule, *, ignore_case: bool = False
+) -> str | None:
     """The difference between the output ``got`` and ``want``, or None if ``rule`` accepts it. With
     ``ignore_case`` case does not count.
     """
@@ -69,7 +71,7 @@ def difference(got: str, want: str, rule: Rule, *, ignore_case: bool = False) ->
     return _first_difference(given, expected, rule)
 
 
-def beginning_difference(got: str, want: str, rule: Rule) -> str | None:
+def output_prefix_difference(got: str, want: str, rule: ComparisonRule) -> str | None:
     """The difference between ``want`` and every output that begins with ``got``, or None if one of
     them may be accepted. The last unit may continue unless a separator follows it.
     """
@@ -81,7 +83,7 @@ def beginning_difference(got: str, want: str, rule: Rule) -> str | None:
     return f"more {rule.unit}s of output, expected {both}" if len(given) > both else None
 
 
-def _first_difference(got: Sequence[str], want: Sequence[str], rule: Rule) -> str | None:
+def _first_difference(got: Sequence[str], want: Sequence[str], rule: ComparisonRule) -> str | None:
     for number, (left, right) in enumerate(zip(got, want, strict=True), 1):
         if left != right and not rule.equal(left, right):
             got_text, want_text = left[:_SHOWN], right[:_SHOWN]
@@ -89,7 +91,7 @@ def _first_difference(got: Sequence[str], want: Sequence[str], rule: Rule) -> st
     return None
 
 
-def rule_named(name: Any) -> Rule:
+def rule_named(name: Any) -> ComparisonRule:
     """The rule of that name in a row. Raises ``ValueError`` that lists all rules."""
     if isinstance(name, str) and name in RULES:
         return RULES[name]
@@ -159,10 +161,10 @@ def _within(absolute: Decimal, relative: Decimal) -> Callable[[str, str], bool]:
 
 
 @functools.lru_cache(_REMEMBERED)
-def _tolerant(name: str, kind: str, tolerance: Decimal) -> Rule:
+def _tolerant(name: str, kind: str, tolerance: Decimal) -> ComparisonRule:
     absolute = tolerance if kind != "relative" else Decimal(0)
     relative = tolerance if kind != "absolute" else Decimal(0)
-    return Rule(
+    return ComparisonRule(
         name=name,
         unit="word",
         units=_words,
@@ -187,10 +189,10 @@ def _fusion_close(got: str, want: str) -> bool:
 
 
 _contests_words = _within(Decimal("1e-5"), Decimal(0))
-STRICT = Rule(name="strict", unit="line", units=_lines_as_written, equal=operator.eq)
+STRICT = ComparisonRule(name="strict", unit="line", units=_lines_as_written, equal=operator.eq)
 """The rule of rows that name none."""
-TOKENS = Rule(name="tokens", unit="word", units=_words, equal=operator.eq)
-LIVE_CODE_BENCH = Rule(
+TOKENS = ComparisonRule(name="tokens", unit="word", units=_words, equal=operator.eq)
+LIVE_CODE_BENCH = ComparisonRule(
     name="livecodebench",
     unit="line",
     units=_stripped_lines,
@@ -198,9 +200,15 @@ LIVE_CODE_BENCH = Rule(
     # LeetCode, the source of its functions, accepts answers within 1e-5.
     result_tolerance=(1e-5, 0.0),
 )
-CODE_CONTESTS = Rule(name="code_contests", unit="word", units=_words, equal=_contests_words)
-APPS = Rule(name="apps", unit="line", units=_lines_with_words, equal=_all_words(_contests_words))
-SANDBOX_FUSION = Rule(name="sandbox_fusion", unit="line", units=_fusion_lines, equal=_fusion_close)
+CODE_CONTESTS = ComparisonRule(
+    name="code_contests", unit="word", units=_words, equal=_contests_words
+)
+APPS = ComparisonRule(
+    name="apps", unit="line", units=_lines_with_words, equal=_all_words(_contests_words)
+)
+SANDBOX_FUSION = ComparisonRule(
+    name="sandbox_fusion", unit="line", units=_fusion_lines, equal=_fusion_close
+)
 """SandboxFusion's own rule with its gaps, for comparisons of services."""
 RULES = {
     rule.name: rule

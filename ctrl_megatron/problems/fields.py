@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ctrl_megatron.problems.comparison import Rule, rule_named
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.comparison import ComparisonRule, rule_named
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 
 
 def text_field(value: Any, where: str) -> str:
@@ -56,7 +56,7 @@ def flag_field(data: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def rule_field(data: Mapping[str, Any], default: Rule) -> Rule:
+def rule_field(data: Mapping[str, Any], default: ComparisonRule) -> ComparisonRule:
     """The rule that ``data["comparison"]`` names, ``default`` if it is missing or empty. Raises
     ``ValueError``.
     """
@@ -72,6 +72,6 @@ def json_field(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return loads(value)
+        return load_long_integer_json(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}") from error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import APPS, RESULT_CHECK, RESULT_CHECK_NAMES
 from ctrl_megatron.problems.fields import json_field, list_field, rule_field, text_field
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import Problem
 
 
@@ -165,7 +165,7 @@ def _result(wanted: Any, where: str, *, is_json: bool) -> Any:
     """The result of one call. With ``is_json`` text is parsed as JSON if it is valid."""
     if is_json and isinstance(wanted, str):
         try:
-            wanted = loads(wanted)
+            wanted = load_long_integer_json(wanted)
         except RecursionError as error:
             raise ValueError(f"{where} is nested too deeply") from error
         except ValueError:

@@ -39,7 +39,7 @@ def long_integers() -> Iterator[None]:
         sys.set_int_max_str_digits(before)
 
 
-def loads(text: str | bytes) -> Any:
+def load_long_integer_json(text: str | bytes) -> Any:
     """``json.loads`` for text with long integers. Raises ``json.JSONDecodeError``, also above the
     bounds.
     """

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, STRICT, rule_named
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import PrompterType
 
 DEFAULT_TIME_LIMIT = 10.0
@@ -29,7 +29,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         if isinstance(value, str):
             # A JSON list is valid Python as well: as a test, it would pass for every program.
             try:
-                listed = loads(value)
+                listed = load_long_integer_json(value)
             except (json.JSONDecodeError, RecursionError):
                 listed = None
             value = listed if isinstance(listed, list) else [value]
@@ -44,7 +44,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
     if not isinstance(value, str):
         raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
     try:
-        cases = loads(value)
+        cases = load_long_integer_json(value)
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"is not JSON: {error}") from error
     # Without a test, every program would pass.

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ctrl_megatron.models.fp8 import (
     FP8,
     SCALES,
-    largest_of_blocks,
+    block_maxima,
+    block_scales,
     quantise,
-    scales_of,
-    update_largest,
+    update_block_maxima,
 )
 from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.models.shards import Piece
@@ -37,7 +37,7 @@ from ctrl_megatron.resharding.plan import (
     place_in_buckets,
     takers_of_engines,
 )
-from ctrl_megatron.resharding.schedule import steps
+from ctrl_megatron.resharding.schedule import push_steps
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import SentBucket
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
@@ -68,14 +68,14 @@ class Buckets:
         *,
         host_memory: bool = True,
     ) -> None:
-        layout = source.layout
+        layout = source.engine_layout
         if not takers:
             hosts = one_worker_on_each_host(layout.placement)
             takers, host_of_rank = takers_of_engines(hosts, groups.hosts.of_rank)
         self._source, self._groups = source, groups
         self.plan = plan = PushPlan(
             source.shape,
-            source.train,
+            source.trainer_layout,
             cut,
             takers,
             host_of_rank,
@@ -173,10 +173,10 @@ class Buckets:
             for rectangle, values in zip(transfer.rectangles, self.weights(transfer), strict=True):
                 if rectangle.dtype == FP8:
                     start = rectangle.piece.hf_start
-                    block = largest_of_blocks(values, start).cpu()
-                    update_largest(of[rectangle.piece.hf + SCALES], block, start)
+                    block = block_maxima(values, start).cpu()
+                    update_block_maxima(of[rectangle.piece.hf + SCALES], block, start)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.host)
-        return {name: scales_of(blocks) for name, blocks in of.items()}
+        return {name: block_scales(blocks) for name, blocks in of.items()}
 
     def wholes(self, number: int, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) of a bucket, put together from the parts of all workers."""
@@ -195,7 +195,7 @@ class Buckets:
             yield from wholes.items()
 
 
-class Phases(Protocol):
+class PushPhases(Protocol):
     """The phases of a push on one rank, for the number of a bucket."""
 
     def fill(self, number: int) -> None:
@@ -217,15 +217,15 @@ class Phases(Protocol):
 
 def run_push(
     buckets: int,
-    phases: Phases,
+    phases: PushPhases,
     groups: ProcessGroups,
     wait_until_read: Callable[[int], None],
 ) -> Iterator[SentBucket]:
-    """Execute ``schedule.steps``; yields each bucket when engines may load it. Collective.
+    """Execute ``schedule.push_steps``; yields each bucket when engines may load it. Collective.
 
     ``wait_until_read(number)`` returns when the engines beside this rank have read a bucket.
     """
-    for step in steps(buckets):
+    for step in push_steps(buckets):
         match step:
             case "meet", _, _:
                 groups.barrier()
@@ -316,8 +316,9 @@ class _Arrival:
 
 
 class HostExchange:
-    """``Phases`` with ``BucketMemory``: a rank writes into the memory of its own host, and messages
-    to ranks of other hosts go over gloo, in pieces that each rank of a line passes on."""
+    """``PushPhases`` with ``BucketMemory``: a rank writes into the memory of its own host, and
+    messages to ranks of other hosts go over gloo, in pieces that each rank of a line passes on.
+    """
 
     def __init__(self, buckets: Buckets, groups: ProcessGroups, memory: BucketMemory) -> None:
         self._buckets, self._groups, self._memory = buckets, groups, memory

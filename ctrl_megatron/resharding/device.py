@@ -30,7 +30,12 @@ from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.push import PushReport, push
-from ctrl_megatron.resharding.sources import DirectorySource, ModelSource, NoAdapters, WeightSource
+from ctrl_megatron.resharding.sources import (
+    DirectorySource,
+    ModelSource,
+    WeightSource,
+    ZeroAdapters,
+)
 from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 from ctrl_megatron.types import StrategyName
@@ -78,7 +83,7 @@ class ActorVersions:
         self._updates = updates
         return f"{self._role}@{self._numbers[-1]}"
 
-    def behind(self, version: str) -> int:
+    def versions_behind(self, version: str) -> int:
         """How many names are newer than ``version``, which is the number of updates since.
         ValueError if ``version`` is newer than the last name."""
         number = int(version.removeprefix(f"{self._role}@"))
@@ -86,7 +91,7 @@ class ActorVersions:
             raise ValueError(f"no weights were called {version} until now")
         return sum(number < newer for newer in self._numbers)
 
-    def last(self, count: int) -> list[int]:
+    def last_step_numbers(self, count: int) -> list[int]:
         """The step numbers N of the last ``count`` names ``actor@N``, ascending."""
         return self._numbers[-count:]
 
@@ -189,7 +194,7 @@ class DeviceOwner:
                 kept=self._keep_proxy and role == "proxy",
             )
             if self._adapter_shape is None
-            else NoAdapters(self._adapter_shape, self._layout, self._groups)
+            else ZeroAdapters(self._adapter_shape, self._layout, self._groups)
         )
         self._loaded = None
 
@@ -266,7 +271,7 @@ class DeviceOwner:
 
     def _make_room(self, sent: ParallelModel | None) -> None:
         """Let the engines' weights have the device, beside those of ``sent``. Collective."""
-        if sent is not None and "weights" in sent.away:
+        if sent is not None and "weights" in sent.offloaded_parts:
             # They return to the memory of the engine's weights, which the push overwrites.
             if self._asleep != set(ENGINE_MEMORY):
                 # A push was lost after its weights had left.

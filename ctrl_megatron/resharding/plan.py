@@ -23,7 +23,7 @@ from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.models.offload import aligned_size
-from ctrl_megatron.models.rules import ParamRule, hf_buffers, hf_shapes, rules, trained_names
+from ctrl_megatron.models.rules import ParamRule, hf_buffers, hf_shapes, param_rules, trained_names
 from ctrl_megatron.models.shape import AnyShape, GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -493,7 +493,7 @@ def _needed(shape: AnyShape, cut: EngineCut) -> Mapping[str, tuple[tuple[int, Bo
             for worker in range(cut.tensor)
             if (box := _box(shape, cut, rule, number, tensor, expert, worker)) is not None
         )
-        for rule in rules(shape)
+        for rule in param_rules(shape)
         for layer, expert in product(rule.layers, range(rule.experts))
         for number, tensor in enumerate(rule.tensors(layer, expert))
     }

@@ -76,7 +76,7 @@ def push(
         # Inside the context: engines read the last buckets' memory until then.
         waiting.wait_together(queue.finish() if queue else None, f"the engines to load {version}")
     if verify and unseen:
-        read_whole(source, sender, sent)
+        checksum_whole_weights(source, sender, sent)
     if verify:
         asked = loop.submit(engine.checksums()) if engine else None
         held = waiting.wait_together(asked, f"the engines' checksums of {version}") or {}
@@ -91,7 +91,7 @@ def push(
     return PushReport(num_bytes=num_bytes, seconds=time.monotonic() - start)
 
 
-def read_whole(source: WeightSource, sender: Sender, sent: Checksums | None) -> None:
+def checksum_whole_weights(source: WeightSource, sender: Sender, sent: Checksums | None) -> None:
     """Add the source's tensors to ``sent``, of which ranks without an engine have none. Collective.
 
     A medium whose bytes go from device to device leaves nothing to read, so that verified pushes

@@ -2,8 +2,8 @@
 
 A push moves in buckets. Each is filled (ranks copy their rectangles into messages), exchanged
 (messages go to the ranks that receive for the workers) and loaded (a worker copies them into its
-weights). The phases of different buckets run at the same time; ``steps`` says in which order a rank
-begins them and waits for them.
+weights). The phases of different buckets run at the same time; ``push_steps`` says in which order a
+rank begins them and waits for them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Step = tuple[Act, Phase, int]
 """(act of a rank, its phase, number of its bucket)."""
 
 
-def steps(buckets: int) -> Iterator[Step]:
-    """The acts of every rank in a push, in this order; senders execute them, and ``simulate`` too.
+def push_steps(buckets: int) -> Iterator[Step]:
+    """The acts of every rank in a push, in this order; senders execute them, and ``simulate_push``
+    too.
 
     A bucket is exchanged only when the ranks' memory for it is free, and loaded only when all ranks
     have received their part of it. All ranks meet once for each bucket.
@@ -139,8 +140,8 @@ def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
     return "\n".join(lines)
 
 
-def simulate(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
-    """The time of a push whose ranks execute ``steps``.
+def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
+    """The time of a push whose ranks execute ``push_steps``.
 
     A phase of a bucket runs beside other phases, after the same phase of the bucket before. A link
     carries one bucket after the other in each direction. A rank has its part of a bucket when all
@@ -156,7 +157,7 @@ def simulate(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
         total.add(loads[-1])
     ends: dict[Phase, list[list[float]]] = {"fill": [], "exchange": [], "load": []}
     now, sending, getting = ([0.0] * len(ranks) for _ in range(3))
-    for act, phase, number in steps(len(buckets)):
+    for act, phase, number in push_steps(len(buckets)):
         if act == "meet":
             now = [max(now)] * len(ranks)
         elif act == "end":

@@ -20,10 +20,12 @@ from ctrl_megatron.types import StrategyName, TensorSpec
 
 
 class WeightSource(Protocol):
-    """Weights of which each rank has shards, as ``models.shards`` cuts ``shape`` for ``train``."""
+    """Weights of which each rank has shards, as ``models.shards`` cuts ``shape`` for
+    ``trainer_layout``.
+    """
 
     @property
-    def layout(self) -> EngineLayout:
+    def engine_layout(self) -> EngineLayout:
         """The engines that take them."""
         ...
 
@@ -31,7 +33,7 @@ class WeightSource(Protocol):
     def shape(self) -> AnyShape: ...
 
     @property
-    def train(self) -> Layout:
+    def trainer_layout(self) -> Layout:
         """The ranks that have the shards."""
         ...
 
@@ -69,21 +71,21 @@ class ModelSource:
     kept = False
 
     def __init__(self, model: ParallelModel, layout: EngineLayout) -> None:
-        self.model, self.layout, self.shape = model, layout, model.shape
-        self.train, self.te_names = model.groups.layout, fuses_norms(model.shape)
+        self.model, self.engine_layout, self.shape = model, layout, model.shape
+        self.trainer_layout, self.te_names = model.groups.layout, fuses_norms(model.shape)
         self.specs = hf_specs(model.shape, layout.dtype, layout.sends, quantised=layout.quantised)
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
         return self.model.sent(chunk, rectangle.param).detach()[rectangle.piece.slices]
 
 
-class NoAdapters:
+class ZeroAdapters:
     """Adapters that change nothing: with them an engine computes what its base does."""
 
     kept, te_names, model = False, False, None
 
     def __init__(self, shape: AnyShape, layout: EngineLayout, groups: ProcessGroups) -> None:
-        self.shape, self.layout, self.train = shape, layout, _replicated(groups)
+        self.shape, self.engine_layout, self.trainer_layout = shape, layout, _replicated(groups)
         self.specs = hf_specs(shape, layout.dtype, layout.sends)
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
@@ -104,7 +106,7 @@ class DirectorySource:
         strategy: StrategyName = "megatron",
         kept: bool = False,
     ) -> None:
-        self.kept, self.layout, self.train = kept, layout, _replicated(groups)
+        self.kept, self.engine_layout, self.trainer_layout = kept, layout, _replicated(groups)
         self.shape = read_shape(directory, strategy)
         self.specs = hf_specs(self.shape, layout.dtype, quantised=layout.quantised)
         self._tensors = SafetensorsDirectory(directory)

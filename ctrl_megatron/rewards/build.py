@@ -75,7 +75,7 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
             options = {name: planned.options[name] for name in names}
             check = partial(judgeable_tests, check=request, **options)
         elif ":" in name or not is_user_defined(get_reward(name)):
-            made = make_reward(name, **without_judge(name), **planned.options)
+            made = make_reward(name, **options_without_judge(name), **planned.options)
             if found := getattr(made, "check_row", None):
                 check = partial(found, check=request)
         checks.append((name, planned, check))
@@ -128,7 +128,7 @@ def code_judge(
     return make_provider(name, **{**shared, **options})
 
 
-def without_judge(name: str) -> dict[str, Any]:
+def options_without_judge(name: str) -> dict[str, Any]:
     """What the factory ``name`` is given where nothing is judged."""
     return _accepted(name, {"provider": None, "cache": None})
 

@@ -151,7 +151,7 @@ class ResultCache(Generic[T]):
     async def get(self, key: str, run: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
         """The result of ``key``, and True where ``run`` was not started for it."""
         self._enter_loop()
-        remembered = self.recall(key)
+        remembered = self.get_stored(key)
         if remembered is not None:
             self.counters.hits += 1
             return remembered, True
@@ -174,7 +174,7 @@ class ResultCache(Generic[T]):
                 if self._flights.get(key) is flight:
                     del self._flights[key]
 
-    def recall(self, key: str) -> T | None:
+    def get_stored(self, key: str) -> T | None:
         with self._refusing("be used"):
             row = self._connection.execute(
                 "SELECT value FROM results WHERE key = ?", (key,)
@@ -184,7 +184,7 @@ class ResultCache(Generic[T]):
         except ValueError as error:
             raise self._unusable(f"contains a result that cannot be read: {error}") from error
 
-    def remember(self, key: str, result: T) -> None:
+    def store(self, key: str, result: T) -> None:
         """Store a result. A key that is stored already keeps its result."""
         with self._refusing("be used"), self._connection:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -224,7 +224,7 @@ class ResultCache(Generic[T]):
         result = await run()
         if self._keeps(result):
             # Stored here and not in a callback, so that an error of the file reaches the callers.
-            self.remember(key, result)
+            self.store(key, result)
         return result
 
     def _enter_loop(self) -> None:

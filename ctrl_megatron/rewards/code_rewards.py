@@ -13,7 +13,7 @@ from typing import Any
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.prompts.python_source import does_something, parse_python
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
@@ -250,7 +250,7 @@ def subtasks_of(row: Row, tests: int | None) -> list[IoiSubtask]:
     """
     where, given = f"{row.place}: {row.id!r}", row.extra.get("subtasks")
     try:
-        entries = loads(given) if isinstance(given, str) else given
+        entries = load_long_integer_json(given) if isinstance(given, str) else given
         subtasks = [
             IoiSubtask(points=float(e["points"]), tests=tuple(int(t) for t in e["tests"]))
             for e in entries or ()

@@ -37,7 +37,7 @@ _KEPT = {word.casefold() for word in (*keyword.kwlist, *dir(builtins))}
 _NUMBER, _NAME = "0", "x"
 
 
-def copied_rate(critique: str, program: str) -> float:
+def copied_line_share(critique: str, program: str) -> float:
     """Share of the lines of ``program`` that ``critique`` contains, in [0, 1]; 0 for a program
     without lines.
 

@@ -22,7 +22,7 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.cache import VerdictCache
-from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
+from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_line_share
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
     RUN_TIMEOUT,
@@ -56,7 +56,7 @@ class RewardModelForCritic:
     the rows were checked before.
 
     A critique that contains more than the share ``copying_threshold`` of the revision's program
-    (``copied_rate``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
+    (``copied_line_share``) earns 0 with ``copying`` "penalise", and has no reward with "mask".
     """
 
     reads = ATTEMPT_COLUMNS
@@ -250,7 +250,7 @@ class RewardModelForCritic:
         return self._limited(found, item.critique, program) if judged else found
 
     def _limited(self, outcome: RewardOutcome, critique: str, program: str) -> RewardOutcome:
-        copied = copied_rate(replace_surrogates(critique), program)
+        copied = copied_line_share(replace_surrogates(critique), program)
         if self.copying == "measure" or copied <= self.copying_threshold:
             return replace(outcome, copied=copied)
         reward = 0.0 if self.copying == "penalise" else None

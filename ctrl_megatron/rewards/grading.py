@@ -14,7 +14,7 @@ from ctrl_megatron.background import count_one_done, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.fields import json_field, object_field
-from ctrl_megatron.problems.long_integers import loads, long_integers
+from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
@@ -284,7 +284,7 @@ def cases_of(row: Row) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     if not isinstance(row.selected_uts, str):
         raise UserError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
-    return loads(row.selected_uts)
+    return load_long_integer_json(row.selected_uts)
 
 
 def outcome_of(

@@ -24,7 +24,7 @@ from ctrl_megatron.rewards.code_rewards import (
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.items import RewardFunction
-from ctrl_megatron.rewards.score_function import is_score_function, per_item
+from ctrl_megatron.rewards.score_function import as_item_reward, is_score_function
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
     JudgmentReward,
@@ -148,4 +148,4 @@ def _imported(path: str) -> Callable[..., Any]:
     """
     with convert_user_code_errors(f"cannot import the reward {path!r}"):
         found = import_callable(path, "reward")
-    return per_item(path, found) if is_score_function(found) else found
+    return as_item_reward(path, found) if is_score_function(found) else found

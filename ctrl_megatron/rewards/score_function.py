@@ -26,7 +26,7 @@ def is_score_function(function: Callable[..., Any]) -> bool:
         return False
 
 
-def per_item(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def as_item_reward(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function of a list of items that calls ``function``, in verl's form, for each item.
     Further parameters of ``function`` are keyword parameters of the result.
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 
-async def stream_of(
+async def callback_stream(
     work: Callable[[Callable[[Any], None]], Awaitable[None]],
 ) -> AsyncGenerator[Any, None]:
     """Yield every argument with which ``work`` calls the function passed to it, at once and in

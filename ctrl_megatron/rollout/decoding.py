@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ctrl_megatron.rollout.sampling import draw, temper
+from ctrl_megatron.rollout.sampling import draw, tempered_log_probs
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
@@ -100,7 +100,7 @@ class DecodingBatch:
         stale = self._cache is None or version != self._version
         logits = self._prefill() if stale else self._decode()
         self._version = version
-        log_probs = temper(logits, self._params.temperature)
+        log_probs = tempered_log_probs(logits, self._params.temperature)
         tokens = draw(log_probs, self._params, [row.stream for row in self.alive])
         chosen = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
         for row, token, log_prob in zip(self.alive, tokens.tolist(), chosen.tolist(), strict=True):

@@ -11,7 +11,11 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from ctrl_megatron.rollout.decoding import DecodingRow
-from ctrl_megatron.rollout.sampling import pick, temper, truncate
+from ctrl_megatron.rollout.sampling import (
+    inverse_sample,
+    tempered_log_probs,
+    truncate_probabilities,
+)
 from ctrl_megatron.types import SamplingParams
 
 Order = Literal["entropy", "margin", "random"]
@@ -103,8 +107,8 @@ class KeptPrefix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Denoiser:
-    """A masked-diffusion model as the sampler calls it."""
+class DenoisingFunctions:
+    """The forward functions of a masked-diffusion model, as the sampler calls them."""
 
     logits: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     """(tokens (B, T), attended (B, T) bool, places) -> (B, places, V): the logits that predict the
@@ -132,7 +136,7 @@ class DenoisingBatch:
 
     def __init__(
         self,
-        model: Denoiser,
+        model: DenoisingFunctions,
         options: DenoisingOptions,
         rows: Sequence[DecodingRow],
         params: SamplingParams,
@@ -215,13 +219,13 @@ class DenoisingBatch:
         self, logits: torch.Tensor, numbers: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         params = self._params
-        log_probs = temper(logits, params.temperature)
+        log_probs = tempered_log_probs(logits, params.temperature)
         # The mask token is no token of a text, but the trainer's softmax has it.
         possible = log_probs.clone()
         possible[:, self._model.mask_token] = -torch.inf
-        kept = truncate(possible, params.top_p, params.top_k)
+        kept = truncate_probabilities(possible, params.top_p, params.top_k)
         greedy = params.temperature == 0
-        tokens = possible.argmax(-1) if greedy else pick(kept, numbers)
+        tokens = possible.argmax(-1) if greedy else inverse_sample(kept, numbers)
         shares = kept / kept.sum(-1, keepdim=True)
         if self._options.alg == "margin":
             first, second = shares.topk(2, dim=-1).values.unbind(-1)

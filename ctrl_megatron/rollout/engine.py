@@ -252,7 +252,7 @@ class WorkingPart(Protocol):
 class EmbeddedEngine(StreamingEngine, Protocol):
     """An engine in the process that serves it."""
 
-    def await_weights(self) -> None:
+    def mark_weights_missing(self) -> None:
         """Refuse to generate until the next update; called once, after the start."""
         ...
 

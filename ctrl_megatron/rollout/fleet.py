@@ -180,7 +180,7 @@ class Services:
         else.
         """
         limit, probes = self._config.trainer.failure_timeout, self._probes
-        self._watch.add_check(LoopHeld(self._background, limit), hang=True)
+        self._watch.add_check(BlockedLoopDetector(self._background, limit), hang=True)
         for number, engine in self._engines.items():
             probed = ProbedEngine(engine.connect())
             self._keepers[number].watch(SilenceDetector(probed, probes, limit))
@@ -333,7 +333,7 @@ async def counters_now(address: EngineAddress) -> tuple[str, Counters]:
         await client.close()
 
 
-class LoopHeld:
+class BlockedLoopDetector:
     """Notices a coroutine that blocks the loop of the requests to engines and sandboxes."""
 
     def __init__(self, loop: BackgroundLoop, limit: float) -> None:

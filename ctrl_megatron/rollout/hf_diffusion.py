@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from ctrl_megatron.models.families import FAMILIES, Family
-from ctrl_megatron.models.rules import usual_name
+from ctrl_megatron.models.rules import llama_tensor_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.rollout.denoising import Denoiser, DenoisingBatch, DenoisingOptions
+from ctrl_megatron.rollout.denoising import DenoisingBatch, DenoisingFunctions, DenoisingOptions
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.hf_engine import DEVICE, HfEngine, LoadedModel
-from ctrl_megatron.rollout.hf_weights import views_by_name
+from ctrl_megatron.rollout.hf_weights import weight_views_by_name
 from ctrl_megatron.rollout.weight_update import checkpoint_specs, read_model_config
 from ctrl_megatron.types import TensorSpec
 
@@ -52,7 +52,7 @@ def load_denoiser(spec: EngineSpec) -> LoadedModel:
     for name, view in views(checkpoint_specs(spec.model_path, spec.dtype)).items():
         view.copy_(tensors.read(name))
     passes = _FullPass(model, diffusion.shifted)
-    denoiser = Denoiser(
+    denoiser = DenoisingFunctions(
         logits=passes.logits,
         keep=passes.keep,
         mask_token=diffusion.mask_token,
@@ -62,9 +62,9 @@ def load_denoiser(spec: EngineSpec) -> LoadedModel:
 
 
 def _views(model: Any, family: Family, manifest: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """As ``views_by_name``, by the family's names."""
-    usual = [replace(s, name=usual_name(s.name, family.file_names)) for s in manifest]
-    views = views_by_name(model, usual)
+    """As ``weight_views_by_name``, by the family's names."""
+    usual = [replace(s, name=llama_tensor_name(s.name, family.file_names)) for s in manifest]
+    views = weight_views_by_name(model, usual)
     return {s.name: views[own.name] for s, own in zip(manifest, usual, strict=True)}
 
 

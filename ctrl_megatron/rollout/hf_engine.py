@@ -32,7 +32,7 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
 )
 from ctrl_megatron.rollout.hf_adapters import add_peft_adapters
-from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
+from ctrl_megatron.rollout.hf_weights import QuantisedWeights, weight_views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -70,7 +70,7 @@ def load_autoregressive(spec: EngineSpec) -> LoadedModel:
     model = model.eval().to(DEVICE)
     return LoadedModel(
         model=model,
-        views=partial(views_by_name, model),
+        views=partial(weight_views_by_name, model),
         batch=partial(DecodingBatch, model),
     )
 
@@ -216,7 +216,7 @@ class HfEngine:
         for name, tensor in read_chunk(chunk):
             self._weights[name].copy_(tensor)
         if self._quantised is not None:
-            self._quantised.multiply_out(tensor["name"] for tensor in chunk["tensors"])
+            self._quantised.dequantise_into_model(tensor["name"] for tensor in chunk["tensors"])
         wait_until_copied(torch.device(DEVICE))
 
     async def commit_update(self, version: str) -> None:
@@ -241,18 +241,18 @@ class HfEngine:
         async with self._one_call:
             self._state.fall_asleep(level)
             self._sleeping = OffloadedTensors(self._model.parameters, keep=level == 1)
-            await asyncio.to_thread(self._sleeping.leave)
+            await asyncio.to_thread(self._sleeping.offload)
         torch.cuda.empty_cache()
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
         self._state.wake(tags)
         if "weights" in tags:
             assert self._sleeping is not None
-            await asyncio.to_thread(self._sleeping.come_back)
+            await asyncio.to_thread(self._sleeping.onload)
             self._sleeping = None
 
-    def await_weights(self) -> None:
-        self._state.await_weights()
+    def mark_weights_missing(self) -> None:
+        self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
         self._state.require_held()

@@ -19,17 +19,17 @@ from transformers.core_model_loading import (
 from ctrl_megatron.models.fp8 import (
     BLOCK,
     SCALES,
+    block_maxima,
+    block_scales,
     dequantise,
-    largest_of_blocks,
     quantise,
-    scales_of,
 )
 from ctrl_megatron.types import TensorSpec
 
 _SHOWN = 5
 
 
-def views_by_name(model: Any, manifest: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+def weight_views_by_name(model: Any, manifest: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
     """HF name -> the tensor of ``manifest`` in memory: a parameter of ``model``, or a view of an
     expert's part of one, because transformers stacks a layer's experts.
 
@@ -85,8 +85,9 @@ class QuantisedWeights:
     for these weights on every device, so that they are multiplied out."""
 
     def __init__(self, views: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]) -> None:
-        """``views`` are the model's parameters by name (``views_by_name``); they become what the
-        tensors of ``manifest`` say."""
+        """``views`` are the model's parameters by name (``weight_views_by_name``); they become what
+        the tensors of ``manifest`` say.
+        """
         self._views = views
         self.held: dict[str, torch.Tensor] = {}
         """The tensors of ``manifest`` by name; those that are not quantised are views."""
@@ -94,15 +95,15 @@ class QuantisedWeights:
             name, view = spec.name, views.get(spec.name)
             if view is None:
                 weight = views[name.removesuffix(SCALES)]
-                scales = scales_of(largest_of_blocks(weight.detach(), (0, 0)))
+                scales = block_scales(block_maxima(weight.detach(), (0, 0)))
                 self.held[name.removesuffix(SCALES)] = quantise(weight, scales, (0, 0))
                 self.held[name] = scales
             else:
                 self.held[name] = view
-        self.multiply_out(self.held)
+        self.dequantise_into_model(self.held)
 
     @torch.no_grad()
-    def multiply_out(self, names: Iterable[str]) -> None:
+    def dequantise_into_model(self, names: Iterable[str]) -> None:
         """Renew the parameters of which ``names`` has the scales; weights come before them."""
         for name in names:
             if name.endswith(SCALES):

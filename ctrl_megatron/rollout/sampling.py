@@ -28,15 +28,15 @@ def stream_seed(seed: int, row: str | int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def numbers_of(
+def next_random_numbers(
     generators: Mapping[int, torch.Generator], rows: int, device: torch.device
 ) -> torch.Tensor:
     """(rows,) float64 in [0, 1) on ``device``: a row's number is the next one of its generator's
     stream; without a generator it is any.
 
     A GPU's generator gives only its seed and its place, from which the device computes the numbers
-    of all rows together (``numbers_at``): a kernel for each row would take longer than a decoding
-    step. It advances by four steps of its counter, as for a draw by a kernel.
+    of all rows together (``random_numbers_at``): a kernel for each row would take longer than a
+    decoding step. It advances by four steps of its counter, as for a draw by a kernel.
     """
     if all(generator.device.type == "cpu" for generator in generators.values()):
         numbers = torch.rand(rows, dtype=torch.float64)
@@ -51,10 +51,10 @@ def numbers_of(
         seeds.append(generator.initial_seed())
         places.append(place)
     streams[:, list(generators)] = torch.tensor((seeds, places))
-    return numbers_at(*streams.to(device, non_blocking=True))
+    return random_numbers_at(*streams.to(device, non_blocking=True))
 
 
-def numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def random_numbers_at(seeds: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """(B,) float64 in [0, 1): the number at ``places`` (B,) of the streams ``seeds`` (B,), int64.
 
     A stream is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"),
@@ -105,12 +105,12 @@ def check_request(
             raise ValueError(f"prompt in row {row} has token ids outside [0, {vocab_size})")
 
 
-def temper(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def tempered_log_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """(B, V) logits -> (B, V) fp32 log-probabilities at the temperature (at 1 when greedy)."""
     return torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
 
 
-def truncate(log_probs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+def truncate_probabilities(log_probs: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """(B, V) probabilities, not renormalised, zero outside top-k and then outside top-p."""
     if top_p >= 1.0 and top_k == -1:
         return log_probs.exp()
@@ -144,10 +144,12 @@ def draw(
     if params.temperature == 0:
         return log_probs.argmax(-1)
     numbers = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in streams]
-    return pick(truncate(log_probs, params.top_p, params.top_k), torch.cat(numbers))
+    return inverse_sample(
+        truncate_probabilities(log_probs, params.top_p, params.top_k), torch.cat(numbers)
+    )
 
 
-def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def inverse_sample(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """(B,) int64 tokens by inversion: the token at whose cumulated (B, V) weight ``numbers`` (B,)
     float64 in [0, 1) lie; the weights need not add up to 1.
 

@@ -26,7 +26,7 @@ from aiohttp import WSMsgType, web
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
-from ctrl_megatron.rollout.callback_stream import stream_of
+from ctrl_megatron.rollout.callback_stream import callback_stream
 from ctrl_megatron.rollout.counters import Counters, WorkMeter
 from ctrl_megatron.rollout.engine import (
     EmbeddedEngine,
@@ -70,7 +70,7 @@ async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
     # Some engines refuse a model only in their first computation.
     await engine.generate([[0]], _PROBE)
     if spec.awaits_weights:
-        engine.await_weights()
+        engine.mark_weights_missing()
     return engine
 
 
@@ -186,7 +186,7 @@ async def stream(
 
     response = web.StreamResponse()
     await response.prepare(request)
-    async with aclosing(stream_of(draw)) as lines:
+    async with aclosing(callback_stream(draw)) as lines:
         async for line in lines:
             await response.write(json.dumps(line).encode() + b"\n")
     return response

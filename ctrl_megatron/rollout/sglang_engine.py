@@ -390,8 +390,8 @@ class SglangEngine:
         if all_awake:
             await self.resume()
 
-    def await_weights(self) -> None:
-        self._state.await_weights()
+    def mark_weights_missing(self) -> None:
+        self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from SGLang's layers, un-fused and gathered.

@@ -33,7 +33,12 @@ with without_collections():
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.parallel.store import install_address_store
 from ctrl_megatron.rollout.held_tensors import HF_NAMES, HeldExperts, held_checksums
-from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_at, pick, truncate_rows
+from ctrl_megatron.rollout.sampling import (
+    DRAWN_ROWS,
+    inverse_sample,
+    random_numbers_at,
+    truncate_rows,
+)
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 
 SAMPLER = "pytorch"
@@ -130,10 +135,10 @@ class SglangSampler(Sampler):
         """(B,) int32 tokens; ``probs`` (B, V) fp32 must not change: log-probs are read from
         them."""
         assert sampling_info.sampling_seed is not None
-        numbers = numbers_at(sampling_info.sampling_seed, positions.to(torch.int64))
+        numbers = random_numbers_at(sampling_info.sampling_seed, positions.to(torch.int64))
         rows = (probs, numbers, sampling_info.top_ps, sampling_info.top_ks)
         drawn = [
-            pick(part if simple_sampling_case else truncate_rows(part, top_p, top_k), own)
+            inverse_sample(part if simple_sampling_case else truncate_rows(part, top_p, top_k), own)
             for part, own, top_p, top_k in zip(*(r.split(DRAWN_ROWS) for r in rows), strict=True)
         ]
         return torch.cat(drawn).to(torch.int32), None
@@ -227,13 +232,13 @@ def leave(self: Any, forget_weights: bool) -> None:
         held["weights"] = _model(self).parameters
     self.ctrl_away = {tag: OffloadedTensors(tensors, keep=False) for tag, tensors in held.items()}
     for away in self.ctrl_away.values():
-        away.leave()
+        away.offload()
 
 
 def come_back(self: Any, tag: str) -> None:
     """RPC: undo ``leave`` for the cache or the weights, which become zeros."""
     if away := self.ctrl_away.pop(tag, None):
-        away.come_back()
+        away.onload()
 
 
 def _model(scheduler: Any) -> Any:

@@ -23,7 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from ctrl_megatron.background import gather_results
 from ctrl_megatron.engine_kinds import BATCHED_TOKENS
-from ctrl_megatron.models.fp8 import written_config
+from ctrl_megatron.models.fp8 import quantization_config
 from ctrl_megatron.parallel import host_memory
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
@@ -75,7 +75,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     }
     chosen |= lora_args(spec.lora)
     if spec.quantised:
-        chosen["hf_overrides"] = {"quantization_config": written_config()}
+        chosen["hf_overrides"] = {"quantization_config": quantization_config()}
     if current_platform.is_cpu():
         # vLLM rewinds the request's generator for a prompt in several parts. CPU generators cannot
         # be rewound, so prompts stay whole.
@@ -331,8 +331,8 @@ class VllmEngine:
         self._state.wake(tags)
         await self._llm.wake_up(list(tags))
 
-    def await_weights(self) -> None:
-        self._state.await_weights()
+    def mark_weights_missing(self) -> None:
+        self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
         """Checksums of the weights read back from vLLM's layers, un-fused and gathered.

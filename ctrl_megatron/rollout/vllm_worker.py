@@ -38,7 +38,7 @@ from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.parallel.store import install_address_store
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
-from ctrl_megatron.rollout.sampling import DRAWN_ROWS, numbers_of, pick
+from ctrl_megatron.rollout.sampling import DRAWN_ROWS, inverse_sample, next_random_numbers
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import checksums, read_model_config
@@ -180,9 +180,9 @@ class SeededSampler(torch.nn.Module):
         else:
             kept = apply_top_k_top_p(logits, k, p)
             weights = partial(torch.softmax, dim=-1, dtype=torch.float32)
-        numbers = numbers_of(generators, len(logits), logits.device)
+        numbers = next_random_numbers(generators, len(logits), logits.device)
         pairs = zip(kept.split(DRAWN_ROWS), numbers.split(DRAWN_ROWS), strict=True)
-        return torch.cat([pick(weights(part), own) for part, own in pairs]), log_probs
+        return torch.cat([inverse_sample(weights(part), own) for part, own in pairs]), log_probs
 
 
 def _is_packed(module: torch.nn.Module) -> bool:

@@ -139,7 +139,7 @@ class WeightState:
         self._missing = ""
         self._one_update = asyncio.Lock()
 
-    def await_weights(self) -> None:
+    def mark_weights_missing(self) -> None:
         """Count the present weights as none, until an update."""
         self._missing = "has no weights yet"
 

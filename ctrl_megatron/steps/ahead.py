@@ -69,7 +69,7 @@ def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     rollout, lengths = worker.config.actor_rollout_ref.rollout, batch["response_mask"].sum(dim=1)
     spans = [spans_of(*one) for one in zip(texts(batch["version"]), lengths.tolist(), strict=True)]
     known = worker.device.versions[worker.role]
-    behind = {span.version: known.behind(span.version) for of in spans for span in of}
+    behind = {span.version: known.versions_behind(span.version) for of in spans for span in of}
     if max(behind.values(), default=0) > rollout.staleness:
         raise RuntimeError(
             f"samples are {min(behind.values())} to {max(behind.values())} updates old, and at "
@@ -105,7 +105,7 @@ class SavedDraws:
         limit = worker.config.actor_rollout_ref.rollout.staleness
         worker.device.version(worker.role, worker.step)  # has a name from now on
         return {
-            "versions": worker.device.versions[worker.role].last(limit + 1),
+            "versions": worker.device.versions[worker.role].last_step_numbers(limit + 1),
             "draws": [self._state(draw) for draw in self._there(begun)],
         }
 

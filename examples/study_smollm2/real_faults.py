@@ -21,7 +21,7 @@ from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.evalplus import human_eval_problem
 from ctrl_megatron.preparation.mutants import Mutant, Split
-from ctrl_megatron.preparation.mutations import mutations, named_edit
+from ctrl_megatron.preparation.mutations import mutations, smallest_edit
 from ctrl_megatron.preparation.published import Dropped
 from ctrl_megatron.prompts import extract_code, fenced
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
@@ -203,7 +203,7 @@ def known_faults(
     split: Split = "train",
 ) -> list[Mutant]:
     """The wrong programs that one edit turns into a right program of the same problem, with the
-    smallest such edit (``named_edit``).
+    smallest such edit (``smallest_edit``).
     """
     of_problem: dict[str, list[str]] = {}
     for attempt in right:
@@ -211,7 +211,7 @@ def known_faults(
     found = []
     for attempt in wrong:
         code = code_of(attempt)
-        edits = [named_edit(other, code) for other in of_problem.get(attempt.problem.id, ())]
+        edits = [smallest_edit(other, code) for other in of_problem.get(attempt.problem.id, ())]
         known = [edit for edit in edits if edit is not None]
         if known and attempt.pass_rate is not None:
             expression, repair = min(known, key=lambda edit: (sum(map(len, edit)), edit))

@@ -30,9 +30,9 @@ from ctrl_megatron.eval.resampling import (
 from ctrl_megatron.eval.results import CriticResult, evaluate_turns
 from ctrl_megatron.eval.transcripts import Turn, transcript_part_file, turn_from_json
 from ctrl_megatron.metrics.json_lines import read_json_lines
-from ctrl_megatron.preparation.mutations import occurrences
+from ctrl_megatron.preparation.mutations import count_occurrences
 from ctrl_megatron.prompts import extract_code
-from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_rate
+from ctrl_megatron.rewards.copying import COPYING_THRESHOLD, copied_line_share
 from examples.study_smollm2.plan import (
     ARMS,
     CRITIQUES,
@@ -307,7 +307,7 @@ def _copied_of(turn: Turn) -> float:
 
 @cache
 def _copied(critique: str, revision: str) -> float:
-    return copied_rate(critique, extract_code(revision))
+    return copied_line_share(critique, extract_code(revision))
 
 
 def without_copies(turns: Iterable[Turn]) -> list[Turn]:
@@ -360,7 +360,7 @@ def edited(turn: Turn) -> str | None:
     one that changes nothing or has no single place.
     """
     edit, code = asked_edit(turn.critique), extract_code(turn.solution)
-    if edit is None or edit[0] == edit[1] or occurrences(code, edit[0]) != 1:
+    if edit is None or edit[0] == edit[1] or count_occurrences(code, edit[0]) != 1:
         return None
     return code.replace(*edit)
 

@@ -61,10 +61,10 @@ def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
         onload=lambda *_: None,
         offload=lambda *_: None,
         places=lambda: shards,
-        where_it_is=lambda tensor: tensor,
+        current_tensor=lambda tensor: tensor,
         groups=SimpleNamespace(layout=layout, place=place, rank=rank),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),
-        optimization=SimpleNamespace(owned=lambda: owned),
+        optimization=SimpleNamespace(owned_ranges=lambda: owned),
     )
 
 

@@ -199,7 +199,9 @@ def test_attention_that_transformer_engine_does_not_compute_is_reported(
     ):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(attention_kernel, "_version", lambda _, module: installed.get(module))
-    monkeypatch.setattr(attention_kernel, "kernel_on", attention_kernel.kernel_on.__wrapped__)
+    monkeypatch.setattr(
+        attention_kernel, "attention_kernel_on", attention_kernel.attention_kernel_on.__wrapped__
+    )
     monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
     provider = kernels._attention("megatron.core.extensions.TEDotProductAttention", dtype)
     monkeypatch.setattr(kernels, "providers", lambda kind: {"attention": provider})

@@ -107,7 +107,9 @@ def _adapted_run(
         still = [w.detach() for p, w in policy.shards() if not p.trained]
         assert all(map(torch.equal, still, result.pop("frozen")))
         elements = sum(w.numel() for p, w in policy.shards() if p.trained)
-        held = sum(t.numel() for own in policy.optimization.owned() for t in own.tensors.values())
+        held = sum(
+            t.numel() for own in policy.optimization.owned_ranges() for t in own.tensors.values()
+        )
         assert held <= 2 * elements
         found[name] = result
     return found

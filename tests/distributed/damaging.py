@@ -171,10 +171,10 @@ def skip_an_update(
         return model
 
     model, other = make(), make()
-    before, steps = state_of(model), model.optimization.steps()
+    before, steps = state_of(model), model.optimization.step_counts()
     assert model.step(mine(bad), policy_loss) == {}
     assert_equal_states(before, state_of(model))
-    assert model.optimization.steps() == steps and model.updates == 1
+    assert model.optimization.step_counts() == steps and model.updates == 1
     skipped = model.take_skipped()
     assert model.take_skipped() == [] == other.take_skipped()
     good = [one.step(mine(batch), policy_loss) for one in (model, other)]

@@ -107,7 +107,7 @@ def keep(
                     saved.mkdir(parents=True)
                 groups.barrier()
                 save_sharded(policy, saved)
-                assert policy.away
+                assert policy.offloaded_parts
             metrics.append(policy.step(mine, policy_loss))
         save(policy, "after")
         resumed = model()
@@ -229,8 +229,8 @@ def refuse(rank: int, directory: str) -> str:
     from ctrl_megatron.errors import UserError
     from ctrl_megatron.models import fsdp
 
-    attend = fsdp.attend
-    fsdp.attend = lambda q, k, v, packed, scale: attend(q, k, v, packed, 2 * scale)
+    attend = fsdp.attend_packed
+    fsdp.attend_packed = lambda q, k, v, packed, scale: attend(q, k, v, packed, 2 * scale)
     groups = start({})
     with pytest.raises(UserError) as refused:
         make_policy(groups, directory, strategy="fsdp")

@@ -99,7 +99,7 @@ def save_and_go_on(
                 # Nothing comes back for what is saved from host memory.
                 model.offload("weights", "gradients", "optimizer")
                 save(model, Path(out) / f"{spec}_away" / name)
-                assert model.away == {"weights", "gradients", "optimizer"}
+                assert model.offloaded_parts == {"weights", "gradients", "optimizer"}
                 model.onload("weights", "optimizer")
                 copy = load(case, folder)
                 assert_equal_states(state_of(model), state_of(copy))
@@ -142,11 +142,11 @@ def keep_buffers(rank: int, layout: dict, directory: str, batch: dict, out: str)
             ),
         )
 
-    build, known, groups = megatron.build_chunks, rules.rules, start(layout)
+    build, known, groups = megatron.build_chunks, rules.param_rules, start(layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron, "build_chunks", with_buffers)
         for module in (rules, shards, plan):
-            patch.setattr(module, "rules", with_rule)
+            patch.setattr(module, "param_rules", with_rule)
         make = partial(
             make_policy, groups, directory, optimizer=OPTIMIZER, token_budget=64, dtype="bfloat16"
         )

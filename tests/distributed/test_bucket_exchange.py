@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny
 from world import run_world
 
-from ctrl_megatron.models.fp8 import SCALES, largest_of_blocks, quantise, scales_of
+from ctrl_megatron.models.fp8 import SCALES, block_maxima, block_scales, quantise
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 
 
@@ -40,7 +40,7 @@ def test_weights_arrive_in_8_bits(
     for name, tensor in load_file(directory / "model.safetensors").items():
         wanted[name] = tensor
         if "_proj.weight" in name:
-            scales = scales_of(largest_of_blocks(tensor, (0, 0)))
+            scales = block_scales(block_maxima(tensor, (0, 0)))
             wanted |= {name: quantise(tensor, scales, (0, 0)), name + SCALES: scales}
     found = run_world(
         "push_quantised",

@@ -46,12 +46,12 @@ def train(
                         save_sharded(policy, saved)
                     metrics.append(policy.step(mine, policy_loss))
                     resting = policy.optimization.on_host
-                    assert bool(resting) == on_host and all(part.away for part in resting)
+                    assert bool(resting) == on_host and all(part.is_offloaded for part in resting)
                 resumed = make_policy(groups, directory, **options, **case)
                 load_sharded(resumed, saved)
                 metrics.append(resumed.step(mine, policy_loss))
                 kept[on_host] = [*_state(policy), *_state(resumed)]
-                found.setdefault(name, []).append([metrics, policy.optimization.steps()])
+                found.setdefault(name, []).append([metrics, policy.optimization.step_counts()])
             assert len(kept[True]) == len(kept[False])
             assert all(torch.equal(a, b) for a, b in zip(kept[True], kept[False], strict=True))
             # One part would be the state itself, which comes and goes.
@@ -61,5 +61,5 @@ def train(
 
 def _state(policy: Any) -> list[torch.Tensor]:
     weights = [weight.detach().clone() for weight in policy.strategy.weights()]
-    owned = [t for one in policy.optimization.owned() for t in one.tensors.values()]
-    return [*weights, *(policy.where_it_is(tensor).clone() for tensor in owned)]
+    owned = [t for one in policy.optimization.owned_ranges() for t in one.tensors.values()]
+    return [*weights, *(policy.current_tensor(tensor).clone() for tensor in owned)]

@@ -85,7 +85,7 @@ def push_shards(
     from ctrl_megatron.parallel.placement import place_engines
     from ctrl_megatron.resharding import buckets as exchange
     from ctrl_megatron.resharding.plan import EngineCut, EngineLayout
-    from ctrl_megatron.resharding.push import read_whole
+    from ctrl_megatron.resharding.push import checksum_whole_weights
     from ctrl_megatron.resharding.sources import ModelSource
     from ctrl_megatron.resharding.transports import sender_class
     from ctrl_megatron.rollout.transports.cuda_ipc import CudaIpcReceiver
@@ -181,7 +181,7 @@ def push_shards(
             assert [n for n in engines.waited if n in full] == full[:-3]
             engines.read(full[-1])
         if engines.offered[0].unseen:
-            read_whole(source, sender, engines if here else None)  # type: ignore[arg-type]
+            checksum_whole_weights(source, sender, engines if here else None)  # type: ignore[arg-type]
         got = engines.got
         found.append(got)
         with torch.no_grad():

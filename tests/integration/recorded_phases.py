@@ -48,8 +48,8 @@ def record_phases(stop_at: int) -> list[str]:
     note(ParallelModel, "__init__", lambda *_: "build")
     # Whatever they need has come back by then.
     note(ParallelModel, "_micro_batches", lambda *_, **__: "pass")
-    note(OffloadedTensors, "leave", lambda m: "offload" if storages_of(m._tensors()) else None)
-    note(OffloadedTensors, "come_back", lambda memory: "onload" if memory.away else None)
+    note(OffloadedTensors, "offload", lambda m: "offload" if storages_of(m._tensors()) else None)
+    note(OffloadedTensors, "onload", lambda memory: "onload" if memory.is_offloaded else None)
     note(CheckpointStore, "save", lambda *_: "save")
     note(CheckpointStore, "load", lambda *_, **__: "load")
     note(RemoteEngine, "sleep", lambda _, level: f"sleep {level}")

@@ -130,7 +130,7 @@ def test_what_has_been_trained_is_saved_whole(
         (
             "ctrl_megatron.commands.prepare_data",
             ["--format", "ctrl", "--input", "problems.jsonl", "--out", "new"],
-            Interrupt("ctrl_megatron.commands.prepare_data:select", TERM),
+            Interrupt("ctrl_megatron.commands.prepare_data:select_problems", TERM),
         ),
     ],
     ids=["converting", "exporting", "reading"],

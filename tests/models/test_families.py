@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
-from ctrl_megatron.models.rules import hf_shapes, rules
+from ctrl_megatron.models.rules import hf_shapes, param_rules
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, check_split, shard_params
 from ctrl_megatron.parallel.layout import Layout
@@ -370,4 +370,4 @@ def test_every_row_of_the_table_is_used_by_some_stage(name: str) -> None:
     names = [param.name for _, _, _, param in shards(shape, layout)]
     local = [re.sub(r"layers\.\d+\.", "layers.{i}.", name) for name in names]
     seen = {re.sub(r"local_experts\.\d+\.", "local_experts.{e}.", name) for name in local}
-    assert {rule.megatron for rule in rules(shape)} == seen
+    assert {rule.megatron for rule in param_rules(shape)} == seen

@@ -17,14 +17,14 @@ from ctrl_megatron.models.fp8 import (
     BLOCK,
     FP8,
     SCALES,
+    block_maxima,
+    block_scales,
     dequantise,
     divided_blocks,
-    largest_of_blocks,
     quantise,
     quantised_specs,
-    scales_of,
-    update_largest,
-    written_config,
+    quantization_config,
+    update_block_maxima,
 )
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
@@ -61,7 +61,7 @@ def by_hand(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = scales_of(largest_of_blocks(weight, (0, 0)))
+    scales = block_scales(block_maxima(weight, (0, 0)))
     return quantise(weight, scales, (0, 0)), scales
 
 
@@ -99,8 +99,8 @@ def test_parts_have_the_bytes_of_the_whole(data: st.DataObject, rows: int, colum
     expected, wanted = whole(weight)
     largest = torch.zeros(wanted.shape)
     for start, part in parts:
-        update_largest(largest, largest_of_blocks(part, start), start)
-    scales = scales_of(largest)
+        update_block_maxima(largest, block_maxima(part, start), start)
+    scales = block_scales(largest)
     assert torch.equal(scales, wanted)
     for (top, left), part in parts:
         own = quantise(part, scales, (top, left)).view(torch.uint8)
@@ -138,7 +138,9 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     found, scales = whole(torch.randn(200, 150, generator=torch.Generator().manual_seed(2)))
     save_file({name: found, name + SCALES: scales}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": written_config()}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"quantization_config": quantization_config()})
+    )
     read = SafetensorsDirectory(tmp_path).read(name)
     assert torch.equal(read, dequantise(found, scales, (0, 0), BLOCK))
 

@@ -65,12 +65,12 @@ def test_copies_lie_behind_each_other_and_later_tensors_get_a_block_of_their_own
     wanted = [tensor.clone() for tensor in tensors]
     away = OffloadedTensors(lambda: tensors, keep=True)
     for _ in range(2):
-        away.leave()
+        away.offload()
         views = [away.host_view(tensor) for tensor in tensors]
         assert all(v is not None and v.equal(w) for v, w in zip(views, wanted, strict=True))
         storages = {v.untyped_storage().data_ptr() for v in views if v is not None}
         assert len(storages) == len(tensors) - 1
-        away.come_back()
+        away.onload()
         assert all(t.equal(w) for t, w in zip(tensors, wanted, strict=True))
         # An optimizer's moments do the same.
         if len(tensors) == 2:

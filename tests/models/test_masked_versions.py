@@ -90,7 +90,7 @@ def test_every_response_token_is_predicted_where_it_is_masked(
             assert float(summed[local, column]) == pytest.approx(sum(own), rel=1e-6)
         assert int((summed > 0).sum()) == len(weights)
         layout = micro.packed.layout
-        assert not layout.causal and not layout.shares
+        assert not layout.causal and not layout.shares_prefix
         assert [(s.start, s.end) for s in layout.segments][: len(bounds)] == bounds
 
 

@@ -17,10 +17,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from ctrl_megatron.models import attention, attention_kernel
 from ctrl_megatron.models.packed_layout import (
     PackedLayout,
-    by_rank,
-    in_order,
-    lay_out,
+    build_packed_layout,
     layout_params,
+    reorder_by_rank,
+    reorder_by_token,
 )
 
 Groups = list[tuple[int, list[int]]]
@@ -70,7 +70,7 @@ def by_definition(groups: Groups, filler: int) -> tuple[torch.Tensor, list[int],
 @example(RAGGED, 2)
 def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
     sees, positions, rows = by_definition(groups, filler)
-    layout = lay_out(groups, filler=filler)
+    layout = build_packed_layout(groups, filler=filler)
     params = layout_params(layout, CPU)
     assert layout.tokens == len(positions)
     assert layout.pairs == int(sees.sum())
@@ -87,8 +87,8 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
         for query in range(a, b):
             found[query, index[c : d - (b - query) + 1]] = True
     assert torch.equal(found, sees)
-    assert layout.shares == (params.key_index is not None)
-    if not layout.shares:
+    assert layout.shares_prefix == (params.key_index is not None)
+    if not layout.shares_prefix:
         assert index.tolist() == list(range(layout.tokens))
     # Megatron's rotary embedding takes everything for one sequence with a row per token.
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, layout.tokens]
@@ -141,7 +141,7 @@ def by_flash(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
 
 def built_with_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
     """Through Megatron's slot for Transformer Engine's attention."""
-    kernel = attention.over_shared_prefixes(te_stand_ins.DotProductAttention)
+    kernel = attention.shared_prefix_attention_class(te_stand_ins.DotProductAttention)
     config = SimpleNamespace(
         num_attention_heads=q.shape[1],
         num_query_groups=k.shape[1],
@@ -158,14 +158,14 @@ def built_with_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) 
 
 def by_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernel, "kernel_on", lambda *_: "transformer_engine")
+        patch.setattr(attention_kernel, "attention_kernel_on", lambda *_: "transformer_engine")
         return built_with_transformer_engine(q, k, v, layout)
 
 
 def beside_transformer_engine(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
     """In layers of other libraries, as those of ``strategy=fsdp``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_kernel, "kernel_on", lambda *_: "transformer_engine")
+        patch.setattr(attention_kernel, "attention_kernel_on", lambda *_: "transformer_engine")
         patch.setattr(attention.varlen, "varlen_attn", te_stand_ins.varlen_attn)
         return by_segments(q, k, v, layout)
 
@@ -179,7 +179,7 @@ def in_its_place(kernel: str) -> Callable[..., torch.Tensor]:
 
     def compute(q: Any, k: Any, v: Any, layout: PackedLayout) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention_kernel, "kernel_on", lambda *_: kernel)
+            patch.setattr(attention_kernel, "attention_kernel_on", lambda *_: kernel)
             patch.setattr(te_stand_ins.DotProductAttention, "forward", never)
             patch.setattr(attention.varlen, "varlen_attn", te_stand_ins.varlen_attn)
             return built_with_transformer_engine(q, k, v, layout)
@@ -211,16 +211,16 @@ def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
     all tokens."""
     if not causal:
         groups = [(prompt, [n]) for prompt, responses in groups for n in responses]
-    tokens = lay_out(groups).tokens
-    whole = lay_out(groups, filler=-tokens % (2 * ranks), causal=causal)
+    tokens = build_packed_layout(groups).tokens
+    whole = build_packed_layout(groups, filler=-tokens % (2 * ranks), causal=causal)
     *parts, given_back = random_inputs(whole, torch.float64)
     sees = by_definition(groups, -tokens % (2 * ranks))[0]
     if not causal:
         sees = sees | sees.T
     wanted = dense(*parts, sees)
     gradients = torch.autograd.grad(wanted, parts, given_back)
-    order = by_rank(torch.arange(whole.tokens), ranks)
-    assert torch.equal(in_order(order, ranks), torch.arange(whole.tokens))
+    order = reorder_by_rank(torch.arange(whole.tokens), ranks)
+    assert torch.equal(reorder_by_token(order, ranks), torch.arange(whole.tokens))
     summed = [torch.zeros_like(x) for x in parts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_TOGETHER", 3)
@@ -228,7 +228,7 @@ def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
         for own in order.chunk(ranks):
             pieces = [range(int(piece[0]), int(piece[-1]) + 1) for piece in own.chunk(2)]
             assert [token for piece in pieces for token in piece] == own.tolist()
-            layout, seen = whole.seen_by(pieces)
+            layout, seen = whole.restricted_to_queries(pieces)
             query, key, value = parts
             found = compute(query[own], key[seen], value[seen], layout)
             torch.testing.assert_close(found, wanted[own], rtol=0, atol=1e-12)
@@ -250,7 +250,7 @@ def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
 def test_every_way_of_attention_is_the_formula(
     compute: Callable[..., torch.Tensor], groups: Groups, filler: int, apart: int, value_width: int
 ) -> None:
-    layout = lay_out(groups, filler=filler)
+    layout = build_packed_layout(groups, filler=filler)
     sees = by_definition(groups, filler)[0]
     *parts, given_back = random_inputs(layout, torch.float64, value_width)
     wanted = dense(*parts, sees)
@@ -271,7 +271,9 @@ def test_every_way_of_attention_is_the_formula(
 def test_in_a_layout_that_is_not_causal_every_token_sees_its_whole_sequence(
     compute: Callable[..., torch.Tensor], lengths: list[int], filler: int
 ) -> None:
-    layout = lay_out([(1, [length - 1]) for length in lengths], filler=filler, causal=False)
+    layout = build_packed_layout(
+        [(1, [length - 1]) for length in lengths], filler=filler, causal=False
+    )
     sizes = [*lengths, *([filler] if filler else [])]
     sees = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool()
     assert layout.pairs == int(sees.sum())
@@ -288,11 +290,11 @@ def test_in_a_layout_that_is_not_causal_every_token_sees_its_whole_sequence(
 
 def test_only_causal_layouts_share_prompts() -> None:
     with pytest.raises(ValueError, match="only in causal layouts"):
-        lay_out([(3, [2, 2])], causal=False)
+        build_packed_layout([(3, [2, 2])], causal=False)
 
 
 def test_gradcheck() -> None:
-    layout = lay_out([(2, [2, 1]), (1, [1])])
+    layout = build_packed_layout([(2, [2, 1]), (1, [1])])
     whole = random_inputs(layout, torch.float64)
     parts = [
         part.detach()[:, :heads, :width].requires_grad_()
@@ -306,7 +308,7 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
 def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float, value_width: int) -> None:
     groups: Groups = [(150, [70, 64, 1, 0, 33]), (40, [120]), (5, [6, 7])]
-    layout, sees = lay_out(groups), by_definition(groups, 0)[0]
+    layout, sees = build_packed_layout(groups), by_definition(groups, 0)[0]
     *parts, given_back = random_inputs(layout, dtype, value_width)
     exact = [part.detach().double().requires_grad_() for part in parts]
     found = by_segments(*parts, layout)
@@ -325,7 +327,7 @@ def test_rounding_is_that_of_the_type(dtype: torch.dtype, bound: float, value_wi
 def test_rows_of_their_own_are_computed_as_without_sharing() -> None:
     """By torch's causal kernel, sequence by sequence, to the last bit; gradients to rounding."""
     lengths = [(4, [13]), (1, [1]), (90, [40])]
-    layout = lay_out(lengths)
+    layout = build_packed_layout(lengths)
     assert [(s.start, s.end) for s in layout.segments] == [(0, 17), (17, 19), (19, 149)]
     *parts, given_back = random_inputs(layout, torch.float32)
     found, alone = by_segments(*parts, layout), by_masks(*parts, layout)

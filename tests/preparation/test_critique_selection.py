@@ -13,7 +13,7 @@ import pytest
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import StageJournal
-from ctrl_megatron.preparation.leaks import leak_of
+from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     Shares,
@@ -105,7 +105,7 @@ def test_the_hint_of_a_program_shows_its_case_in_short() -> None:
     ],
 )
 def test_what_a_critique_gives_away(critique: str, leak: str) -> None:
-    assert leak_of(critique, attempt()) == leak
+    assert find_leak(critique, attempt()) == leak
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ def test_a_value_of_a_test_is_found_in_prose(test: str, critique: str) -> None:
     case = {"input": {"stdin": f"1\n{test}"}, "output": {"stdout": "alpha 1\nbeta 2\ngamma 3"}}
     tests = json.dumps([case]) if test[0].isdigit() else (test,)
     tried = attempt(problem=replace(FUNCTION, selected_uts=tests))
-    assert leak_of(f"Analysis: {critique}\nOverall judgment: Incorrect", tried)
+    assert find_leak(f"Analysis: {critique}\nOverall judgment: Incorrect", tried)
 
 
 def test_a_value_within_a_longer_word_or_number_is_none() -> None:
     values = ("assert total([1234, 'rose']) == 84",)
     tried = attempt(problem=replace(FUNCTION, selected_uts=values))
-    assert leak_of("It prose-like adds 12345 to 91234, as prosecuted.", tried) == ""
-    assert leak_of("It fails for `rose`.", tried) == "quotes a value of a test"
+    assert find_leak("It prose-like adds 12345 to 91234, as prosecuted.", tried) == ""
+    assert find_leak("It fails for `rose`.", tried) == "quotes a value of a test"
 
 
 def test_what_the_attempt_says_itself_is_no_leak() -> None:
     own = attempt("def total(values):\n    return min(sum(values), 1000) + 4711")
-    assert leak_of("It adds 4711 to `return min(sum(values), 1000)`.", own) == ""
-    assert leak_of("It prints 4711.", attempt(problem=PROGRAM)) == "quotes a value of a test"
+    assert find_leak("It adds 4711 to `return min(sum(values), 1000)`.", own) == ""
+    assert find_leak("It prints 4711.", attempt(problem=PROGRAM)) == "quotes a value of a test"
 
 
 def draft(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.preparation.mutations import Mutation, mutations, occurrences
+from ctrl_megatron.preparation.mutations import Mutation, count_occurrences, mutations
 from ctrl_megatron.preparation.problem_files import read_problems
 
 PROBLEMS = Path(__file__).parents[2] / "examples/problems"
@@ -19,7 +19,7 @@ def check(code: str, mutation: Mutation) -> None:
     """One expression differs, and who knows it can put the program right."""
     assert mutation.code != code and mutation.wrong != mutation.right
     assert len(mutation.wrong) >= 5 and "\n" not in mutation.wrong + mutation.right
-    assert occurrences(mutation.code, mutation.wrong) == 1
+    assert count_occurrences(mutation.code, mutation.wrong) == 1
     assert mutation.code.replace(mutation.wrong, mutation.right) == code
     ast.parse(mutation.code)
     before, after = code.split("\n"), mutation.code.split("\n")
@@ -70,7 +70,7 @@ def test_every_mutant_of_a_random_program_is_one_edit(expressions: list[str]) ->
 
 def test_an_expression_that_overlaps_itself_is_not_named() -> None:
     # "a + a" begins twice in "a + a + a"; put right at its first place it would be another program.
-    assert (occurrences("a + a + a", "a + a"), "a + a + a".count("a + a")) == (2, 1)
+    assert (count_occurrences("a + a + a", "a + a"), "a + a + a".count("a + a")) == (2, 1)
     code = "def f(a, b):\n    return b + a + a"
     for mutation in mutations(code):
         check(code, mutation)

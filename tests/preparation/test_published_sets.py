@@ -22,7 +22,12 @@ from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.preparation.evalplus import unrolled_tests
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.problem_files import own_record, read_problems
-from ctrl_megatron.preparation.published import Limits, number_of_tests, read_published, select
+from ctrl_megatron.preparation.published import (
+    Limits,
+    number_of_tests,
+    read_published,
+    select_problems,
+)
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.rewards.grading import grading_job, request_verdict
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -547,7 +552,7 @@ def numbered(number: int, statement: str, **fields: Any) -> Problem:
 
 def test_selection_counts_every_reason() -> None:
     text = "Write a function that returns the sum of all even numbers of a list {}."
-    kept, dropped = select(
+    kept, dropped = select_problems(
         [
             numbered(0, text.format("")),
             numbered(1, text.format("given")),
@@ -568,7 +573,7 @@ def test_selection_counts_every_reason() -> None:
         "harder than level 3": ["p/4"],
         "reference longer than 40 characters": ["p/5"],
     }
-    assert [p.id for p in select(kept, Limits(min_tests=3))[0]] == []
+    assert [p.id for p in select_problems(kept, Limits(min_tests=3))[0]] == []
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
@@ -577,7 +582,9 @@ def test_test_sets_that_share_ids_leave_out_what_each_does(copies: int) -> None:
     # 8 and 11 shingles, 3 of them shared: 3 / 16, far below 0.7.
     other = "return the sum of all even numbers in a tuple of floats"
     tests = [numbered(9, text)] * copies + [numbered(9, "Reverse the order of the words of it.")]
-    kept, dropped = select([numbered(0, text), numbered(1, other)], Limits(), against=tests)
+    kept, dropped = select_problems(
+        [numbered(0, text), numbered(1, other)], Limits(), against=tests
+    )
     assert [p.id for p in kept] == ["p/1"]
     assert dropped.reasons == {"nearly a problem of a test set": ["p/0 (p/9)"]}
 
@@ -650,7 +657,7 @@ def test_all_rows_of_the_real_sets_load(kind: str, tmp_path: Path) -> None:
     read, dropped = read_published(kind, [SHARED / file], check=False)
     assert len(read) == count and not dropped.reasons
     assert all(number_of_tests(problem) >= 1 and problem.reference for problem in read)
-    few = select(read[:: count // 8], Limits(max_tests=8))[0]
+    few = select_problems(read[:: count // 8], Limits(max_tests=8))[0]
     assert judged([(p, p.reference) for p in few]) == [1.0] * len(few)
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps(own_record(read[0])) + "\n")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.preparation.mutations import mutations, named_edit, occurrences
+from ctrl_megatron.preparation.mutations import count_occurrences, mutations, smallest_edit
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.prompts import fenced
 from ctrl_megatron.types import Attempt, Verdict
@@ -41,9 +41,9 @@ def test_a_mutation_is_named_by_an_edit_that_undoes_it(right: str, choice: int) 
     every = mutations(right)
     if every:
         mutation = every[choice % len(every)]
-        edit = named_edit(right, mutation.code)
+        edit = smallest_edit(right, mutation.code)
         assert edit is not None
-        assert occurrences(mutation.code, edit[0]) == 1
+        assert count_occurrences(mutation.code, edit[0]) == 1
         assert mutation.code.replace(*edit) == right
         # As short as the expression of the mutation, whose edit is the same.
         assert len(edit[0]) <= len(mutation.wrong)
@@ -64,7 +64,7 @@ def test_a_mutation_is_named_by_an_edit_that_undoes_it(right: str, choice: int) 
 )
 def test_edits_of_programs(right: str, wrong: str, edit: tuple[str, str] | None) -> None:
     head = "def f(a, b):\n    "
-    assert named_edit(head + right, head + wrong) == edit
+    assert smallest_edit(head + right, head + wrong) == edit
 
 
 def test_tidy_programs_mean_the_same_and_have_nothing_that_repeats_the_problem() -> None:

@@ -32,8 +32,8 @@ ALL = ("weights", "gradients", "optimizer")
 class OneRank:
     """``ProcessGroups`` of a single process, without torch.distributed; counts its meetings."""
 
-    is_first_here, rank, size = True, 0, 1
-    here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
+    is_first_of_host, rank, size = True, 0, 1
+    host_index, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
     def __init__(self) -> None:
         self.meetings = 0
@@ -41,10 +41,10 @@ class OneRank:
     def barrier(self) -> None:
         self.meetings += 1
 
-    def from_first_here(self, value: Any) -> Any:
+    def from_first_of_host(self, value: Any) -> Any:
         return value
 
-    def from_here(self, value: Any) -> dict[int, Any]:
+    def from_host(self, value: Any) -> dict[int, Any]:
         return {0: value}
 
     def from_all(self, value: Any) -> list[Any]:
@@ -62,33 +62,33 @@ class NotedModel:
     name: str
     events: list[str]
     take_device: Callable[[], None]
-    away: set[str] = field(default_factory=set)
+    offloaded_parts: set[str] = field(default_factory=set)
     updates: int = 0
 
     def offload(self, *parts: str) -> None:
-        for part in set(parts) - self.away:
-            self.away.add(part)
+        for part in set(parts) - self.offloaded_parts:
+            self.offloaded_parts.add(part)
             self.events.append(f"{self.name} {part} leave")
 
     def onload(self, *parts: str) -> None:
         self.take_device()
-        for part in set(parts) & self.away:
-            self.away.remove(part)
+        for part in set(parts) & self.offloaded_parts:
+            self.offloaded_parts.remove(part)
             self.events.append(f"{self.name} {part} back")
 
 
 class Zeros:
     """A ``WeightSource`` of zeros in one bucket."""
 
-    layout = EngineLayout(dtype="float32", bucket_bytes=1 << 20)
-    shape, train, te_names, kept = model(hidden=64, layers=1), Layout(), False, False
+    engine_layout = EngineLayout(dtype="float32", bucket_bytes=1 << 20)
+    shape, trainer_layout, te_names, kept = model(hidden=64, layers=1), Layout(), False, False
     specs = hf_specs(shape, "float32")
 
     def __init__(self, model: NotedModel | None) -> None:
         self.model = model
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
-        assert self.model is None or "weights" not in self.model.away
+        assert self.model is None or "weights" not in self.model.offloaded_parts
         return torch.zeros(rectangle.piece.extent)
 
 

@@ -36,25 +36,25 @@ NUMBERS = {spec.name: float(number) for number, spec in enumerate(SPECS)}
 class OneRank:
     """``ProcessGroups`` of a single process, without torch.distributed."""
 
-    is_first_here, rank, size = True, 0, 1
+    is_first_of_host, rank, size = True, 0, 1
 
     def barrier(self) -> None:
         """There is no other rank to wait for."""
 
-    here, hosts = 0, Hosts(names=("here",), of_rank=(0,))
+    host_index, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
     def from_all(self, value: Any) -> list[Any]:
         return [value]
 
-    def from_here(self, value: Any) -> dict[int, Any]:
+    def from_host(self, value: Any) -> dict[int, Any]:
         return {0: value}
 
 
 class Numbers:
     """A ``WeightSource`` whose tensors have one value each."""
 
-    layout = EngineLayout(dtype="float32", bucket_bytes=60_000)
-    shape, train, te_names, specs = SHAPE, Layout(), False, SPECS
+    engine_layout = EngineLayout(dtype="float32", bucket_bytes=60_000)
+    shape, trainer_layout, te_names, specs = SHAPE, Layout(), False, SPECS
     model, kept = None, False
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_host_memory_is_page_locked_while_it_is_mapped(monkeypatch: pytest.Monke
                 list(receiver.tensors(bucket.chunk))
 
     class Large(Numbers):
-        layout = EngineLayout(dtype="float32", bucket_bytes=1 << 22)
+        engine_layout = EngineLayout(dtype="float32", bucket_bytes=1 << 22)
 
     class Kept(Numbers):
         kept = True

@@ -12,7 +12,7 @@ from reward_samples import ScriptedSandbox, function_row
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.rewards import RewardItem, RewardModelForCritic, RewardSum, Scores, make_reward
-from ctrl_megatron.rewards.copying import copied_rate as share_of_lines
+from ctrl_megatron.rewards.copying import copied_line_share as share_of_lines
 from ctrl_megatron.rewards.grading import program_of
 
 CODE = "def add(a, b):\n    total = a + b\n    return total * 1\n"

@@ -83,11 +83,11 @@ def test_faults_and_time_outs_are_not_remembered(tmp_path: Path) -> None:
 def test_the_oldest_go_when_the_file_is_full(tmp_path: Path) -> None:
     kept = VerdictCache(tmp_path / "cache.db", capacity=3)
     for number in range(10):
-        kept.remember(str(number), verdict())
-        kept.remember(str(number), verdict((True,)))  # there already
+        kept.store(str(number), verdict())
+        kept.store(str(number), verdict((True,)))  # there already
         assert len(kept) <= 3
-    assert [kept.recall(str(number)) for number in range(7)] == [None] * 7
-    assert [kept.recall(str(number)) for number in (7, 8, 9)] == [verdict()] * 3
+    assert [kept.get_stored(str(number)) for number in range(7)] == [None] * 7
+    assert [kept.get_stored(str(number)) for number in (7, 8, 9)] == [verdict()] * 3
     with pytest.raises(ValueError, match="capacity"):
         VerdictCache(tmp_path / "other.db", capacity=0)
 
@@ -97,9 +97,9 @@ def test_the_bytes_of_a_cache_are_bounded(tmp_path: Path) -> None:
     long = Verdict(passed=(False,), total=1, detail=("x" * 2000,))
     with closing(VerdictCache(path, capacity_bytes=1 << 20)) as kept:
         for number in range(2000):
-            kept.remember(str(number), long)
+            kept.store(str(number), long)
         assert 100 < len(kept) < 600
-        assert kept.recall("1999") == long and kept.recall("0") is None
+        assert kept.get_stored("1999") == long and kept.get_stored("0") is None
     assert path.stat().st_size < 2 << 20
     with pytest.raises(ValueError, match="capacity_bytes"):
         VerdictCache(capacity_bytes=1)
@@ -173,7 +173,7 @@ def make_newer(path: Path) -> None:
 def make_damaged(path: Path) -> None:
     kept = VerdictCache(path)
     for number in range(200):
-        kept.remember(str(number), verdict((True, False) * 50))
+        kept.store(str(number), verdict((True, False) * 50))
     kept.close()
     data = bytearray(path.read_bytes())
     data[4096:20480] = b"\xff" * 16384
@@ -183,7 +183,7 @@ def make_damaged(path: Path) -> None:
 def make_cut(path: Path) -> None:
     kept = VerdictCache(path)
     for number in range(200):
-        kept.remember(str(number), verdict((True, False) * 50))
+        kept.store(str(number), verdict((True, False) * 50))
     kept.close()
     path.write_bytes(path.read_bytes()[:10000])
 
@@ -255,9 +255,9 @@ def named(name):
 def work(path, me):
     store = VerdictCache(path, capacity=1000)
     for number in range(10):
-        store.remember(f"{me}/{number}", named(f"{me}:{number}"))
-        store.remember(f"both/{number}", named("both"))
-        assert store.recall(f"{me}/{number}") == named(f"{me}:{number}")
+        store.store(f"{me}/{number}", named(f"{me}:{number}"))
+        store.store(f"both/{number}", named("both"))
+        assert store.get_stored(f"{me}/{number}") == named(f"{me}:{number}")
     store.close()
 
 for turn in range(20):

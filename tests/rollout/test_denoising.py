@@ -17,8 +17,8 @@ from torch.testing import assert_close
 
 from ctrl_megatron.rollout.decoding import CancelToken, DecodingRow, PauseControl, decode_all
 from ctrl_megatron.rollout.denoising import (
-    Denoiser,
     DenoisingBatch,
+    DenoisingFunctions,
     DenoisingOptions,
     commits_per_step,
 )
@@ -48,14 +48,14 @@ def toy_keep(*given: Any) -> Any:
     raise AssertionError("no prefix is kept unless an option says so")
 
 
-TOY = Denoiser(toy_logits, toy_keep, MASK, CPU)
+TOY = DenoisingFunctions(toy_logits, toy_keep, MASK, CPU)
 
 
 def sample(
     prompts: list[list[int]],
     options: DenoisingOptions,
     seed: int = 0,
-    model: Denoiser = TOY,
+    model: DenoisingFunctions = TOY,
     version: Callable[[], str] = lambda: "v",
     **params: Any,
 ) -> list[Completion]:
@@ -318,7 +318,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         load_denoiser(_spec(tmp_path))
 
 
-def denoiser(path: Path) -> Denoiser:
+def denoiser(path: Path) -> DenoisingFunctions:
     return load_denoiser(_spec(path)).batch.args[0]  # type: ignore[attr-defined]
 
 
@@ -342,7 +342,7 @@ def test_a_cancelled_row_keeps_the_tokens_that_are_certain() -> None:
 
     decode_all(
         lambda *given: DenoisingBatch(
-            Denoiser(logits, toy_keep, MASK, CPU), DenoisingOptions(), *given
+            DenoisingFunctions(logits, toy_keep, MASK, CPU), DenoisingOptions(), *given
         ),
         [row],
         SamplingParams(max_tokens=12),

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
-from ctrl_megatron.rollout.hf_weights import QuantisedWeights, views_by_name
+from ctrl_megatron.rollout.hf_weights import QuantisedWeights, weight_views_by_name
 from ctrl_megatron.rollout.weight_update import checkpoint_specs
 from ctrl_megatron.types import TensorSpec
 
@@ -43,7 +43,7 @@ def test_every_parameter_is_covered_once_by_the_files_tensors(family: str, tmp_p
     config = kind(**{**DIMS, **own})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    views = views_by_name(model, checkpoint_specs(tmp_path, "float32"))
+    views = weight_views_by_name(model, checkpoint_specs(tmp_path, "float32"))
     files = load_file(tmp_path / "model.safetensors")
     assert views.keys() == files.keys()
     assert all(torch.equal(view, files[name]) for name, view in views.items())
@@ -63,7 +63,7 @@ def test_a_tensor_in_another_form_is_named(tmp_path: Path) -> None:
         for name, shape in {"model.norm.weight": (25,), "model.bell.weight": (24,)}.items()
     ]
     with pytest.raises(ValueError, match=r"2 tensors .*: model\.norm\.weight, model\.bell\.weight"):
-        views_by_name(model, asked)
+        weight_views_by_name(model, asked)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_weights_in_8_bits_are_multiplied_out(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     manifest = checkpoint_specs(tmp_path, "float32")
-    views = views_by_name(model, manifest)
+    views = weight_views_by_name(model, manifest)
     before = {name: view.clone() for name, view in views.items()}
     weights = QuantisedWeights(views, tuple(quantised_specs(manifest)))
     changed = {name for name, view in views.items() if not torch.equal(view, before[name])}
@@ -84,6 +84,6 @@ def test_weights_in_8_bits_are_multiplied_out(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.2.up_proj.weight"
     weights.held[name].copy_(torch.full(before[name].shape, 2.0))
     weights.held[name + SCALES].copy_(torch.tensor([[3.0, 5.0]]))
-    weights.multiply_out([name, name + SCALES])
+    weights.dequantise_into_model([name, name + SCALES])
     assert views[name][:, :128].unique().tolist() == [6.0]
     assert views[name][:, 128:].unique().tolist() == [10.0]

@@ -15,11 +15,11 @@ from ctrl_megatron.rollout.decoding import version_spans
 from ctrl_megatron.rollout.sampling import (
     check_request,
     draw,
-    numbers_at,
-    pick,
+    inverse_sample,
+    random_numbers_at,
     stream_seed,
-    temper,
-    truncate,
+    tempered_log_probs,
+    truncate_probabilities,
     truncate_rows,
 )
 from ctrl_megatron.types import SamplingParams, VersionSpan
@@ -94,8 +94,8 @@ def test_truncation_keeps_what_the_definition_keeps(
     seed: int, size: int, top_p: float, top_k: int
 ) -> None:
     logits = torch.randn(2, size, generator=torch.Generator().manual_seed(seed)) * 2
-    log_probs = temper(logits, 1.0)
-    cut = truncate(log_probs, top_p, top_k)
+    log_probs = tempered_log_probs(logits, 1.0)
+    cut = truncate_probabilities(log_probs, top_p, top_k)
     for row in range(2):
         exact = log_probs[row].double().exp().numpy()
         kept = kept_by_definition(exact, top_p, top_k)
@@ -107,13 +107,15 @@ def test_truncation_keeps_what_the_definition_keeps(
 def test_tempering_is_the_softmax_of_scaled_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0]])
     exact = np.exp(np.array([0.0, 1.0, 3.0]) / 0.5)
-    np.testing.assert_allclose(temper(logits, 0.5).exp()[0], exact / exact.sum(), rtol=1e-6)
-    np.testing.assert_array_equal(temper(logits, 0.0), temper(logits, 1.0))
+    np.testing.assert_allclose(
+        tempered_log_probs(logits, 0.5).exp()[0], exact / exact.sum(), rtol=1e-6
+    )
+    np.testing.assert_array_equal(tempered_log_probs(logits, 0.0), tempered_log_probs(logits, 1.0))
 
 
 def test_a_row_draws_the_same_alone_and_in_company() -> None:
     params = SamplingParams(max_tokens=1, top_p=0.9)
-    log_probs = temper(torch.randn(5, 40), 1.0)
+    log_probs = tempered_log_probs(torch.randn(5, 40), 1.0)
 
     def streams() -> list[torch.Generator]:
         return [torch.Generator().manual_seed(i) for i in range(5)]
@@ -124,7 +126,7 @@ def test_a_row_draws_the_same_alone_and_in_company() -> None:
 
 
 def test_a_token_without_mass_is_never_drawn() -> None:
-    log_probs = temper(torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]), 1.0)
+    log_probs = tempered_log_probs(torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]), 1.0)
     stream = torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=1)
     drawn = [draw(log_probs, params, [stream]).item() for _ in range(200)]
@@ -146,7 +148,7 @@ def test_a_number_picks_where_it_falls_in_the_summed_weights(
     weights[torch.rand(3, size, generator=generator) < empty] = 0.0
     weights[:, seed % size] = 0.5
     numbers = torch.tensor([number, 0.0, 1.0], dtype=torch.float64)
-    for row, token in enumerate(pick(weights, numbers).tolist()):
+    for row, token in enumerate(inverse_sample(weights, numbers).tolist()):
         assert weights[row, token] > 0
         mass = np.cumsum(weights[row].double().numpy())
         below, target = mass[token - 1] if token else 0.0, float(numbers[row]) * mass[-1]
@@ -175,12 +177,14 @@ def splitmix64(seed: int, place: int) -> float:
 @given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31)), min_size=1))
 def test_numbers_of_a_stream_are_had_by_their_place(asked: list[tuple[int, int]]) -> None:
     seeds, places = torch.tensor(asked, dtype=torch.int64).unbind(-1)
-    assert numbers_at(seeds, places).tolist() == [splitmix64(*pair) for pair in asked]
+    assert random_numbers_at(seeds, places).tolist() == [splitmix64(*pair) for pair in asked]
 
 
 def test_numbers_of_a_stream_are_uniform_and_its_own() -> None:
     seeds = torch.tensor([stream_seed(0, row, 0) for row in range(8)])
-    drawn = torch.stack([numbers_at(seeds, torch.full((8,), place)) for place in range(500)], -1)
+    drawn = torch.stack(
+        [random_numbers_at(seeds, torch.full((8,), place)) for place in range(500)], -1
+    )
     ordered = drawn.flatten().sort().values
     expected = torch.arange(1, len(ordered) + 1) / len(ordered)
     # Kolmogorov and Smirnov: a hundred-thousandth of all uniform samples is further off.
@@ -194,5 +198,5 @@ def test_every_row_is_truncated_by_its_own_bounds() -> None:
     top_p, top_k = (torch.tensor(column) for column in zip(*bounds, strict=True))
     kept = truncate_rows(probabilities, top_p, top_k)
     for row, (p, k) in enumerate(bounds):
-        alone = truncate(probabilities[row : row + 1].log(), p, min(k, 50))
+        alone = truncate_probabilities(probabilities[row : row + 1].log(), p, min(k, 50))
         torch.testing.assert_close(kept[row : row + 1], alone, atol=1e-6, rtol=0)

@@ -14,7 +14,7 @@ from patience import PATIENCE
 
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.sampling import numbers_of, pick
+from ctrl_megatron.rollout.sampling import inverse_sample, next_random_numbers
 
 
 class CountingGenerator:
@@ -37,7 +37,7 @@ class CountingGenerator:
 
 
 def next_numbers(generators: dict[int, Any], rows: int) -> torch.Tensor:
-    return numbers_of(generators, rows, torch.device("cpu"))
+    return next_random_numbers(generators, rows, torch.device("cpu"))
 
 
 def test_streams_of_numbers_are_uniform_and_their_own() -> None:
@@ -71,8 +71,11 @@ def test_a_draw_that_is_taken_back_is_drawn_again() -> None:
 def test_numbers_pick_tokens_by_their_share() -> None:
     weights = torch.tensor([[0.5, 0.0, 1.5], [3.0, 1.0, 0.0]])
     for number, tokens in [(0.0, [0, 0]), (0.249, [0, 0]), (0.251, [2, 0]), (0.76, [2, 1])]:
-        assert pick(weights, torch.tensor([number] * 2, dtype=torch.float64)).tolist() == tokens
-    assert pick(weights, torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist() == [2, 1]
+        assert (
+            inverse_sample(weights, torch.tensor([number] * 2, dtype=torch.float64)).tolist()
+            == tokens
+        )
+    assert inverse_sample(weights, torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist() == [2, 1]
 
 
 DRAW = """

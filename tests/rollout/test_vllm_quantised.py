@@ -12,7 +12,7 @@ import torch
 from free_port import free_port
 from safetensors.torch import load_file
 
-from ctrl_megatron.models.fp8 import SCALES, divided_blocks, largest_of_blocks, quantise, scales_of
+from ctrl_megatron.models.fp8 import SCALES, block_maxima, block_scales, divided_blocks, quantise
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.weight_update import updated_tensors
@@ -53,7 +53,7 @@ def test_vllms_model_has_the_bytes_that_were_sent(
         if (whole := files.get(tensor.name)) is not None and tensor.dtype == "bfloat16":
             sent[tensor.name] = whole
         elif whole is not None:
-            scales = scales_of(largest_of_blocks(whole, (0, 0)))
+            scales = block_scales(block_maxima(whole, (0, 0)))
             sent |= {tensor.name: quantise(whole, scales, (0, 0)), tensor.name + SCALES: scales}
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")

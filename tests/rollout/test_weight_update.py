@@ -69,7 +69,7 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
 
 def test_an_engine_that_awaits_its_weights_generates_after_a_whole_update_only() -> None:
     state = WeightState(MANIFEST)
-    state.await_weights()
+    state.mark_weights_missing()
     for _ in range(2):
         with pytest.raises(EngineError, match="has no weights yet; update them first"):
             state.require_ready()
@@ -77,7 +77,7 @@ def test_an_engine_that_awaits_its_weights_generates_after_a_whole_update_only()
             run_update(state, Steps(), [ValueError("no weights")])
     run_update(state, Steps(), [A, B])
     state.require_ready()
-    state.await_weights()
+    state.mark_weights_missing()
     with pytest.raises(EngineBroken, match=r"v1.*failed half-way"):
         run_update(state, Steps("read b"), [A, B])
     with pytest.raises(EngineBroken):

@@ -110,6 +110,8 @@ def test_a_provider_has_no_such_check_and_says_so(
 def test_a_sandbox_that_fails_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ctrl_megatron.sandbox.client.sandbox_client.pause", lambda *_: 0.0)
+    monkeypatch.setattr(
+        "ctrl_megatron.sandbox.client.sandbox_client.backoff_seconds", lambda *_: 0.0
+    )
     with pytest.raises(ServiceFault, match=r"row 1: 'r1' is not checked: sandbox http"):
         started(tmp_path, "http://127.0.0.1:9", [row(tmp_path, 1)])

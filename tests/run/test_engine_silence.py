@@ -14,7 +14,7 @@ import pytest
 
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.keeping import SilenceDetector
-from ctrl_megatron.rollout.fleet import LoopHeld
+from ctrl_megatron.rollout.fleet import BlockedLoopDetector
 from ctrl_megatron.rollout.kept_engine import ProbedEngine
 from ctrl_megatron.sandbox import EmbeddedSandbox
 from ctrl_megatron.sandbox.kept import ProbedSandbox
@@ -79,7 +79,7 @@ def test_a_coroutine_that_holds_the_loop_of_requests_is_named_and_no_engine(
     probes: BackgroundLoop,
 ) -> None:
     requests = BackgroundLoop()
-    held, silence = LoopHeld(requests, LIMIT), watched(probes, at_once)
+    held, silence = BlockedLoopDetector(requests, LIMIT), watched(probes, at_once)
     assert held() is None and silence() is None
     blocked = requests.submit(holds_the_loop(3 * LIMIT))
     said = wait_for_words(held)
@@ -91,7 +91,7 @@ def test_a_coroutine_that_holds_the_loop_of_requests_is_named_and_no_engine(
 
 def test_an_idle_loop_is_not_held() -> None:
     loop = BackgroundLoop()
-    held, deadline = LoopHeld(loop, 1.5), time.monotonic() + 2.5
+    held, deadline = BlockedLoopDetector(loop, 1.5), time.monotonic() + 2.5
     while time.monotonic() < deadline:
         assert held() is None
         time.sleep(0.1)

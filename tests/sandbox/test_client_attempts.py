@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.sandbox.client.attempts import is_temporary, pause, retry, retry_after
+from ctrl_megatron.sandbox.client.attempts import backoff_seconds, is_temporary, retry, retry_after
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_retry_after(header: str, seconds: float) -> None:
 @given(st.integers(0, 2000), st.floats(0, 30))
 def test_a_pause_doubles_up_to_a_minute(failed: int, backoff: float) -> None:
     least = min(backoff * 2 ** min(failed, 64), 60.0)
-    assert least <= pause(failed, backoff) <= least + backoff
+    assert least <= backoff_seconds(failed, backoff) <= least + backoff
 
 
 def test_statuses() -> None:

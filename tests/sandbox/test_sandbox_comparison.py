@@ -20,8 +20,8 @@ from sandbox_talk import BackgroundLoop, submission
 from ctrl_megatron.problems.comparison import (
     RESULT_CHECK,
     RULES,
-    beginning_difference,
-    difference,
+    output_difference,
+    output_prefix_difference,
     rule_named,
 )
 from ctrl_megatron.sandbox.client import SandboxClient
@@ -36,7 +36,7 @@ HONEST = [name for name in NAMES if name != "sandbox_fusion"]
 
 
 def accepts(name: str, got: str, want: str) -> bool:
-    return difference(got, want, rule_named(name)) is None
+    return output_difference(got, want, rule_named(name)) is None
 
 
 NEVER = [
@@ -261,10 +261,10 @@ def test_a_beginning_differs_only_if_no_ending_makes_it_right(
     name: str, got: str, rest: str, want: str
 ) -> None:
     rule = rule_named(name)
-    if beginning_difference(got, want, rule) is not None:
-        assert difference(got + rest, want, rule) is not None
-    assert beginning_difference(got, got + rest, rule) is None
-    assert difference(got, got, rule) is None
+    if output_prefix_difference(got, want, rule) is not None:
+        assert output_difference(got + rest, want, rule) is not None
+    assert output_prefix_difference(got, got + rest, rule) is None
+    assert output_difference(got, got, rule) is None
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_beginning_differs_only_if_no_ending_makes_it_right(
     ],
 )
 def test_the_message_for_a_wrong_beginning(name: str, got: str, want: str) -> None:
-    assert beginning_difference(got, want, rule_named(name))
+    assert output_prefix_difference(got, want, rule_named(name))
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -295,8 +295,8 @@ def test_a_megabyte_that_is_hard_to_read_takes_no_time(name: str) -> None:
         ("1." * (size // 2), "1" * size),
         (" " * size + "x", "1" + " " * size),
     ):
-        difference(got, want, rule_named(name))
-        beginning_difference(got, want, rule_named(name))
+        output_difference(got, want, rule_named(name))
+        output_prefix_difference(got, want, rule_named(name))
     assert time.process_time() - started < 5
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.problems.comparison import RULES, Rule, difference
+from ctrl_megatron.problems.comparison import RULES, ComparisonRule, output_difference
 from ctrl_megatron.sandbox import EmbeddedSandbox
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.datasets.payload import read_payload
@@ -225,9 +225,9 @@ def test_a_payload_that_unpacks_to_too_much_is_refused() -> None:
 
 
 @given(st.sampled_from(tuple(RULES.values())), st.text(max_size=60), st.text(max_size=60))
-def test_any_two_outputs_compare(rule: Rule, got: str, want: str) -> None:
-    assert difference(got, got, rule) is None
-    result = difference(got, want, rule)
+def test_any_two_outputs_compare(rule: ComparisonRule, got: str, want: str) -> None:
+    assert output_difference(got, got, rule) is None
+    result = output_difference(got, want, rule)
     assert result is None or result
 
 

@@ -19,12 +19,12 @@ from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import row_from_record
 from ctrl_megatron.data.verl_form import columns_of_verl_row
 from ctrl_megatron.preparation.hints import execution_hint
-from ctrl_megatron.preparation.leaks import leak_of
+from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.problems.long_integers import (
     INTEGER_DIGITS,
     LONG_DIGITS,
     digits_of_long_runs,
-    loads,
+    load_long_integer_json,
     long_integers,
 )
 from ctrl_megatron.problems.tests import decode_tests
@@ -46,9 +46,9 @@ def test_integers_of_json_may_be_long(size: int) -> None:
     text = (
         json.dumps({"a": "1" * size, "b": [0.5, None]})[:-1] + f', "c": [{"9" * size}, -{LONG}]}}'
     )
-    read = loads(text)
+    read = load_long_integer_json(text)
     assert read == {"a": "1" * size, "b": [0.5, None], "c": [number("9" * size), -number(LONG)]}
-    assert loads(text.encode()) == read
+    assert load_long_integer_json(text.encode()) == read
     assert sys.get_int_max_str_digits() == 4300, "the limit is lifted meanwhile only"
 
 
@@ -64,13 +64,13 @@ def test_integers_of_json_may_be_long(size: int) -> None:
 def test_text_that_would_take_long_is_refused_at_once(text: str) -> None:
     began = time.perf_counter()
     with pytest.raises(json.JSONDecodeError):
-        loads(text)
+        load_long_integer_json(text)
     assert time.perf_counter() - began < 5
 
 
 def test_text_of_digits_is_no_integer() -> None:
     text = json.dumps(["5" * (LONG_DIGITS + 1), "6" * (2 * INTEGER_DIGITS)])
-    assert loads(text) == json.loads(text)
+    assert load_long_integer_json(text) == json.loads(text)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.sampled_from(["", "x", ", ", "a b"]))))
@@ -152,7 +152,7 @@ def test_rows_of_programs_hold_them_in_any_column() -> None:
         attempt = row_from_record(record, "a row", None).attempt()
         verdict = Verdict(passed=(False,), total=1, detail=("wrong",))
         assert "7777" in execution_hint(attempt, verdict).text
-        assert not leak_of("It prints nothing.", attempt)
+        assert not find_leak("It prints nothing.", attempt)
 
 
 def test_an_exception_carries_them(judge: Callable[..., EvalResult]) -> None:

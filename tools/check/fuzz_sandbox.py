@@ -26,7 +26,7 @@ except ImportError:
     raise SystemExit("fuzz_sandbox: atheris is not installed: pip install '.[fuzz]'") from None
 
 with atheris.instrument_imports(include=["ctrl_megatron"]):
-    from ctrl_megatron.problems.comparison import RULES, difference
+    from ctrl_megatron.problems.comparison import RULES, output_difference
     from ctrl_megatron.sandbox.datasets import READERS
     from ctrl_megatron.sandbox.datasets.payload import read_payload
     from ctrl_megatron.sandbox.jail import data as crossing
@@ -86,7 +86,7 @@ def outputs(data: bytes) -> None:
     """Compare an output with the expected one."""
     half = len(data) // 2
     for rule in RULES.values():
-        difference(text_of(data[:half]), text_of(data[half:]), rule)
+        output_difference(text_of(data[:half]), text_of(data[half:]), rule)
 
 
 def no_object(_: Any) -> Any:

@@ -134,8 +134,9 @@ def interval_svg(
 
 
 def axis_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
-    """(least, largest) value of the axis. The axis of values that are never negative begins at 0;
-    the axis of shares ends at 100 % unless all are small. Values that are not finite do not count.
+    """(least, largest) value of the axis, with a small margin. The axis of values that are never
+    negative begins at 0; the axis of shares ends at 100 % unless all are small. Values that are
+    not finite do not count.
     """
     finite = [v for v in values if math.isfinite(v)] or [0.0]
     least, most = min(finite), max(finite)

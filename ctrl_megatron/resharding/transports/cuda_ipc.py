@@ -54,7 +54,7 @@ class CudaIpcSender:
                 yield sent
             return
         if source not in self._prepared:
-            cut, engines = source.layout.cut, source.layout.placement
+            cut, engines = source.engine_layout.cut, source.engine_layout.placement
             takers = takers_of_engines(engines, self.groups.hosts.of_rank)
             buckets = Buckets(source, self.groups, cut, *takers, host_memory=False)
             self._prepared[source] = buckets, _MappedBuckets(buckets, self.groups, self._mapped)

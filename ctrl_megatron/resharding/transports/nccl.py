@@ -182,15 +182,15 @@ class NcclSender:
 
 
 class _Messages:
-    """``Phases`` in which a rank sends a message to every worker for which it has bytes.
+    """``PushPhases`` in which a rank sends a message to every worker for which it has bytes.
 
     A member that is lost ends the messages of this rank; its engine reports the loss.
     """
 
     def __init__(self, source: WeightSource, groups: ProcessGroups) -> None:
-        takers = workers_as_takers(source.layout.placement, groups.hosts.of_rank)
+        takers = workers_as_takers(source.engine_layout.placement, groups.hosts.of_rank)
         self.buckets = buckets = Buckets(
-            source, groups, source.layout.cut, *takers, host_memory=False
+            source, groups, source.engine_layout.cut, *takers, host_memory=False
         )
         self._groups, plan, layout = groups, buckets.plan, groups.layout
         self.engines, self.workers = len(plan.takers), plan.cut.tensor

@@ -167,7 +167,7 @@ class SharedMemorySender:
     def _planned(self, source: WeightSource) -> Buckets:
         if not self.parts:
             return Buckets(source, self.groups)
-        layout, of_rank = source.layout, self.groups.hosts.of_rank
+        layout, of_rank = source.engine_layout, self.groups.hosts.of_rank
         engines = one_engine_of_each_host(layout.placement)
         return Buckets(source, self.groups, layout.cut, *takers_of_engines(engines, of_rank))
 
@@ -191,7 +191,11 @@ class SharedMemorySender:
         segments: HostSegments,
         named: Sequence[SharedSegment],
     ) -> HostBuckets:
-        layout, here, workers = source.layout, self.groups.host_index, buckets.plan.cut.tensor
+        layout, here, workers = (
+            source.engine_layout,
+            self.groups.host_index,
+            buckets.plan.cut.tensor,
+        )
         hosts: Sequence[int] = layout.hosts_of(here)
         if self.parts:
             served = layout.placement.engines_served_by(here)

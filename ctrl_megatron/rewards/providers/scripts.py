@@ -16,12 +16,12 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import (
     LIVE_CODE_BENCH,
     STRICT,
-    Rule,
-    beginning_difference,
-    difference,
+    ComparisonRule,
+    output_difference,
+    output_prefix_difference,
 )
 from ctrl_megatron.problems.fields import rule_field
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_test
 from ctrl_megatron.rewards.providers.contract import (
@@ -175,7 +175,7 @@ class StdioRun:
     """Limit of the wall clock."""
     stdin: str
     expected: str
-    rule: Rule = STRICT
+    rule: ComparisonRule = STRICT
 
     def script(self) -> Script:
         return Script(
@@ -190,7 +190,7 @@ class StdioRun:
             return [case_verdict(False, "time limit exceeded", timed_out=True)]
         if result.cut_at is not None:
             # The length of a right output is unknown: numbers may have more digits.
-            reason = beginning_difference(result.stdout, self.expected, self.rule)
+            reason = output_prefix_difference(result.stdout, self.expected, self.rule)
             if reason is None:
                 raise ProviderError(
                     f"the provider's output limit of {result.cut_at} characters has cut off an "
@@ -199,7 +199,7 @@ class StdioRun:
             return [case_verdict(False, f"output limit exceeded: {reason}")]
         if result.exit_code != 0:
             return [case_verdict(False, result.failure)]
-        reason = difference(result.stdout, self.expected, self.rule) or ""
+        reason = output_difference(result.stdout, self.expected, self.rule) or ""
         return [case_verdict(not reason, reason)]
 
 
@@ -268,7 +268,7 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
 def _cases(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     tests = data.get("test")
     try:
-        items = loads(tests) if isinstance(tests, str) else tests or ()
+        items = load_long_integer_json(tests) if isinstance(tests, str) else tests or ()
         cases = [(item["input"].get("stdin", ""), item["output"]["stdout"]) for item in items]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
-from ctrl_megatron.rewards.build import code_judge, without_judge
+from ctrl_megatron.rewards.build import code_judge, options_without_judge
 from ctrl_megatron.rewards.grading import SHARED_PROCESS, has_graders
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, RewardPlan, plan_rewards
 from ctrl_megatron.rewards.registry import make_reward
@@ -39,7 +39,7 @@ def _make_all(plan: RewardPlan) -> None:
     """Make every function but ``critic``, so that mistakes in options are found."""
     for name, planned in plan.called_with_texts.items():
         if name != "critic":
-            make_reward(name, **without_judge(name), **planned.options)
+            make_reward(name, **options_without_judge(name), **planned.options)
 
 
 def check_rewarded(plan: RewardPlan, rows: Sequence[Row]) -> None:

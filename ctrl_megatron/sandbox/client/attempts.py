@@ -53,7 +53,7 @@ def is_temporary(status: int) -> bool:
     return status in _TEMPORARY or status >= 500
 
 
-def pause(failed: int, backoff: float) -> float:
+def backoff_seconds(failed: int, backoff: float) -> float:
     """Seconds to wait after attempt number ``failed`` (from 0): ``backoff``, doubled for each
     attempt up to 60 s, and a random part of ``backoff``.
     """
@@ -92,5 +92,5 @@ async def retry(
             least = again(error) if failed + 1 < attempts else None
             if least is None:
                 raise
-        await asyncio.sleep(max(pause(failed, backoff), least))
+        await asyncio.sleep(max(backoff_seconds(failed, backoff), least))
     raise ValueError(f"attempts must be at least 1, got {attempts}")

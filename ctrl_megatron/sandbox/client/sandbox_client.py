@@ -26,9 +26,9 @@ from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
     Silence,
+    backoff_seconds,
     describe_failure,
     is_temporary,
-    pause,
     retry,
     retry_after,
 )
@@ -297,7 +297,7 @@ class SandboxClient:
                     continue
                 # Every service was tried: start again after a pause.
                 tried.clear()
-                again = pause(max(failed - 1, 0), self._backoff)
+                again = backoff_seconds(max(failed - 1, 0), self._backoff)
                 await asyncio.sleep(min(max(again, fault.retry_after), silence.left))
 
     async def _attempt(

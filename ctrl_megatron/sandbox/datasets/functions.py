@@ -16,7 +16,11 @@ from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STRICT
 from ctrl_megatron.problems.fields import rule_field, text_field
 from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
-from ctrl_megatron.problems.long_integers import loads, long_integers, require_few_digits
+from ctrl_megatron.problems.long_integers import (
+    load_long_integer_json,
+    long_integers,
+    require_few_digits,
+)
 from ctrl_megatron.sandbox.datasets.names import (
     SOLUTION_CLASS,
     asserts_constants,
@@ -288,7 +292,7 @@ def _defined(source: str) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    for read in (loads, ast.literal_eval):
+    for read in (load_long_integer_json, ast.literal_eval):
         try:
             return read(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

@@ -8,7 +8,7 @@ import pickle
 import zlib
 from typing import Any
 
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 
 _MAX_BYTES = 256 << 20
 _MAX_NODES = 5_000_000
@@ -26,11 +26,11 @@ def read_payload(text: str, where: str) -> Any:
     """
     try:
         try:
-            return loads(text)
+            return load_long_integer_json(text)
         except ValueError:
             raw = _decompressed(text, where)
         try:
-            return loads(raw)
+            return load_long_integer_json(raw)
         except ValueError:
             return _unpickle(raw, where)
     except RecursionError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ctrl_megatron.problems.comparison import STRICT, Rule
+from ctrl_megatron.problems.comparison import STRICT, ComparisonRule
 from ctrl_megatron.problems.fields import object_field, positive_field, text_field
 
 
@@ -73,7 +73,7 @@ class StdioProblem:
     checker: CheckerProgram | None = None
     prelude: str = ""
     """Python code that runs before the program in the same module."""
-    rule: Rule = STRICT
+    rule: ComparisonRule = STRICT
     """How outputs are compared if there is no checker."""
     ignore_case: bool = False
     """Whether outputs are compared without regard to case."""
@@ -97,7 +97,7 @@ class ScoredProblem:
     cases: Mapping[str, StdioCase]
     subtasks: tuple[ScoredSubtask, ...]
     checker: CheckerProgram | None = None
-    rule: Rule = STRICT
+    rule: ComparisonRule = STRICT
     """How outputs are compared if there is no checker."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The problem's own C++ source files, compiled with the program."""

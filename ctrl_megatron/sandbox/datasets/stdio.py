@@ -17,7 +17,7 @@ from ctrl_megatron.problems.comparison import (
     LIVE_CODE_BENCH,
     STRICT,
     TOKENS,
-    Rule,
+    ComparisonRule,
 )
 from ctrl_megatron.problems.fields import (
     flag_field,
@@ -106,7 +106,7 @@ def input_output_problem(
     record: Mapping[str, Any],
     where: str,
     data: Mapping[str, Any],
-    rule: Rule,
+    rule: ComparisonRule,
     *,
     or_first: bool = False,
 ) -> StdioProblem | FunctionProblem:
@@ -224,7 +224,8 @@ def _grader_sources(given: Any) -> dict[str, str]:
     where = "provided_data.grader_files"
     record = object_field(json_field(given, where), where)
     sources = {
-        files.inside(name): text_field(text, f"{where}.{name}") for name, text in record.items()
+        files.relative_private_path(name): text_field(text, f"{where}.{name}")
+        for name, text in record.items()
     }
     if "main.cpp" in sources:
         raise ValueError(f"{where} may not contain main.cpp: that is the program's own name")

@@ -56,7 +56,7 @@ class JudgeClock:
         signal.setitimer(signal.ITIMER_REAL, min(seconds, self._left()))
 
     @property
-    def over(self) -> str:
+    def expired_limit(self) -> str:
         """Which time is over; empty if none is."""
         if self._used() - self._began >= self._seconds:
             return CPU_TIME_OVER
@@ -72,7 +72,7 @@ class JudgeClock:
         return max(min(max(cpu, _LEAST_SECONDS), wall), _AT_ONCE)
 
     def _alarm(self, _number: int, _frame: object) -> None:
-        over = self.over
+        over = self.expired_limit
         if over or self._reading:
             raise CandidateLost("timeout", over or WALL_TIME_OVER)
         self.start()

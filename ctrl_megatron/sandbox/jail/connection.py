@@ -180,12 +180,12 @@ class Connection:
         """Whether a class of this side is an entry point of the problem."""
         return False
 
-    def operate(self, name: str, left: Any, right: Any) -> Any:
+    def apply_operator(self, name: str, left: Any, right: Any) -> Any:
         """The result of the binary operator ``name`` on ``left`` and ``right``, of which one is a
         handle."""
         return self.ask("op", name, (left, right))
 
-    def truth(self, handle: Any) -> bool:
+    def truth_value(self, handle: Any) -> bool:
         """The truth value of ``handle``: the other side's if its class has one
         (``record_if_has_truth_value``), else True."""
         if not vars(type(handle))["_ctrl_has_truth"]:
@@ -196,7 +196,7 @@ class Connection:
         """Whether an abstract class of the other side takes an object for its instance."""
         return self.ask("op", "isinstance", (instance, kind)) is True
 
-    def leave(self, name: str, manager: Any, error: Any) -> Any:
+    def exit_context_manager(self, name: str, manager: Any, error: Any) -> Any:
         """Have the other side end a ``with`` block whose context manager ``manager`` is; ``error``
         is the exception of the block or None."""
         return self.ask("op", name, (manager, error))
@@ -204,7 +204,7 @@ class Connection:
     def note_class_use(self, _kind: Any) -> None:
         """Hook: a class of the other side was subclassed or used in isinstance; nothing here."""
 
-    def refuse(self, reason: str) -> NoReturn:
+    def raise_not_transferable(self, reason: str) -> NoReturn:
         """Raise the error for a value that cannot cross the connection; ``reason`` says why."""
         raise TypeError(reason)
 
@@ -221,7 +221,7 @@ class Connection:
         if "error" in frame:
             raise frame["error"]
         if "refused" in frame:
-            self.refuse(str(frame["refused"])[:_REASON])
+            self.raise_not_transferable(str(frame["refused"])[:_REASON])
         return frame["value"]
 
     def _ask(self, do: str, parts: tuple[Any, ...]) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class Connection:
                 self._loop = asyncio.new_event_loop()
             return self._loop
 
-    def derive(
+    def create_mirror_class(
         self, made: Any, name: str, bases: list[Any], parts: dict[str, Any], named: dict[str, Any]
     ) -> None:
         """Give a class of this side that derives from one of the other side its mirror there."""
@@ -437,7 +437,7 @@ class Connection:
         self._classes[number] = made
         self.note_class_use(made)
 
-    def set_of_class(self, kind: Any, name: str, value: Any) -> None:
+    def set_class_attribute(self, kind: Any, name: str, value: Any) -> None:
         """Set an attribute of a class of the other side."""
         if "_ctrl_derived" in vars(kind):
             type.__setattr__(kind, name, value)
@@ -483,7 +483,9 @@ class Connection:
         found = value.__dict__ if type(value) is handles.RemoteModule else None
         link = handles.link_of(value) if found is None else found["_ctrl_link"]
         if link is not self:
-            self.refuse("an object of the program no longer exists: the program was restarted")
+            self.raise_not_transferable(
+                "an object of the program no longer exists: the program was restarted"
+            )
         return ["yours", value._ctrl_number if found is None else found["_ctrl_number"]]
 
     def _is_plain_data(self, kind: type) -> bool:
@@ -711,12 +713,12 @@ class Connection:
         self._filling.update(numbers)
         try:
             for number, content in contents:
-                data.fill(self.taken(number), content, self.decode)
+                data.fill(self.changed_container(number), content, self.decode)
                 self._snapshots[number] = data.container_state(self._shared[number])
         finally:
             self._filling.difference_update(numbers)
 
-    def taken(self, number: int) -> Any:
+    def changed_container(self, number: int) -> Any:
         """The container whose new content arrived."""
         return self._shared[number]
 
@@ -737,16 +739,16 @@ class Connection:
         if tag == "error":
             return exception_named(str(rest[0]), str(rest[1]))
         if tag == "bound":
-            return self.bound(self.decode(rest[0]), str(rest[1]))
+            return self.bound_method(self.decode(rest[0]), str(rest[1]))
         if tag == "name":
-            return self.named(str(rest[0]), str(rest[1]))
+            return self.library_object(str(rest[0]), str(rest[1]))
         raise DataError(f"unknown tag {tag[:20]!r}")
 
-    def bound(self, target: Any, name: str) -> Any:
+    def bound_method(self, target: Any, name: str) -> Any:
         """The method of an object of this side that the other side names."""
         return getattr(target, name)
 
-    def named(self, module: str, name: str) -> Any:
+    def library_object(self, module: str, name: str) -> Any:
         """The library's function, class or module that the other side names."""
         if module == "builtins" and name in _NAMED_BUILTINS:
             return getattr(builtins, name)
@@ -798,7 +800,7 @@ class Connection:
     def _do_nothing(self) -> None:
         pass
 
-    def is_forgotten(self, handle: Any) -> bool:
+    def is_abandoned_generator(self, handle: Any) -> bool:
         """Whether nobody on this side holds the generator that drives ``handle``."""
         return handle.number in self._forgotten
 

@@ -15,7 +15,7 @@ MAX_ENTRIES = 4096
 _BLOCK = 512
 
 
-def inside(path: str) -> str:
+def relative_private_path(path: str) -> str:
     """``path`` relative to the private directory; absolute paths may begin with ``/tmp/``."""
     relative = os.path.normpath(path.removeprefix("/tmp/") if path.startswith("/tmp/") else path)
     if os.path.isabs(relative) or relative.split(os.sep)[0] in ("..", ".") or "\0" in relative:
@@ -38,7 +38,7 @@ def relative_paths(paths: Iterable[str]) -> list[str]:
     """
     relative: list[str] = []
     for path in paths:
-        inner = inside(path)
+        inner = relative_private_path(path)
         if len(os.fsencode(inner)) > PATH_BYTES or any(
             len(os.fsencode(part)) > NAME_BYTES for part in inner.split(os.sep)
         ):
@@ -98,7 +98,7 @@ def _read_regular(directory: str, parts: list[str], most: int) -> bytes | None:
         return stream.read(most)
 
 
-def exceeds(directory: str, limit_bytes: int) -> bool:
+def directory_exceeds(directory: str, limit_bytes: int) -> bool:
     """Whether the directory contains too many bytes or entries, or cannot be searched
     completely.
     """

@@ -47,24 +47,26 @@ class ForkServer:
         """
         return self._line.fileno()
 
-    def judge(self, spec: int, verdicts: int, requests: int) -> None:
+    def start_judge(self, spec: int, verdicts: int, requests: int) -> None:
         """Start the job's judge; an earlier judge is ended first. It reads its specification and
         requests candidates.
         """
         socket.send_fds(self._line, [_JUDGE], [spec, verdicts, requests])
 
-    def candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
-        """Start a candidate; an earlier candidate is ended first. ``started`` returns its pid."""
+    def start_candidate(self, spec: int, calls: int, stdout: int, stderr: int) -> None:
+        """Start a candidate; an earlier candidate is ended first. ``candidate_pid`` returns its
+        pid.
+        """
         socket.send_fds(self._line, [_CANDIDATE], [spec, calls, stdout, stderr])
 
-    def started(self) -> int:
+    def candidate_pid(self) -> int:
         """The pid, as the judge sees it, of a candidate; one answer for each, in their order."""
         return int(self._received())
 
-    def program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
+    def start_program(self, spec: int, report: int, stdin: int, stdout: int, stderr: int) -> None:
         socket.send_fds(self._line, [_PROGRAM], [spec, report, stdin, stdout, stderr])
 
-    def end(self) -> tuple[dict[str, int], float]:
+    def end_job(self) -> tuple[dict[str, int], float]:
         """Kill the remaining processes of the job. Returns their wait statuses by role, and the
         seconds of processor time that all its processes have used.
         """
@@ -190,7 +192,7 @@ def _run_judge(confinement: Confinement, spec: int, verdicts: int, requests: int
     linux.drop_capabilities()
     job = frames.receive_spec(spec)
     directory = namespaces.TMP if confinement.isolated else job["directory"]
-    confinement.apply(directory, memory_mb=job["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
+    confinement.confine(directory, memory_mb=job["memory_mb"], cpu_seconds=_JUDGE_SECONDS)
     run_tests(socket.socket(fileno=requests), verdicts, job, directory)
 
 
@@ -202,7 +204,7 @@ def _run_candidate(
     job = frames.receive_spec(spec)
     directory = confinement.enter(job, shared=True)
     seconds, memory = job["problem_seconds"], job["memory_mb"]
-    confinement.apply(directory, memory_mb=memory, cpu_seconds=seconds)
+    confinement.confine(directory, memory_mb=memory, cpu_seconds=seconds)
     serve_calls(calls, job["prelude"], job["code"], job["stubs"], job["classes"])
 
 

@@ -111,7 +111,9 @@ class RemoteClass(type):
         for key in names.keys() - kept.keys():
             type.__setattr__(made, key, Member(key, made, method=False))
         parts = {k: v for k, v in names.items() if k not in _NOT_MIRRORED}
-        link.derive(made, name, [base for base in bases if base is not object], parts, named)
+        link.create_mirror_class(
+            made, name, [base for base in bases if base is not object], parts, named
+        )
         return made
 
     def __init__(cls, name: str, bases: tuple[Any, ...], names: dict[str, Any], **_: Any) -> None:
@@ -128,7 +130,7 @@ class RemoteClass(type):
         if type(value) is Member:
             link_of(cls).ask("restore", cls, name)
         else:
-            link_of(cls).set_of_class(cls, name, value)
+            link_of(cls).set_class_attribute(cls, name, value)
 
     def __delattr__(cls, name: str) -> None:
         link_of(cls).ask("del", cls, name)
@@ -158,7 +160,7 @@ class RemoteClass(type):
         return link_of(cls).ask("op", "getitem", (cls, key))
 
     def __contains__(cls, item: Any) -> bool:
-        return link_of(cls).operate("contains", cls, item)
+        return link_of(cls).apply_operator("contains", cls, item)
 
 
 def record_if_has_truth_value(kind: Any, special_methods: Collection[str]) -> None:
@@ -197,7 +199,7 @@ class RemoteObject:
         return link_of(self).ask("get", self, name)
 
     def __bool__(self) -> bool:
-        return link_of(self).truth(self)
+        return link_of(self).truth_value(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_EXCEPTIONS and isinstance(self, BaseException):
@@ -213,7 +215,7 @@ class RemoteObject:
         return link_of(self).ask("get", self, "__dict__")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        link_of(self).refuse("an object of the other process cannot be pickled")
+        link_of(self).raise_not_transferable("an object of the other process cannot be pickled")
 
     def __copy__(self) -> Any:
         return link_of(self).ask("op", "copy", (self,))
@@ -278,7 +280,7 @@ def drive_generator(link: Any, number: Any) -> Generator[Any, Any, Any]:
             do, value = "send", (yield item)
         except GeneratorExit:
             # A generator that is only forgotten is closed with the other side's, when nobody asks.
-            if not link.is_forgotten(number):
+            if not link.is_abandoned_generator(number):
                 link.ask("generator", number, "close", None)
             raise
         except BaseException as error:
@@ -316,14 +318,14 @@ class _Awaiting:
 
 def _binary(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        return link_of(self).operate(name, self, other)
+        return link_of(self).apply_operator(name, self, other)
 
     return method
 
 
 def _reflected(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        return link_of(self).operate(name, other, self)
+        return link_of(self).apply_operator(name, other, self)
 
     return method
 
@@ -336,11 +338,11 @@ def _asked(name: str) -> Callable[..., Any]:
 
 
 def _exit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
-    return link_of(self).leave("exit", self, error)
+    return link_of(self).exit_context_manager("exit", self, error)
 
 
 async def _aexit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
-    return await link_of(self).leave("aexit", self, error)
+    return await link_of(self).exit_context_manager("aexit", self, error)
 
 
 def _await(self: Any) -> Generator[Any, Any, Any]:

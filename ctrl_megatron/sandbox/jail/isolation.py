@@ -98,9 +98,9 @@ class Confinement:
         files.write_files(directory, spec["files"])
         return directory
 
-    def apply(
+    def confine(
         self,
-        directory: str | None,
+        writable_directory: str | None,
         *,
         memory_mb: int,
         cpu_seconds: float,
@@ -109,8 +109,8 @@ class Confinement:
         """Confine the calling process permanently: resource limits, then Landlock, then the system
         call filter.
 
-        It may write below ``directory`` only, or nowhere if that is None. ``profile`` is given for
-        programs that are not Python.
+        It may write below ``writable_directory`` only, or nowhere if that is None. ``profile`` is
+        given for programs that are not Python.
         """
         linux.limit_resources(
             self.limits,
@@ -124,13 +124,13 @@ class Confinement:
             landlock.restrict(
                 self.report.landlock,
                 readable=(*self.readable, *tools, "/dev/urandom", "/dev/random"),
-                writable=(*filter(None, (directory,)), "/dev/null", "/dev/zero"),
+                writable=(*filter(None, (writable_directory,)), "/dev/null", "/dev/zero"),
             )
         if self.filters:
             self.filters[profile].install()
 
 
-def establish(
+def isolate_worker(
     level: Level,
     *,
     limits: SandboxLimits,
@@ -148,7 +148,7 @@ def establish(
     missing: list[str] = []
     off = MECHANISMS if level == "none" else without
     refused = dict.fromkeys(off, "switched off by the configuration")
-    abi = 0 if "landlock" in refused else landlock.abi()
+    abi = 0 if "landlock" in refused else landlock.landlock_version()
     if not abi:
         missing.append(f"landlock: {refused.get('landlock', 'not in this kernel')}")
     filtering = _usable("seccomp", refused, missing, lambda: seccomp.SyscallFilter().install())
@@ -195,7 +195,7 @@ def establish(
 
 def _become(user: int) -> None:
     """Switch to ``user``. Raises ``IsolationRefused`` if that user cannot read the interpreter."""
-    namespaces.become(user)
+    namespaces.switch_user(user)
     try:
         os.listdir(os.path.join(sys.base_prefix, "lib"))
     except OSError as error:
@@ -280,7 +280,7 @@ def _try_namespaces(staging: str, user: int | None) -> None:
 
 
 def _try_forbidden(confinement: Confinement, directory: str, outside: str | None) -> None:
-    confinement.apply(directory, memory_mb=1024, cpu_seconds=5)
+    confinement.confine(directory, memory_mb=1024, cpu_seconds=5)
     attempts: list[tuple[str, Callable[[], object]]] = [
         ("a socket", socket.socket),
         ("a child process", lambda: os.fork() or os._exit(0)),

@@ -437,7 +437,7 @@ class _Judge:
         # These apply even if the test's own code swallowed the exception.
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
-        if over := self._clock.over:
+        if over := self._clock.expired_limit:
             return "timeout", over
         if status == "passed":
             candidate.end_test()
@@ -456,7 +456,7 @@ class _Judge:
         if candidate is None or not candidate.calls or _contain(self._codes, source):
             return
         if candidate.told_text or os.listdir(self._directory):
-            candidate.refuse("the test runs code that the program may have written")
+            candidate.raise_not_transferable("the test runs code that the program may have written")
 
 
 class _Unchecked(Exception):

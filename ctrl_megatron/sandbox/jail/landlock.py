@@ -29,7 +29,7 @@ class _Rule(ctypes.Structure):
     _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
-def abi() -> int:
+def landlock_version() -> int:
     """Version of Landlock in this kernel, 0 if there is none."""
     try:
         return syscall("landlock_create_ruleset", _CREATE, None, 0, _QUERY_VERSION)

@@ -64,7 +64,7 @@ def enter_worker(staging: str, user: int | None) -> int:
         # cannot read.
         linux.unshare(linux.CLONE_NEWNS)
         _build_root(staging, (*library_paths(), *tool_paths()))
-        become(user)
+        switch_user(user)
         _new_user_namespace(process)
     return process
 
@@ -106,7 +106,7 @@ def fork_first(own: int) -> int:
     return pid
 
 
-def become(user: int) -> None:
+def switch_user(user: int) -> None:
     """Switch from root to an unprivileged user and group id."""
     os.setgroups([])
     os.setresgid(user, user, user)

@@ -92,7 +92,7 @@ def _become(
         linux.set_standard_streams(*streams)
         linux.close_all_but(2)
         native = job["native"]
-        confinement.apply(
+        confinement.confine(
             directory,
             memory_mb=job["memory_mb"],
             cpu_seconds=job["seconds"],

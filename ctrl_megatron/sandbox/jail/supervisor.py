@@ -135,7 +135,7 @@ class _JobRun:
                 self._begin(started)
                 self._watch()
             finally:
-                statuses, cpu = self._fork_server.end()
+                statuses, cpu = self._fork_server.end_job()
             self._close(self._stdout_given, self._stderr_given)
             self._drain_rest()
             return self._report(statuses, time.monotonic() - started, cpu)
@@ -170,7 +170,7 @@ class _JobRun:
         requests, requests_given = socket.socketpair()
         self._sockets.append(requests)
         with requests_given:
-            self._fork_server.judge(spec, verdicts_given, requests_given.fileno())
+            self._fork_server.start_judge(spec, verdicts_given, requests_given.fileno())
         self._close(spec, verdicts_given)
         self._spare = self._new_candidate()
         self._requests = requests
@@ -206,7 +206,7 @@ class _JobRun:
         report, report_given = self._pipe()
         stdin = self._stdin_file()
         ends = (spec, report_given, stdin, self._stdout_given, self._stderr_given)
-        self._fork_server.program(*ends)
+        self._fork_server.start_program(*ends)
         self._close(*ends)
         self._on_read(report, lambda: self._take_report(report))
         names = ("code", "prelude", "seconds", "memory_mb")
@@ -220,7 +220,7 @@ class _JobRun:
         line, line_given = socket.socketpair()
         spec, given = self._pipe()
         with line_given:
-            self._fork_server.candidate(
+            self._fork_server.start_candidate(
                 spec, line_given.fileno(), self._stdout_given, self._stderr_given
             )
         self._pids_owed += 1
@@ -246,7 +246,7 @@ class _JobRun:
         pid = 0
         while self._pids_owed:
             # The last one is the newest candidate's.
-            pid, self._pids_owed = self._fork_server.started(), self._pids_owed - 1
+            pid, self._pids_owed = self._fork_server.candidate_pid(), self._pids_owed - 1
         with line:
             socket.send_fds(requests, [str(pid).encode()], [line.fileno()])
 
@@ -277,7 +277,7 @@ class _JobRun:
         if self._judged:
             self._look_at_verdicts()
         limit = self._confinement.limits.disk_mb << 20
-        if self._directory is not None and files.exceeds(self._directory, limit):
+        if self._directory is not None and files.directory_exceeds(self._directory, limit):
             self._stopped = "disk"
 
     def _look_at_verdicts(self) -> None:

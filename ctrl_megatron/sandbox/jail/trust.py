@@ -209,7 +209,9 @@ class ProgramConnection(Connection):
             handle = parts[1][0]
             self._decides(handle, f"{parts[0]} of what an operator of {_name(handle)} returned")
         if do == "op" and parts[0] == "getitem" and hasattr(type(parts[1][0]), "__next__"):
-            self.refuse(f"an iterator of the program ({_name(parts[1][0])}) has items by number")
+            self.raise_not_transferable(
+                f"an iterator of the program ({_name(parts[1][0])}) has items by number"
+            )
         called = do in ("call", "method")
         if called:
             self._last, self._result = self._named(do, parts), ("", None)
@@ -227,7 +229,7 @@ class ProgramConnection(Connection):
                 )
             raise self._met(error, do, parts)
         if "value" not in frame:
-            self.refuse(str(frame.get("refused", "no answer"))[:500])
+            self.raise_not_transferable(str(frame.get("refused", "no answer"))[:500])
         value = frame["value"]
         self.told_text |= type(value) not in _NO_TEXT
         if called:
@@ -266,7 +268,7 @@ class ProgramConnection(Connection):
             return ProgramException(*error.args)  # the other would end a loop of the test
         return error
 
-    def refuse(self, reason: str) -> NoReturn:
+    def raise_not_transferable(self, reason: str) -> NoReturn:
         """End the test as one that cannot be judged. The candidate remains usable."""
         self._cannot_judge(reason)
         assert self.failure is not None
@@ -279,7 +281,7 @@ class ProgramConnection(Connection):
 
     # --- trust ------------------------------------------------------------------------------------
 
-    def operate(self, name: str, left: Any, right: Any) -> Any:
+    def apply_operator(self, name: str, left: Any, right: Any) -> Any:
         """The result of an operator with a handle, as far as it may decide."""
         both = is_handle(left) and is_handle(right)
         comparison = name in handles.COMPARISONS
@@ -294,39 +296,49 @@ class ProgramConnection(Connection):
             return value
         if comparison or name == "contains":
             if type(value) is not bool:
-                self.refuse(f"{_sign(name)} of the program's {_name(handle)} is no truth value")
+                self.raise_not_transferable(
+                    f"{_sign(name)} of the program's {_name(handle)} is no truth value"
+                )
             return self._comparison(name, left, right, handle, value, both)
         if not both:
-            self.refuse(
+            self.raise_not_transferable(
                 f"{_sign(name)} of the program's {_name(handle)} with the test's data returns data"
             )
         return value
 
-    def truth(self, handle: Any) -> bool:
+    def truth_value(self, handle: Any) -> bool:
         """Whether a handle is true; the truth of what an operator made of data may not count."""
         if id(handle) in self._doubtful:
             self._decides(handle, f"the truth of what an operator of {_name(handle)} returned")
-        return super().truth(handle)
+        return super().truth_value(handle)
 
     def is_instance(self, instance: Any, kind: Any) -> bool:
         """Only the class under test may say so, and not of data."""
         if type(instance) in (*data.MUTABLE, *data.IMMUTABLE, type(None)):
             return False
         if not vars(kind).get("_ctrl_entry"):
-            self.refuse(f"the program's class {kind.__name__} says what its instances are")
+            self.raise_not_transferable(
+                f"the program's class {kind.__name__} says what its instances are"
+            )
         return super().is_instance(instance, kind)
 
     def _comparison(
         self, name: str, left: Any, right: Any, handle: Any, value: bool, both: bool
     ) -> bool:
         if both and name == "eq" and value and self.ask("op", "ne", (left, right)):
-            self.refuse(f"two objects of the program's {_name(handle)} are equal and unequal")
+            self.raise_not_transferable(
+                f"two objects of the program's {_name(handle)} are equal and unequal"
+            )
         elif both and name in _STRICT_ORDER and value and self.ask("op", name, (right, left)):
-            self.refuse(f"each of two objects of the program's {_name(handle)} is before the other")
+            self.raise_not_transferable(
+                f"each of two objects of the program's {_name(handle)} is before the other"
+            )
         elif both:
             return value
         elif (name == "eq" and value) or (name == "ne" and not value):
-            self.refuse(f"the program's {_name(handle)} says that it equals the test's data")
+            self.raise_not_transferable(
+                f"the program's {_name(handle)} says that it equals the test's data"
+            )
         elif name in _ORDER:
             container = left if name == "contains" else handle
             self._decides(container, f"{_sign(name)} of the program's {_name(container)} decides")
@@ -336,7 +348,7 @@ class ProgramConnection(Connection):
         """An answer counts if the test uses the object's class as a class, now or later."""
         entries = _entries(handle)
         if not entries:
-            self.refuse(reason)
+            self.raise_not_transferable(reason)
         self._pending.append((entries[0], reason))
 
     def _attribute_used(self, handle: Any, name: str) -> None:
@@ -353,8 +365,9 @@ class ProgramConnection(Connection):
         """Remember that the test used a class of the program as only a class can be used."""
         self._used.update(_entries(kind))
 
-    def leave(self, name: str, manager: Any, error: Any) -> Any:
-        """A manager of the program cannot take care of a failed check."""
+    def exit_context_manager(self, name: str, manager: Any, error: Any) -> Any:
+        """As in ``Connection``, but the program's context manager cannot suppress a failed check:
+        for an AssertionError or a HarnessFailure the result is False."""
         left = self.ask("op", name, (manager, error))
         return left if not isinstance(error, (AssertionError, HarnessFailure)) else False
 
@@ -390,7 +403,7 @@ class ProgramConnection(Connection):
         elif do == "generator" and parts[1] not in ("send", "throw", "close"):
             raise Refused("no such action of a generator")
 
-    def bound(self, target: Any, name: str) -> Any:
+    def bound_method(self, target: Any, name: str) -> Any:
         """The method of a judge's object that the program passes."""
         if id(target) not in self._own_numbers:
             raise Refused("a method of nothing that the judge passed")
@@ -441,7 +454,7 @@ class ProgramConnection(Connection):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def taken(self, number: int) -> Any:
+    def changed_container(self, number: int) -> Any:
         """A test's container that the program changed."""
         container = self._shared[number]
         if number % 2 == 0 and self.copies:
@@ -506,7 +519,7 @@ class ProgramConnection(Connection):
         except frames.PeerGone:
             self._lose("died", "the program ended before it answered")
         except frames.DeadlinePassed:
-            self._lose("timeout", self._clock.over or WALL_TIME_OVER)
+            self._lose("timeout", self._clock.expired_limit or WALL_TIME_OVER)
         except (frames.FrameError, MemoryError) as error:
             self._lose("protocol", f"the program broke the protocol: {error}")
         if type(frame) is not dict:

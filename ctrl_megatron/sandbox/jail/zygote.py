@@ -72,7 +72,7 @@ def _isolate(setup: dict[str, Any]) -> tuple[Confinement, int | None]:
     scratch = setup["scratch"]
     if setup["user"] is not None:
         os.chown(scratch, setup["user"], setup["user"])
-    confinement, process = isolation.establish(
+    confinement, process = isolation.isolate_worker(
         setup["level"],
         limits=SandboxLimits(**setup["limits"]),
         scratch=scratch,

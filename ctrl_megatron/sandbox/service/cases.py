@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 
-from ctrl_megatron.problems.comparison import difference
+from ctrl_megatron.problems.comparison import output_difference
 from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.datasets.problems import ScoredProblem, StdioCase, StdioProblem
 from ctrl_megatron.sandbox.service.checker import OutputChecker
@@ -45,7 +45,7 @@ async def score_in_order(
         nonlocal end
         async with slots:
             result = await score_case(cases[number])
-        if result[0].timed_out and not submission.compatible:
+        if result[0].timed_out and not submission.compares_like_sandbox_fusion:
             late.append(number)
             if len(late) >= most:
                 end = sorted(late)[most - 1] + 1
@@ -66,9 +66,9 @@ async def score_in_order(
     behind = f"not run: {most} tests timed out before"
     over = f"not run: {STOP_REASONS['job_timeout']}"
     return [
-        (_not_run(case, submission.shown, behind), 0.0)
+        (_not_run(case, submission.max_shown_characters, behind), 0.0)
         if number >= end
-        else (_not_run(case, submission.shown, over), 0.0)
+        else (_not_run(case, submission.max_shown_characters, over), 0.0)
         if task.cancelled()
         else task.result()
         for number, (task, case) in enumerate(zip(tasks, cases, strict=True))
@@ -109,7 +109,7 @@ async def case_scorer(
             score, reason, late = await checker.score(case, run.stdout)
         else:
             fold = isinstance(problem, StdioProblem) and problem.ignore_case
-            compare = functools.partial(difference, ignore_case=fold)
+            compare = functools.partial(output_difference, ignore_case=fold)
             texts = run.stdout, case.output
             # Comparing a megabyte of numbers takes a second.
             reason = (
@@ -118,7 +118,7 @@ async def case_scorer(
                 else await in_thread(compare, *texts, problem.rule)
             ) or ""
             score = 0.0 if reason else 1.0
-        shown = submission.shown
+        shown = submission.max_shown_characters
         info = {
             **case.labels,
             "input": case.input[:shown],

@@ -104,18 +104,18 @@ class ConnectionListener:
             listener.close()
         self._sockets.clear()
 
-    def headed(self, transport: Any) -> None:
+    def head_received(self, transport: Any) -> None:
         if (state := self._by_transport.get(transport)) is not None:
             state.head = False
 
-    def served(self, transport: Any) -> None:
+    def request_received(self, transport: Any) -> None:
         """Note that a request has arrived completely: from now on the client waits
         for the service.
         """
         if (state := self._by_transport.get(transport)) is not None:
             state.since = None
 
-    def answered(self, transport: Any) -> bool:
+    def request_answered(self, transport: Any) -> bool:
         """Note that a request was answered. Returns whether to close the connection because others
         wait.
         """
@@ -125,18 +125,18 @@ class ConnectionListener:
             state.until = now + self.idle_seconds
         return bool(self._sockets) and not self._accepting
 
-    def arrived(self, state: _Connection) -> None:
+    def bytes_arrived(self, state: _Connection) -> None:
         if state.head and state.since is not None:
             now = asyncio.get_running_loop().time()
             state.until = min(state.until, now + self.head_seconds)
 
-    def left(self, number: int, state: _Connection) -> None:
+    def connection_closed(self, number: int, state: _Connection) -> None:
         self._connections.pop(number, None)
         self._by_transport.pop(state.transport, None)
         if self._sockets and not self._accepting:
             self._accept_again()
 
-    def made(self, state: _Connection, transport: asyncio.Transport) -> None:
+    def connection_opened(self, state: _Connection, transport: asyncio.Transport) -> None:
         state.transport = transport
         self._by_transport[transport] = state
 
@@ -187,7 +187,7 @@ class ConnectionListener:
         except OSError as error:
             _log.warning("a connection ended before it was accepted: %s", error)
             connection.close()
-            self.left(number, state)
+            self.connection_closed(number, state)
 
     def _close_longest_waiting(self) -> bool:
         """Close the connection that has waited longest for its client, of the peer with most
@@ -232,15 +232,15 @@ class _WatchedProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._listener.made(self._state, transport)
+        self._listener.connection_opened(self._state, transport)
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._listener.arrived(self._state)
+        self._listener.bytes_arrived(self._state)
         self._inner.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._listener.left(self._number, self._state)
+        self._listener.connection_closed(self._number, self._state)
         self._inner.connection_lost(exc)
 
 

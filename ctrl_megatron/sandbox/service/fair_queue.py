@@ -61,7 +61,7 @@ class RequestShare(_Share):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease(Generic[ItemT]):
-    """An item that a job uses."""
+    """An item that a job uses, until ``FairQueue.release``."""
 
     item: ItemT
     request: RequestShare

@@ -24,7 +24,7 @@ async def grade_submission(runner: ProgramRunner, request: wire.SubmitRequest) -
     """Judge one submission. Raises ``ValueError`` (bad request), ``WorkerFault``, ``QueueFull``."""
     submission = await read_submission(runner, request)
     result = await _judge(submission)
-    if submission.compatible:
+    if submission.compares_like_sandbox_fusion:
         result.extra = {**(result.extra or {}), "compatibility": SANDBOX_FUSION.name}
     return result
 
@@ -104,7 +104,7 @@ async def _test_functions(
     }
     clock = submission.clock
     report = await submission.runner.pool.run(job, clock.left, clock)
-    shown = submission.shown
+    shown = submission.max_shown_characters
     verdicts = [_assert_verdict(problem, shown, *row) for row in report["verdicts"]]
     texts = len(problem.tests) - len(problem.uncounted)
     total = max(texts if report["tests"] < 0 else report["tests"], len(verdicts))

@@ -199,13 +199,13 @@ async def _count(request: web.Request, handler: Handler) -> web.StreamResponse:
     started, status = time.perf_counter(), 499
     listener, transport = request.app[STATE].listener, request.transport
     if listener is not None:
-        listener.headed(transport)
+        listener.head_received(transport)
         if request.method != "POST":
-            listener.served(transport)
+            listener.request_received(transport)
     try:
         response = await _answer(request, handler)
         status = response.status
-        if listener is not None and listener.answered(transport):
+        if listener is not None and listener.request_answered(transport):
             response.force_close()
         return response
     finally:

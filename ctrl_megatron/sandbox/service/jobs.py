@@ -90,7 +90,11 @@ def job_response(report: JobReport, fetched: Sequence[str]) -> wire.RunCodeRespo
         seconds=report["wall"],
         stdout=_text(report["stdout"]),
         stderr=stderr,
-        contents={p: content[files.inside(p)] for p in fetched if files.inside(p) in content},
+        contents={
+            p: content[files.relative_private_path(p)]
+            for p in fetched
+            if files.relative_private_path(p) in content
+        },
     )
 
 

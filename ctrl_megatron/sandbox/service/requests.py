@@ -11,7 +11,7 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from ctrl_megatron.problems.long_integers import loads
+from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.sandbox.limits import CHECKED_BYTES
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
@@ -113,7 +113,7 @@ async def read_body(request: web.Request) -> bytes:
     finally:
         state.held -= size
     if state.listener is not None:
-        state.listener.served(request.transport)
+        state.listener.request_received(request.transport)
     return b"".join(parts)
 
 
@@ -134,4 +134,4 @@ def _read_json(body: bytes, kind: type[BodyT]) -> BodyT:
         # Pydantic's parser refuses integers of more than 4,300 digits.
         if "number out of range" not in str(error):
             raise
-    return kind.model_validate(loads(body))
+    return kind.model_validate(load_long_integer_json(body))

@@ -35,7 +35,7 @@ class Submission:
     clock: ProblemClock
 
     @property
-    def shown(self) -> int:
+    def max_shown_characters(self) -> int:
         """Characters shown of each text in a verdict; the size of an answer is bounded for any
         number of cases.
         """
@@ -45,7 +45,7 @@ class Submission:
         return min(CASE_CHARACTERS, VERDICT_CHARACTERS // (_TEXTS_OF_CASE * len(cases)) + 1)
 
     @property
-    def compatible(self) -> bool:
+    def compares_like_sandbox_fusion(self) -> bool:
         """Whether to compare as SandboxFusion does, for comparisons of services; never used for a
         reward.
         """
