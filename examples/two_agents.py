@@ -61,7 +61,7 @@ def build(config: Config) -> TaskGraph:
     pipeline.add_node("sandbox", judge_revisions, ["revise"], node_type=NodeType.ENV_INTERACT)
     pipeline.add_node("balance", balance, ["revise"], **draws)
     pipeline.add_node("balance_answers", balance, ["revise"], agent_group=SOLVER, **draws)
-    of_critic, of_solver = config.policy_configs
+    of_critic, of_solver = config.agents
     add_update_nodes(
         pipeline, of_solver, drawn="balance_answers", judged=["answer"], agent_group=SOLVER
     )

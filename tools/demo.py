@@ -185,8 +185,8 @@ def _summary(console: Console, run: str) -> None:
     first = results["after SFT"]
     table.add_row("no critique (first solutions)", _told(first.curves[0]["pass_rate"]), "")
     for name, result in results.items():
-        judged = result.last_turn_rates["judgment_accuracy"]
-        table.add_row(name, _told(result.last_turn_rates["pass_rate"]), f"{judged.value:.1%}")
+        judged = result.last["judgment_accuracy"]
+        table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")
     console.print(table)
     gain = results["after RL"].gains["pass_rate"]
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")

@@ -241,7 +241,7 @@ def _compare(folders: Sequence[Path], out: Path, samples: int) -> None:
 
 def _tell(results: Sequence[CriticResult]) -> None:
     for result in results:
-        told = {name: round(rate.value, 4) for name, rate in result.last_turn_rates.items()}
+        told = {name: round(rate.value, 4) for name, rate in result.last.items()}
         before = result.curves[0].get("pass@1")
         first = {} if before is None else {"pass@1 before": round(before.value, 4)}
         print(result.critic, first | told)

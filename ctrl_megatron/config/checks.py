@@ -472,7 +472,7 @@ def _agents(config: Config) -> Iterator[str]:
         yield f"{alone}shares all ranks with the actor; leave {placed} out"
     if config.trainer.dump_steps:
         yield f"{alone}a dump of a step would lack; leave trainer.dump_steps out"
-    own = config.policy_configs[1].actor_rollout_ref.rollout.n
+    own = config.agents[1].actor_rollout_ref.rollout.n
     if own == 1 and algorithm.adv_estimator in _GROUPED:
         yield (
             f"agent1.rollout.n=1 gives algorithm.adv_estimator={algorithm.adv_estimator} groups of "

@@ -271,7 +271,7 @@ class Config:
     sft: Sft = group(Sft, stage="sft")
 
     @property
-    def policy_configs(self) -> tuple[Config, ...]:
+    def agents(self) -> tuple[Config, ...]:
         """The configuration of each policy that learns, by the number of its ``agent_group``: this
         one, and where there is a second policy, one in which it has the actor's place.
         """

@@ -93,7 +93,7 @@ class CriticResult:
     per_problem: tuple[ProblemResult, ...]
 
     @property
-    def last_turn_rates(self) -> dict[str, Estimate]:
+    def last(self) -> dict[str, Estimate]:
         """The rates after the last turn; rates of judgments are those of the first turn."""
         judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
         first = self.curves[_TURN_OF_JUDGMENTS]

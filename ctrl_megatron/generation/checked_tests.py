@@ -56,7 +56,7 @@ class CheckedTests:
     """Why no program can be judged on the row; empty where it can."""
 
     def remove_uncounted_from(self, row: Row, *, log: bool = True) -> Row:
-        """``row`` without the tests that do not count, which are logged unless it is not ``log``.
+        """``row`` without the tests that do not count, which are logged with ``log``.
         UserError where the row has a fault.
         """
         if self.fault:

@@ -250,7 +250,7 @@ class _Stage:
             name: frozen_model_memory(shape, layout, pp=pp, dtype=dtype)
             for name, shape in models.frozen.items()
         }
-        for policy in range(1, len(config.policy_configs)):
+        for policy in range(1, len(config.agents)):
             # Each policy that learns has a reference of its own.
             if "reference" in self.frozen:
                 self.frozen[f"reference of agent{policy}"] = self.frozen["reference"]
@@ -280,7 +280,7 @@ class _Stage:
             phases["generate"] = self._generating()
             if self.config.shares_engines_with_frozen_proxy:
                 phases["sync proxy"] = self._pushing_awake()
-            if len(self.config.policy_configs) > 1 and not self.compute.param_offload:
+            if len(self.config.agents) > 1 and not self.compute.param_offload:
                 phases["sync agent1"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()

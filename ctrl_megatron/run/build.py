@@ -71,7 +71,7 @@ def build_worker(
     )
     (policy, reference), *others = (
         build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
-        for role, own in zip(AGENTS, config.policy_configs, strict=False)
+        for role, own in zip(AGENTS, config.agents, strict=False)
     )
     value = None
     if run.is_here("critic"):
@@ -113,7 +113,7 @@ def build_worker(
     further = [
         dataclasses.replace(
             worker,
-            config=config.policy_configs[number],
+            config=config.agents[number],
             role=AGENTS[number],
             actor=policy,
             reference=reference,
@@ -324,7 +324,7 @@ def build_policies(
 ) -> tuple[Policy, Policy | BasePolicy | None]:
     """The policy of a ``role`` for ``steps`` training steps, and its reference if the objective has
     a KL and ``with_reference`` it is to be here. ``config`` is the policy's
-    (``Config.policy_configs``). ``device`` is None where no engines share it.
+    (``Config.agents``). ``device`` is None where no engines share it.
     """
     family = config.actor_rollout_ref
     take_device = _nothing if device is None else device.free_for_trainer

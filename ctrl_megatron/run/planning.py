@@ -34,7 +34,7 @@ def saved_parts(config: Config) -> tuple[str, ...]:
 
 
 def _further_policies(config: Config) -> tuple[Role, ...]:
-    return AGENTS[1 : len(config.policy_configs)]
+    return AGENTS[1 : len(config.agents)]
 
 
 def counted_epochs(config: Config) -> int | None:

@@ -251,7 +251,7 @@ def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None
     second = ("agent1.model.path=solver", "agent1.optim.lr=1e-3", "agent1.rollout.n=2")
     own = (ACTOR + "clip_ratio=0.1", "actor_rollout_ref.ref.model.path=before")
     given = (*PATHS, *second, *own, ACTOR + "use_kl_loss=true", "dag.custom_pipeline_fn=mine:build")
-    actor, solver = (config.actor_rollout_ref for config in load_config(None, given).policy_configs)
+    actor, solver = (config.actor_rollout_ref for config in load_config(None, given).agents)
     assert (actor.model.path, solver.model.path) == ("model", "solver")
     assert actor.model.tokenizer == solver.model.tokenizer == "model"
     assert (actor.actor.optim.lr, solver.actor.optim.lr) == (1e-6, 1e-3)
@@ -259,7 +259,7 @@ def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None
     assert actor.actor.clip_ratio == solver.actor.clip_ratio == 0.1
     # Its reference is its own start.
     assert (actor.ref.model.path, solver.ref.model.path) == ("before", None)
-    (alone,) = load_config(None, PATHS).policy_configs
+    (alone,) = load_config(None, PATHS).agents
     assert alone.agent1.model.path is None
 
 

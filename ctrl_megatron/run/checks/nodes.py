@@ -45,7 +45,7 @@ def check_fields(config: Config, graph: TaskGraph) -> None:
     order = [graph.nodes[node_id] for node_id in graph.get_topological_sort()]
     problems = _unknown_policies(config, graph)
     raise_all(problems)
-    for policy, own in enumerate(config.policy_configs):
+    for policy, own in enumerate(config.agents):
         nodes = [node for node in order if node.agent_group == policy]
         problems += [*_missing_fields(own, graph, nodes), *_unused_models(own, graph, nodes)]
     raise_all(problems)
@@ -69,7 +69,7 @@ def _missing_fields(config: Config, graph: TaskGraph, order: Sequence[Node]) -> 
 
 def _unknown_policies(config: Config, graph: TaskGraph) -> list[UserError]:
     """Problems of nodes whose policy the run lacks, and of a policy without nodes."""
-    known, problems = len(config.policy_configs), list[UserError]()
+    known, problems = len(config.agents), list[UserError]()
     for node in graph.nodes.values():
         if node.agent_group >= known:
             problems.append(
