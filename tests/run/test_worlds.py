@@ -83,7 +83,7 @@ def shown(actions: Sequence[Action]) -> list[str]:
         if isinstance(action, RunNode):
             lines.append(f"run {action.node.node_id}")
         else:
-            message, verb = action.message, type(action).__name__.lower()
+            message, verb = action.message, type(action).__name__.removesuffix("Message").lower()
             lines.append(f"{verb} {message.node.node_id}: {', '.join(message.fields)}".rstrip())
     return lines
 

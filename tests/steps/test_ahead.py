@@ -122,7 +122,7 @@ class Rank:
             on_any=lambda *flags: flags,
         )
         self.stop: Any = SimpleNamespace(requested_on_any_rank=lambda groups: False)
-        self.waiting = SimpleNamespace(together=lambda future, what: future.result(20))
+        self.waiting = SimpleNamespace(wait_together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
         return self.device.versions["actor"].name(step // self.steps_per_update, step)

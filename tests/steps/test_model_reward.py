@@ -161,7 +161,7 @@ def test_ranks_of_its_own_reward_beside_the_log_probs() -> None:
         return [
             f"run {a.node.node_id}"
             if isinstance(a, RunNode)
-            else f"{type(a).__name__.lower()} {', '.join(a.message.fields)}"
+            else f"{type(a).__name__.removesuffix('Message').lower()} {', '.join(a.message.fields)}"
             for a in found[world]
         ]
 
