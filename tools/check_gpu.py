@@ -1,9 +1,9 @@
 """Check in a quarter of an hour on a GPU what the tests cannot check without one.
 
-``python tools/check_gpu.py`` makes a random model, or uses ``--model DIR``, a Hugging Face
-directory. Each item prints pass, FAIL or skip with its figures; a failure does not end the check.
-On a machine without a GPU it runs the items that the CPU platform supports and skips the others.
-Exit code: 0 if nothing failed.
+``python tools/check_gpu.py`` makes a random model, of the widths of a config.json with ``--shape
+FILE``, or uses ``--model DIR``, a Hugging Face directory. Each item prints pass, FAIL or skip with
+its figures; a failure does not end the check. On a machine without a GPU it runs the items that the
+CPU platform supports and skips the others. Exit code: 0 if nothing failed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ ENGINE, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
 UNREAD = ("trainer.verify_weight_sync=false", "algorithm.rollout_correction.rollout_is=token")
 VARIANTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "cuda_ipc": (1, (ENGINE + "weight_transport=cuda_ipc",)),
+    "shared memory": (0, (ENGINE + "weight_transport=shared_memory",)),
     "shards": (0, (ENGINE + "weight_transport=shards",)),
     "fp8": (1, (ENGINE + "quantization=fp8", *UNREAD)),
     "adapters": (1, ("actor_rollout_ref.model.lora_rank=8", ENGINE + "adapter_push=true")),
@@ -108,6 +109,9 @@ class Checks:
     """The number of GPUs; 0 on a machine without one."""
     engine: str
     given: Path | None
+    """The directory of the model that is checked; None for a random model."""
+    shape: Path | None
+    """The config.json whose widths a random model has; None for the check's own."""
     timeout: float
     begun: bool = False
     """Whether the training run was begun, which is not repeated when it failed."""
@@ -322,7 +326,8 @@ class Checks:
         if self.given is not None:
             return self.given
         directory = self.work / "model"
-        make_model(directory, large=self.gpus > 0)
+        sizes = None if self.shape is None else sizes_of(self.shape)
+        make_model(directory, large=self.gpus > 0, sizes=sizes)
         return directory
 
     @property
@@ -538,12 +543,11 @@ def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None 
         chat_template=template,
     )
     given: dict[str, Any] = {"head_dim": 64, **(sizes or (LARGE if large else SMALL_MODEL))}
-    heads = given["hidden_size"] // given["head_dim"]
+    given.setdefault("num_attention_heads", given["hidden_size"] // given["head_dim"])
+    given.setdefault("num_key_value_heads", 8 if large else 2)
     kind = "Qwen3Moe" if "num_experts" in given else "Llama"
     config = getattr(transformers, f"{kind}Config")(
         **given,
-        num_attention_heads=heads,
-        num_key_value_heads=8 if large else 2,
         vocab_size=len(fast),
         max_position_embeddings=8192,
         tie_word_embeddings=False,
@@ -552,11 +556,23 @@ def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None 
         pad_token_id=fast.eos_token_id,
     )
     torch.manual_seed(1)
-    model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     torch.nn.init.normal_(model.lm_head.weight, std=SPREAD / config.hidden_size**0.5)
     model = model.to(torch.bfloat16 if large else torch.float32)
     model.save_pretrained(directory)
     fast.save_pretrained(directory)
+
+
+def sizes_of(shape: Path) -> dict[str, Any]:
+    """The widths in a config.json of a dense model."""
+    config = json.loads(shape.read_text())
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads"),
+    )
+    per_head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {"head_dim": per_head, **{name: config[name] for name in names}}
 
 
 def write_problems(path: Path) -> None:
@@ -711,6 +727,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="Hugging Face directory; else a random model")
+    parser.add_argument("--shape", type=Path, metavar="FILE", help="config.json of a random model")
     parser.add_argument("--engine", choices=("vllm", "hf"), help="default: vllm where installed")
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="WORD", help="items whose name has"
@@ -738,6 +755,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpus=gpus,
         engine=options.engine or ("vllm" if _has("vllm") else "hf"),
         given=options.model,
+        shape=options.shape,
         timeout=options.timeout,
     )
     print(f"{gpus} GPUs" if gpus else "no GPU: the checks run on the CPU platform")

@@ -21,7 +21,7 @@ from tools.check_gpu import Checks, Failed, Skipped
 
 def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> Checks:
     engine = "vllm" if gpus else "hf"
-    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, timeout=300)
+    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, shape=None, timeout=300)
     if run is not None:
         made.begun, made.steps = True, run
     return made
