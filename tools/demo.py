@@ -25,7 +25,6 @@ from ctrl_megatron.commands.start import CommandParser, command, run_child
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
-from ctrl_megatron.metrics import measure_peak_flops
 from ctrl_megatron.metrics.report.run_files import read_run_files
 from ctrl_megatron.rollout.engine import available_engines, default_engine
 
@@ -42,15 +41,14 @@ RANKS = 2
 """Ranks of training: one per GPU on a machine with fewer, and on one without GPUs as many."""
 
 
-def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str]]:
+def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
     """(title, command, product) of each stage; an existing product skips the stage, "" never
     does.
     """
     run = run_of(seed)
-    typed = f"actor_rollout_ref.model.dtype={dtype}"
     data = (f"data.train_files={DATA}/rl.parquet", f"data.val_files={DATA}/unseen_mutants.parquet")
     drawn = (
-        *(typed, f"actor_rollout_ref.rollout.name={engine}", *data),
+        *(f"actor_rollout_ref.rollout.name={engine}", *data),
         *(f"actor_rollout_ref.model.path={CRITIC}", f"actor_rollout_ref.proxy.model.path={PROXY}"),
     )
     ranks = min(RANKS, _gpus()) or RANKS
@@ -61,7 +59,7 @@ def stages(dtype: str, engine: str, seed: int) -> list[tuple[str, list[str], str
 
     def tuned(name: str, file: str, *steps: str) -> list[str]:
         return [
-            *(PYTHON, "tools/train_sft.py", *trained, typed),
+            *(PYTHON, "tools/train_sft.py", *trained),
             *(f"trainer.experiment_name={name}", f"actor_rollout_ref.model.path={MODEL}"),
             f"sft.train_files={DATA}/{file}",
             *steps,
@@ -124,19 +122,6 @@ def run_of(seed: int) -> str:
     return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
 
 
-def faster_dtype(console: Console) -> str:
-    """The dtype with faster matrix products: bfloat16 on a GPU, float32 on a CPU without bfloat16
-    instructions.
-    """
-    if _gpus():
-        return "bfloat16"
-    rates = {name: measure_peak_flops(name) for name in ("bfloat16", "float32")}
-    chosen = max(rates, key=rates.__getitem__)
-    measured = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {name}" for name, rate in rates.items())
-    console.print(f"this CPU multiplies matrices at {measured}: the models are {chosen}")
-    return chosen
-
-
 @command("demo", stopped="the same command goes on with this stage")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; return the exit code of the first that fails."""
@@ -153,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
             shutil.rmtree(ROOT / "runs" / folder, ignore_errors=True)
     console, begin, took = Console(), time.monotonic(), {}
-    todo = stages(faster_dtype(console), options.engine, options.seed)
+    todo = stages(options.engine, options.seed)
     for number, (title, words, product) in enumerate(todo, start=1):
         console.rule(f"{number}/{len(todo)} {title}")
         if product and (ROOT / product).exists():

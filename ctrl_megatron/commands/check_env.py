@@ -292,7 +292,7 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
     from ctrl_megatron.models.kernels import attention_note, providers
 
     slow = torch.cuda.is_available()
-    dtype = "bfloat16" if config is None else config.actor_rollout_ref.model.dtype
+    dtype = "bfloat16" if config is None else config.actor_rollout_ref.model_dtype
     for kernel, provider in providers(dtype).items():
         if kernel == "attention" and (note := attention_note(dtype)):
             yield Finding("warn", f"kernel: {kernel}", provider, note)

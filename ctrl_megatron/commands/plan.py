@@ -82,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.nodes is not None:
         overrides.append(f"trainer.nnodes={options.nodes}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
+    if config.actor_rollout_ref.model.dtype == "auto":
+        # What auto is on GPUs; only the machine of a run can measure a CPU.
+        overrides.append("actor_rollout_ref.model.dtype=bfloat16")
+        config = load_config(options.config, overrides, purpose)
     if options.gpus_per_node is not None:
         each = _ranks_of(options.gpus_per_node, config, purpose)
         config = load_config(

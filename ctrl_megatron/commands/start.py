@@ -227,6 +227,10 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
     check_files(config, purpose)
+    if config.actor_rollout_ref.model.dtype == "auto":
+        from ctrl_megatron.run.measured_dtype import with_measured_dtype  # it imports torch
+
+        config = with_measured_dtype(config)
     return config
 
 
@@ -307,7 +311,9 @@ def training_config(
     with _ranks_warn():
         check(config)
     restarts = _restarts(config, options.max_restarts) if options.max_restarts else None
-    words = ["--config", options.config, *options.overrides]
+    # One process measures what auto stands for.
+    dtype = f"actor_rollout_ref.model.dtype={config.actor_rollout_ref.model_dtype}"
+    words = ["--config", options.config, *options.overrides, dtype]
     if on_ray:
         from ctrl_megatron.commands.ray_launcher import start_on_ray
 

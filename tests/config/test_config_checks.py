@@ -150,7 +150,7 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
         (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),
         (
             ("actor_rollout_ref.model.dtype=float16",),
-            ["model.dtype", "bfloat16, float32, not 'float16'"],
+            ["model.dtype", "bfloat16, float32, auto, not 'float16'"],
         ),
         ((ROLLOUT + "dtype=float16",), ["rollout.dtype", "bfloat16, float32, not 'float16'"]),
     ],

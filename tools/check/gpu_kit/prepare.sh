@@ -22,9 +22,9 @@ in_file() { echo "${1%%==*}" | tr 'A-Z-' 'a-z_'; }
 for package in $(grep -v '^#' "$HERE/wheels.txt"); do
   ls "$CACHE/whl" | grep -qi "^$(in_file "$package")-${package##*==}-" && continue
   case $package in
-    antlr4*) "$PYTHON" -m pip wheel -q --no-deps -w "$CACHE/whl" "$package" ;; # has no wheel
+    antlr4*) "$PYTHON" -m pip wheel -qq --no-deps -w "$CACHE/whl" "$package" ;; # has no wheel
     transformer-engine-torch*) ;; # compiled below
-    *) "$PYTHON" -m pip download -q $TAGS -d "$CACHE/whl" "$package" ;;
+    *) "$PYTHON" -m pip download -qq $TAGS -d "$CACHE/whl" "$package" ;;
   esac
 done
 
@@ -37,7 +37,7 @@ if ! ls "$CACHE"/whl/transformer_engine_torch-*cp312* > /dev/null 2>&1; then
   [ -f "$CUDA_HOME/include/cuda_runtime_api.h" ] || CUDA_HOME=$(ls -d /usr/local/cuda-13* | head -1)
   MAX_JOBS=${MAX_JOBS:-2} NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CUDNN_PATH=$SITE/nvidia/cudnn \
     CPATH=$SITE/nvidia/cudnn/include:$SITE/nvidia/nccl/include:$SITE/nvidia/cu13/include \
-    "$CACHE/venv/bin/python" -m pip wheel -q --no-deps --no-build-isolation -w "$CACHE/whl" \
+    "$CACHE/venv/bin/python" -m pip wheel -qq --no-deps --no-build-isolation -w "$CACHE/whl" \
     "$(grep '^transformer-engine-torch==' "$HERE/wheels.txt")"
 fi
 
