@@ -95,14 +95,14 @@ test-env-cuda: env
 test-next:
 	@$(MAKE) --no-print-directory env-next VENV=build/env-next \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
-	build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	TRITON_INTERPRET=1 build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  tests/models tests/algorithms tests/parallel tests/checkpoint tests/resharding tests/distributed \
 	  tests/test_torch_features.py "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
 test-oldest:
 	@$(MAKE) --no-print-directory env-oldest VENV=build/env-oldest \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
-	build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	TRITON_INTERPRET=1 build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  tests/models tests/algorithms tests/test_torch_features.py tests/parallel/test_softmax_kernels.py \
 	  "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 

@@ -57,7 +57,7 @@ OWNERS = {
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
         *("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
         *("metrics/flops.py", "commands/launcher.py", "torch_features.py"),
-        "commands/check_env.py",
+        *("commands/check_env.py", "commands/check_gpu.py", "commands/prepare_smollm2.py"),
     ),
     "tensordict": ("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
     "megatron": ("parallel/", "models/"),
@@ -65,6 +65,7 @@ OWNERS = {
     "transformers": (
         *("data/tokens.py", "models/transformers_model.py"),
         *("rollout/hf_", "rollout/sglang_stand_ins.py"),
+        *("commands/check_gpu.py", "commands/prepare_smollm2.py"),
     ),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),

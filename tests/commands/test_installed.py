@@ -27,7 +27,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     venv, checkout = folder / "env", folder / "checkout"
     nothing_compiled = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "ctrl_megatron", checkout / "ctrl_megatron", ignore=nothing_compiled)
+    for name in ("ctrl_megatron", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=nothing_compiled)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
@@ -59,7 +60,24 @@ def test_the_package_is_imported_from_another_folder(python: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(python.parents[2])
     installed = Path(done.stdout.strip()).parent
-    assert files_of(installed) == files_of(ROOT / "ctrl_megatron")
+    found = {file for file in files_of(installed) if file.parts[0] != "examples"}
+    assert found == files_of(ROOT / "ctrl_megatron")
+
+
+def test_a_folder_to_begin_in_has_what_the_readme_names(python: Path, tmp_path: Path) -> None:
+    done = run([python.parent / "ctrl-init", "begin"], tmp_path)
+    assert done.returncode == 0 and "cd begin" in done.stdout, done.stderr
+    folder = tmp_path / "begin"
+    for name in ("ctrl_smollm2_cpu.yaml", "study_smollm2/mutants.yaml", "problems/level0.jsonl"):
+        assert (folder / "examples" / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
+    assert "short_answers" in (folder / "mine.py").read_text()
+    again = run([python.parent / "ctrl-init", "begin"], tmp_path)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    words = ["--problems", "examples/problems", "--solutions", "examples/solutions/smollm2.jsonl"]
+    rows = run([python.parent / "ctrl-synthesize", *words, "--help"], folder)
+    assert rows.returncode == 0
+    lost = run([python.parent / "ctrl-demo"], tmp_path)
+    assert lost.returncode == 2 and "ctrl-init DIR" in lost.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
