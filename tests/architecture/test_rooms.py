@@ -75,6 +75,8 @@ OWNERS = {
     "tensorboard": ("metrics/sinks.py",),
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
+    "trackio": ("metrics/sinks.py",),
+    "swanlab": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
     "pyarrow": (
         *("data/", "sft/examples.py", "preparation/records.py", "generation/search_nodes.py"),
