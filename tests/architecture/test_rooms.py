@@ -45,7 +45,7 @@ ORDER = (
     ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
     *("eval", "graph", "steps", "record", "run", "guide", "pipeline"),
-    *("sft", "preparation", "commands"),
+    *("sft", "preparation", "commands", "__main__"),
 )
 """A room imports itself and the rooms before it."""
 
