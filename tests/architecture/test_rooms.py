@@ -45,7 +45,7 @@ ORDER = (
     ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
     *("eval", "graph", "steps", "record", "run", "guide", "pipeline"),
-    *("sft", "preparation", "commands"),
+    *("sft", "preparation", "commands", "__main__"),
 )
 """A room imports itself and the rooms before it."""
 
@@ -76,6 +76,8 @@ OWNERS = {
     "tensorboard": ("metrics/sinks.py",),
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
+    "trackio": ("metrics/sinks.py",),
+    "swanlab": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
     "pyarrow": (
         *("data/", "sft/examples.py", "preparation/records.py", "generation/search_nodes.py"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from tools.make_env import install_checkout, pip_install
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/ctrl_smollm2_cpu.yaml"
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS, VERSION = PROJECT["scripts"], PROJECT["version"]
 
 
 @pytest.fixture(scope="module", params=["editable", "plain"])
@@ -85,6 +87,23 @@ def test_every_console_script_helps(python: Path, tmp_path: Path, script: str) -
     done = run([python.parent / script, "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {script} ")
+
+
+@pytest.mark.parametrize("place", SCRIPTS.values(), ids=list(SCRIPTS))
+def test_every_command_says_the_version(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, function = place.partition(":")
+    with pytest.raises(SystemExit) as ended:
+        getattr(import_module(module), function)(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ctrl_megatron {VERSION}\n"
+
+
+def test_the_package_says_its_version_and_its_commands(python: Path, tmp_path: Path) -> None:
+    done = run([python, "-m", "ctrl_megatron"], tmp_path)
+    first, *lines, _ = done.stdout.splitlines()
+    assert first == f"ctrl_megatron {VERSION}", done.stderr
+    assert {line.split()[0] for line in lines} == set(SCRIPTS)
+    assert all(line.endswith(".") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["train_rl", "train_sft"])

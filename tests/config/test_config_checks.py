@@ -109,7 +109,10 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
         ),
         (("algorithm.adv_estimator=grop",), ["adv_estimator", "did you mean 'grpo'"]),
         ((ACTOR + "policy_loss=vanila",), ["policy_loss", "did you mean 'vanilla'"]),
-        (("trainer.logger=[console, tensorbord]",), ["logger", "did you mean 'tensorboard'"]),
+        (
+            ("trainer.logger=[console, tensorbord]",),
+            ["logger", "jsonl, tensorboard, wandb", "module:Class"],
+        ),
         (("sandbox.isolation=nome",), ["sandbox.isolation", "strict, standard, none"]),
         (
             (
