@@ -31,7 +31,7 @@ def smollm2(scratch: Path) -> Path:
 
     It is made once in ``scratch``, also where several processes ask for it.
     """
-    from tools import prepare_smollm2
+    from ctrl_megatron.commands import prepare_smollm2
 
     kept = REPOSITORY / "runs/models/smollm2"
     _, stamp = prepare_smollm2.find_source()

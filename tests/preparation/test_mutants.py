@@ -23,7 +23,7 @@ from ctrl_megatron.preparation.mutants import (
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
 from ctrl_megatron.sft.examples import SftExample
-from tools import prepare_mutants
+from ctrl_megatron.commands import prepare_mutants
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROBLEMS = {p.id: p for p in read_problems(EXAMPLES / "problems")}
