@@ -40,7 +40,7 @@ def smollm2(scratch: Path) -> Path:
     made = scratch / "smollm2"
     with (scratch / "smollm2.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare_smollm2.prepare(made)
+        prepare_smollm2.prepare_directory(made)
     return made
 
 
