@@ -141,6 +141,16 @@ def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
     assert broken_links(page) == wrong
 
 
+@each_page
+def test_lists_are_lists_in_the_site_too(page: str) -> None:
+    """Python-Markdown wants four blanks before what is in an item, where GitHub takes two, and an
+    empty line between a paragraph and the next item.
+    """
+    nested = r"(?:^|\n) {1,3}(?:[-*] |\d+\. )|\n\n {1,3}\S"
+    joined = r"\n\n {4}[^\s-].*(?:\n {4}.*)*\n(?:- |\d+\. )"
+    assert re.findall(f"{nested}|{joined}", prose(page)) == []
+
+
 def test_every_page_that_the_code_names_exists() -> None:
     sources = [
         path.read_text(encoding="utf-8")
