@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ctrl_megatron.commands.hub import SHAPE_FILES, with_hub_models
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
 from ctrl_megatron.config.elastic import fitting_hosts
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.table import memory_table
     from ctrl_megatron.models.shape import ModelShape
 
+    if options.model_config is None:
+        config = with_hub_models(config, purpose, SHAPE_FILES)
     shapes = model_shapes(
         config, purpose, same=options.model_config, proxy_file=options.proxy_config
     )

@@ -70,6 +70,7 @@ OWNERS = {
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
     "ray": ("commands/ray_launcher.py",),
+    "huggingface_hub": ("commands/hub.py",),
     "aiohttp": ("sandbox/", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/figures.py",),
     "jinja2": ("data/tokens.py", "metrics/report/document.py"),

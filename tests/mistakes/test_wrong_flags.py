@@ -144,7 +144,15 @@ def test_pipes_and_devices_are_no_files_to_write_and_a_new_name_leaves_no_trace(
 def test_every_command_is_tried() -> None:
     """Other tools are measurements and checks of the project itself."""
     folder = Path(__file__).parents[2] / "ctrl_megatron/commands"
-    helpers = {"__init__", "chat_flags", "launcher", "ray_launcher", "start", "serve_sandbox"}
-    helpers.add("check_gpu")  # a measurement
+    helpers = {
+        "__init__",
+        "check_gpu",  # a measurement
+        "chat_flags",
+        "hub",
+        "launcher",
+        "ray_launcher",
+        "start",
+        "serve_sandbox",
+    }
     names = {path.stem for path in folder.glob("*.py")} - helpers
     assert names <= {name.rpartition(".")[2] for name in COMMANDS}
