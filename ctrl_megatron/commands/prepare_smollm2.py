@@ -146,6 +146,7 @@ def convert(source: Path, out: Path) -> None:
     # GGUF keeps this as a float32, which prints as 9.999999747378752e-06.
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.eos_token = tokenizer.pad_token = EOS
     split_digits(tokenizer)
     eos = tokenizer.convert_tokens_to_ids(EOS)
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
@@ -155,6 +156,7 @@ def convert(source: Path, out: Path) -> None:
     print(f"writing {millions:.0f} M parameters as bfloat16 ...")
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
+    _of_bytes(out / "tokenizer.json")
     for name in ("config.json", "tokenizer_config.json"):
         _drop_source_names(out / name)
     for path in out.iterdir():
@@ -173,6 +175,22 @@ def split_digits(tokenizer: Any) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def _of_bytes(path: Path) -> None:
+    """Make the file the same whatever transformers has read: up to 5.17 it takes GGUF's byte-level
+    pieces for some with a byte fallback."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["normalizer"] = None
+    content["decoder"] = {
+        "type": "ByteLevel",
+        **{"add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    }
+    content["model"] |= {
+        **{"unk_token": None, "fuse_unk": False, "byte_fallback": False},
+        **{"continuing_subword_prefix": "", "end_of_word_suffix": ""},
+    }
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _drop_source_names(path: Path) -> None:
