@@ -146,6 +146,7 @@ def test_every_command_is_tried() -> None:
         "__init__",
         "chat_flags",
         "hub",
+        "model_card",
         "launcher",
         "ray_launcher",
         "start",
