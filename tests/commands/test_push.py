@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import HfApi, constants
 from rollout.rollout_models import save, tiny_llama
+from stand_in_hub import serving, use
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.commands.convert_megatron_to_hf import main
@@ -125,6 +126,22 @@ def test_an_export_is_uploaded_with_its_card(
     assert said.out.endswith("https://huggingface.co/me/critic\n")
     written = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
     assert TOKEN not in f"{said}{hub.mock_calls}" and TOKEN.encode() not in written
+
+
+def test_the_hub_gets_the_files_and_keeps_none_of_an_earlier_model(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, out = run_of(tmp_path, weights), tmp_path / "out"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        hub.uploaded["me/critic"] = {"model-00001-of-00002.safetensors": b"", "LICENSE": b"mine"}
+        hub.private["me/critic"] = True
+        assert main(words(checkpoint, out, "--private")) == 0, hub.asked[-1]
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    card = model_card(checkpoint, model="policy", adapters=False).encode()
+    assert hub.uploaded["me/critic"] == {**files, "README.md": card, "LICENSE": b"mine"}
+    assert hub.tokens == {f"Bearer {TOKEN}"}
 
 
 def test_a_private_model_is_not_uploaded_to_a_public_repository(
