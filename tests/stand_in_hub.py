@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -10,16 +11,21 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 
 class Hub:
     """``commits``: the id of a model -> the directories of its commits, the newest last. The
-    paths of all requests are in ``asked``."""
+    paths of all requests are in ``asked``. ``uploaded``: the id of a repository that was made here
+    -> the contents of its files; ``tokens`` came with these requests."""
 
     def __init__(self) -> None:
         self.commits: dict[str, list[Path]] = {}
+        self.uploaded: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.tokens: set[str | None] = set()
         self.asked: list[str] = []
         self.url = ""
 
@@ -37,6 +43,13 @@ class Hub:
 
 def _answer(hub: Hub, path: str) -> tuple[int, dict[str, str], bytes]:
     missing = 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+    own = re.fullmatch(r"/api/models/([^/]+/[^/?]+)(/tree/main)?(?:\?.*)?", path)
+    if own and own[1] in hub.uploaded:
+        files = hub.uploaded[own[1]].items()
+        told = {"id": own[1], "private": hub.private[own[1]], "siblings": []}
+        if own[2]:
+            told = [{"type": "file", "path": n, "size": len(d), "oid": "1" * 40} for n, d in files]
+        return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
     api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/([^/?]+)(?:\?.*)?", path)
     if api:
         found = hub.directory(api[1], api[3])
@@ -60,6 +73,32 @@ def _answer(hub: Hub, path: str) -> tuple[int, dict[str, str], bytes]:
     return 200, {"ETag": f'"{tag}"', "X-Repo-Commit": found[0]}, data
 
 
+def _take(hub: Hub, path: str, body: bytes) -> Any:
+    """The answer to a step of an upload: a new repository, a model card, the question how to send
+    files, and a commit whose files are in its lines."""
+    if path == "/api/repos/create":
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}"
+        hub.uploaded.setdefault(name, {})
+        hub.private.setdefault(name, asked.get("private", False))
+        return {"url": f"{hub.url}/{name}", "id": name}
+    if path == "/api/validate-yaml":  # of a model card
+        return {"errors": [], "warnings": []}
+    _, _, _, owner, name, what, *_ = path.split("/")
+    files = hub.uploaded[f"{owner}/{name}"]
+    if what == "preupload":
+        told = {"uploadMode": "regular", "shouldIgnore": False}
+        return {"files": [{"path": one["path"], **told} for one in json.loads(body)["files"]]}
+    assert what == "commit", path
+    for line in map(json.loads, body.splitlines()):
+        value = line["value"]
+        if line["key"] == "file":
+            files[value["path"]] = base64.b64decode(value["content"])
+        elif line["key"] == "deletedFile":
+            del files[value["path"]]
+    return {"commitUrl": f"{hub.url}/{owner}/{name}/commit/1", "commitOid": "1" * 40}
+
+
 @contextmanager
 def serving() -> Iterator[Hub]:
     hub = Hub()
@@ -76,6 +115,16 @@ def serving() -> Iterator[Hub]:
                 self.wfile.write(body)
 
         do_HEAD = do_GET
+
+        def do_POST(self) -> None:
+            hub.asked.append(self.path)
+            hub.tokens.add(self.headers.get("Authorization"))
+            length = int(self.headers["Content-Length"])
+            body = json.dumps(_take(hub, self.path, self.rfile.read(length))).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 

@@ -1,5 +1,5 @@
-"""Models of the Hugging Face Hub in place of directories: ``owner/name`` or
-``owner/name@revision``.
+"""Models of the Hugging Face Hub in place of directories, ``owner/name`` or
+``owner/name@revision``, and the upload of an export.
 
 A model is downloaded once, into the cache of huggingface_hub; with HF_HUB_OFFLINE=1 it has to be
 there. What exists in the file system is never looked up on the Hub.
@@ -23,9 +23,11 @@ from ctrl_megatron.errors import UserError, read_text
 MODEL = "directory of a Hugging Face model, or its id on the Hub, owner/name[@revision]"
 """The help of a flag that names a model."""
 SHAPE_FILES = ("config.json",)
-_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*")
 """Weights, configurations, chat templates and tokenizers; neither pickles nor programs."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?")
+_REPO = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FOLDERS = ("models", "runs")
 """Folders of the examples, which a fresh checkout lacks; no owners."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -67,6 +69,68 @@ def with_hub_models(config: Config, purpose: Purpose, files: Sequence[str] = _FI
     return config
 
 
+def check_push(repo: str) -> None:
+    """UserError if this machine has no token of the Hub, or ``repo`` is no name there."""
+    from huggingface_hub import constants, get_token
+
+    if not _REPO.fullmatch(repo):
+        raise UserError(f"{repo!r} is no repository", key="--push", remedy="write OWNER/NAME")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set", key="--push", remedy="unset it")
+    if get_token() is None:
+        raise UserError(
+            "there is no token of the Hugging Face Hub",
+            key="--push",
+            remedy="run `hf auth login`, or set HF_TOKEN to a token that may write",
+        )
+
+
+def push_model(directory: Path, repo: str, card: str, *, private: bool) -> str:
+    """Upload an export with its model card as README.md; returns the address. A repository that
+    does not exist is made: private, or as the owner's settings have it, for users public. Weights
+    that the repository has under other names are removed.
+
+    UserError if the Hub refuses, and for a public repository that has to be ``private``.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        made = api.create_repo(repo, private=True if private else None, exist_ok=True)
+        if private and not api.repo_info(made.repo_id).private:
+            raise UserError(
+                f"{made} is there and public",
+                key="--private",
+                remedy="name another repository, or make it private on its page",
+            )
+        api.upload_folder(
+            repo_id=made.repo_id,
+            folder_path=directory,
+            delete_patterns=list(_WEIGHTS),
+            commit_message="Upload the weights",
+        )
+        api.upload_file(
+            path_or_fileobj=card.encode(),
+            path_in_repo="README.md",
+            repo_id=made.repo_id,
+            commit_message="Upload the model card",
+        )
+    except UserError:
+        raise
+    except Exception as error:  # of the network or the server
+        raise UserError(
+            f"{directory} was written but not uploaded to {repo}: {_first_line(error)}",
+            key="--push",
+            remedy=f"try `hf upload {repo} {directory}`",
+        ) from error
+    return str(made)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line]
+    return hide_credentials(lines[0] if lines else type(error).__name__)
+
+
 def pinned_models(config: Config) -> list[str]:
     """``key=owner/name@commit`` for every id in whose place ``with_hub_models`` put a directory."""
     return [f"{key}={text}" for key, (_, text) in config.unresolved.items() if _ID.fullmatch(text)]
@@ -101,12 +165,11 @@ def _downloaded(text: str, key: str, files: Sequence[str]) -> tuple[str, str]:
             name,
             revision=revision or None,
             allow_patterns=list(files),
-            ignore_patterns="*/*",  # other formats of the same weights
+            ignore_patterns=["*/*.safetensors", "*/*.json"],  # the same weights for others
         )
     except Exception as error:  # of the network, the server, the cache's disk
         reason = "HF_HUB_OFFLINE is set, and it was not downloaded before"
-        if not constants.HF_HUB_OFFLINE:
-            reason = hide_credentials(next(iter(str(error).splitlines()), type(error).__name__))
+        reason = reason if constants.HF_HUB_OFFLINE else _first_line(error)
         unset = "unset HF_HUB_OFFLINE, or " if constants.HF_HUB_OFFLINE else ""
         chosen = f" --revision {revision}" if revision else ""
         raise UserError(

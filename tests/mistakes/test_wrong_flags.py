@@ -149,6 +149,7 @@ def test_every_command_is_tried() -> None:
         "check_gpu",  # a measurement
         "chat_flags",
         "hub",
+        "model_card",
         "launcher",
         "ray_launcher",
         "start",
