@@ -1,7 +1,8 @@
 """Train a small model to criticise code on one machine (no GPU is needed): data, SFT, RL, tests.
 
-Right programs are changed by one edit. A proxy is fine-tuned to follow critiques. The critic is
-fine-tuned to name faults, and then trained by GRPO on the results of its critiques.
+``ctrl-demo`` runs in a checkout, or in a folder that ``ctrl-init`` has made. Right programs are
+changed by one edit. A proxy is fine-tuned to follow critiques. The critic is fine-tuned to name
+faults, and then trained by GRPO on the results of its critiques.
 
 Finished stages are not repeated; ``--fresh`` removes earlier demo runs.
 """

@@ -170,7 +170,8 @@ def test_ranks_get_the_commit_from_their_launcher(
     arguments = ["--config", "run.yaml", "--nproc-per-node", "1"]
     assert start.training_config("train_rl", "rl", arguments, None, lambda config: None) == 0
     pinned = f"{ID}@{hub.sha(ID)}"
-    assert started == [["--config", "run.yaml", f"{KEY}={pinned}"]]
+    dtype = "actor_rollout_ref.model.dtype=bfloat16"
+    assert started == [["--config", "run.yaml", f"{KEY}={pinned}", dtype]]
     # Ranks that another launcher has started have to agree.
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
