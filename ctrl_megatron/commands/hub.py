@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.config import Config, Purpose, read_yaml
+from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.checks import model_directories
 from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.config.load import recorded_value
 from ctrl_megatron.config.secrets import hide_credentials
-from ctrl_megatron.errors import UserError, read_text
+from ctrl_megatron.errors import UserError
 
 MODEL = "directory of a Hugging Face model, or its id on the Hub, owner/name[@revision]"
 """The help of a flag that names a model."""
@@ -146,10 +147,8 @@ def _recorded(config: Config, key: str, text: str) -> str:
     file = Path(config.trainer.run_dir) / "config.yaml"
     if "@" in text or config.trainer.resume_mode == "disable" or not file.is_file():
         return text
-    tree = read_yaml(read_text(file), str(file))[0]
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree if isinstance(tree, str) and tree.startswith(f"{text}@") else text
+    found = recorded_value(file, key)
+    return found if isinstance(found, str) and found.startswith(f"{text}@") else text
 
 
 def _downloaded(text: str, key: str, files: Sequence[str]) -> tuple[str, str]:

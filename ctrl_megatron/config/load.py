@@ -33,7 +33,7 @@ from ctrl_megatron.config.secrets import (
     secrets_in_tree,
     shown,
 )
-from ctrl_megatron.errors import UserError, all_of, conceal, nearest, users_input
+from ctrl_megatron.errors import UserError, all_of, conceal, nearest, read_text, users_input
 
 _NUMBERS = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -180,6 +180,15 @@ def parse_override(text: str) -> tuple[str, Any]:
         declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
         conceal(secrets_in(declared, value) if declared else ())
         return key, read_yaml(value, f"override {text!r}")[0]
+
+
+def recorded_value(file: Path, key: str) -> Any:
+    """The value of the dotted ``key`` in a run's ``config.yaml``; None where it has none. UserError
+    if the file cannot be read."""
+    tree = read_yaml(read_text(file), str(file))[0]
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def to_dict(config: Config) -> dict[str, Any]:

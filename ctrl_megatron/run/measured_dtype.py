@@ -8,8 +8,8 @@ from pathlib import Path
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import DTYPES, Dtype
 from ctrl_megatron.config.environment import read_launch
-from ctrl_megatron.config.load import read_yaml
-from ctrl_megatron.errors import UserError, read_text, users_input
+from ctrl_megatron.config.load import recorded_value
+from ctrl_megatron.errors import UserError, users_input
 from ctrl_megatron.memory.fit import with_keys
 
 KEY = "actor_rollout_ref.model.dtype"
@@ -30,8 +30,7 @@ def _kept(file: Path) -> Dtype | None:
     """The type with which a run began; None if its directory is new."""
     if not file.is_file():
         return None
-    tree, _ = read_yaml(read_text(file), str(file))
-    found = tree.get("actor_rollout_ref", {}).get("model", {}).get("dtype")
+    found = recorded_value(file, KEY)
     if found not in DTYPES:
         raise UserError(
             f"the type {found!r} is none of {', '.join(DTYPES)}",
