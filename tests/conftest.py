@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ _FIRST, _LAST = ("integration", "rollout"), ("distributed", "sandbox", "hostile"
 tests mostly wait for time limits. Short ones between them, where the workers meet."""
 _TOGETHER = dict.fromkeys(("test_rl_run.py", "test_resume.py", "test_restarts.py"), "whole_run")
 """Files that compare with the same long run, which each worker would repeat."""
+
+# A path that no test has made looks like a model's id on the Hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # A busy machine is not a failure: no test asserts how long an example takes.
 settings.register_profile("no_deadline", deadline=None)

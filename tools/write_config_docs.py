@@ -55,8 +55,15 @@ torchrun --nproc-per-node 2 tools/train_rl.py --config examples/ctrl_smollm2_cpu
   argument is YAML too: `trainer.logger='[console, jsonl]'`.
 - A value may refer to another one as `${group.key}`, and to a variable of the environment as
   `${oc.env:NAME}`; files of a run have that text, not the variable's value.
-- No file, page or log of a run has a secret of its configuration, and neither have Weights & Biases
-  and MLflow: `***` stands for every text in `reward.provider_options` and
+- A key that names a Hugging Face directory also takes the id of a model on the Hugging Face Hub,
+  `owner/name` or `owner/name@revision`, unless there is a folder `owner` here (`models` and
+  `runs` are always folders). The model is
+  downloaded before the run starts, into huggingface_hub's cache; with `HF_HUB_OFFLINE=1` it has to
+  be there. `runs/NAME/config.yaml` has the id with its commit, from which the run goes on.
+  `--nproc-per-node` passes the commit to the ranks; with `torchrun` and `srun` you name it. Flags
+  of commands that name a model take ids as well.
+- No file, page or log of a run has a secret of its configuration, and neither have trackers such as
+  Weights & Biases: `***` stands for every text in `reward.provider_options` and
   `actor_rollout_ref.proxy.api.extra_body`, for entries of any options whose name says so
   (`api_key`, `headers`), for what follows `Bearer` or `--api-key` in a text, and for name, password
   and query of any address. A file with `***` is

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctrl_megatron.commands.hub import hub_directory
 from ctrl_megatron.commands.start import CommandParser
 from ctrl_megatron.config.flags import count_flag, integer_flag
 from ctrl_megatron.engine_kinds import ENGINES
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.generation.sources import ChatSource, EngineOptions
     from ctrl_megatron.rewards.grading import Judge
 
+_CHATS = {"generator": "writes solutions and revisions", "critic": "criticises"}
 DTYPES = ("bfloat16", "float32")
 MOST_THREADS = 4096
 SERVERS = "server of MODEL, or several with commas between them"
@@ -25,7 +27,7 @@ SERVERS = "server of MODEL, or several with commas between them"
 
 def add_chat_flags(parser: CommandParser, *, required: str) -> None:
     """Add ``--generator`` and ``--critic`` (``required`` is mandatory) and related flags."""
-    for role, does in (("generator", "writes solutions and revisions"), ("critic", "criticises")):
+    for role, does in _CHATS.items():
         other = "" if role == required else "; the other one by default"
         parser.add_argument(
             f"--{role}", required=role == required, metavar="MODEL", help=does + other
@@ -66,9 +68,8 @@ def add_tensor_flag(parser: CommandParser) -> None:
 def chat_sources(
     options: argparse.Namespace, *, required: str
 ) -> tuple[dict[str, ChatSource], EngineOptions]:
-    """The source of each role, and options of their engines. A role without a model of its own gets
-    the source of the role ``required``. Raises UserError for wrong sources."""
-    from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
+    """The source of each role, and options of their engines. Raises UserError for wrong sources."""
+    from ctrl_megatron.generation.sources import EngineOptions, check_source
 
     engines = EngineOptions(
         engine=options.engine,
@@ -79,16 +80,23 @@ def chat_sources(
         max_concurrency=options.max_concurrency,
         token_budget=options.token_budget,
     )
-    given = ChatSource(getattr(options, required), getattr(options, f"{required}_url"))
-    sources = {}
-    for role in ("generator", "critic"):
+    sources: dict[str, ChatSource] = {}
+    for role in _CHATS:
         model, url = getattr(options, role), getattr(options, f"{role}_url")
         if url and not model:
             raise UserError(f"--{role}-url needs --{role}, the model's name there")
-        sources[role] = ChatSource(model, url) if model else given
-        flag = role if model else required
-        check_source(f"--{flag}-url" if sources[role].url else f"--{flag}", sources[role], engines)
-    return sources, engines
+        if model:
+            sources[role] = model_source(f"--{role}", model, url)
+            check_source(f"--{role}-url" if url else f"--{role}", sources[role], engines)
+    return {role: sources.get(role, sources[required]) for role in _CHATS}, engines
+
+
+def model_source(flag: str, model: str, url: str) -> ChatSource:
+    """The source of a model that ``flag`` names; without a server, downloaded if it is an id on the
+    Hub. UserError if it cannot be."""
+    from ctrl_megatron.generation.sources import ChatSource
+
+    return ChatSource(model if url else hub_directory(model, flag), url)
 
 
 @contextmanager

@@ -308,7 +308,7 @@ def kernel_findings(config: Config | None = None) -> Iterator[EnvironmentFinding
     from ctrl_megatron.models.kernels import attention_note, providers
 
     slow = torch.cuda.is_available()
-    dtype = "bfloat16" if config is None else config.actor_rollout_ref.model.dtype
+    dtype = "bfloat16" if config is None else config.actor_rollout_ref.model_dtype
     for kernel, provider in providers(dtype).items():
         if kernel == "attention" and (note := attention_note(dtype)):
             yield EnvironmentFinding("warn", f"kernel: {kernel}", provider, note)

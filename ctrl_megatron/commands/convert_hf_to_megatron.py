@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctrl_megatron.commands.hub import MODEL, hub_directory
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_progress_bar
@@ -17,7 +18,7 @@ from ctrl_megatron.metrics import byte_progress_bar
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint with one tensor in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--hf", required=True, type=Path, help="directory of a Hugging Face model")
+    parser.add_argument("--hf", required=True, metavar="MODEL", help=MODEL)
     parser.add_argument(
         "--out", required=True, type=output_path, help="checkpoint directory to write"
     )
@@ -27,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from ctrl_megatron.checkpoint.convert import hf_to_megatron
 
+    hf = Path(hub_directory(options.hf, "--hf"))
     with byte_progress_bar() as progress:
-        hf_to_megatron(options.hf, options.out, progress=progress, overwrite=options.overwrite)
+        hf_to_megatron(hf, options.out, progress=progress, overwrite=options.overwrite)
     print(f"wrote {options.out}; it loads on any tensor, pipeline and data parallel layout")
     return 0
 

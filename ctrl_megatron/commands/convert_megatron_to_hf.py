@@ -1,16 +1,20 @@
 """Convert a Megatron checkpoint to an HF directory.
 
 ``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value|agent1]
-[--adapters]``
+[--adapters] [--push OWNER/NAME]``
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctrl_megatron.commands.hub import check_push, push_model
+from ctrl_megatron.commands.model_card import model_card
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import output_path
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import byte_progress_bar
 
 
@@ -36,14 +40,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace files that this command wrote to --out"
     )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="also upload the export to this repository of the Hugging Face Hub, with a model card "
+        "from the run's configuration and metrics; what is new there is public",
+    )
+    parser.add_argument("--private", action="store_true", help="of --push: make it private")
     options = parser.parse_args(arguments)
+    if options.private and not options.push:
+        raise UserError("--private is for --push", remedy="give --push OWNER/NAME too")
+    card = ""
+    if options.push:
+        check_push(options.push)
+        card = model_card(options.checkpoint, model=options.model, adapters=options.adapters)
+    _convert(options)
+    if options.push:
+        print(push_model(options.out, options.push, card, private=options.private))
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> None:
     from ctrl_megatron.checkpoint.convert import megatron_to_hf, megatron_to_peft
 
     if options.adapters:
         where = {"folder": options.model, "overwrite": options.overwrite}
         megatron_to_peft(options.checkpoint, options.out, **where)
         print(f"wrote {options.out} for PEFT")
-        return 0
+        return
     with byte_progress_bar() as progress:
         megatron_to_hf(
             options.checkpoint,
@@ -55,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     engines = "transformers" if options.model == "value" else "transformers and vLLM"
     print(f"wrote {options.out} for {engines}")
-    return 0
 
 
 if __name__ == "__main__":

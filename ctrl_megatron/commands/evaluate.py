@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctrl_megatron.commands.hub import hub_directory, is_hub_id
 from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 _PROXY = "actor_rollout_ref.proxy"
 _READ_BY = {"shared": {"model"}, "engine": {"model", "engine"}, "api": {"api"}}
 """Kind of a proxy -> the groups of its settings that are read."""
-_CRITIC = "a name and an HF model, or a .jsonl file of critiques with the rows' ids"
+_CRITIC = (
+    "a name and an HF model, a directory or an id on the Hub, or a .jsonl file of critiques with "
+    "the rows' ids"
+)
 
 
 @command("evaluate")
@@ -85,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _check_draws(options)
     proxies = proxy_overrides(options.proxy, options.rows)
     config = _in(options.out, checked_config(options.config, options.overrides, "rl"))
+    critics = {name: hub_directory(where, f"{name}={where}") for name, where in critics.items()}
     out = Path(config.trainer.run_dir)
     from ctrl_megatron.eval.transcripts import ChainPlan
     from ctrl_megatron.run.evaluation import EvaluationJob, evaluate
@@ -142,7 +147,7 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
                 f"{_PROXY}.api.model={json.dumps(model)}",
                 f"{_PROXY}.api.base_url={json.dumps([f'http{address}'])}",
             ]
-        elif Path(where).is_dir():
+        elif Path(where).is_dir() or is_hub_id(where):
             path = json.dumps(where)
             overrides[name] = [f"{_PROXY}.kind=engine", f"{_PROXY}.model.path={path}"]
         else:
@@ -150,7 +155,8 @@ def proxy_overrides(proxies: Sequence[str], rows: Sequence[str]) -> dict[str, li
                 UserError(
                     f"{hide_credentials_in_text(where)!r} is no directory",
                     key=f"--proxy {name}",
-                    remedy="name a model's directory, MODEL@URL of a server, or shared",
+                    remedy="name a model's directory or its id on the Hub, MODEL@URL of a server, "
+                    "or shared",
                 )
             )
     for text in rows:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ctrl_megatron.commands.hub import SHAPE_FILES, with_hub_models
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
 from ctrl_megatron.config.elastic import max_fitting_hosts
@@ -88,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.nodes is not None:
         overrides.append(f"trainer.nnodes={options.nodes}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose
+    if config.actor_rollout_ref.model.dtype == "auto":
+        # What auto is on GPUs; only the machine of a run can measure a CPU.
+        overrides.append("actor_rollout_ref.model.dtype=bfloat16")
+        config = load_config(options.config, overrides, purpose)
     if options.gpus_per_node is not None:
         each = _ranks_of(options.gpus_per_node, config, purpose)
         config = load_config(
@@ -118,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ctrl_megatron.memory.table import memory_table
     from ctrl_megatron.models.shape import ModelShape
 
+    if options.model_config is None:
+        config = with_hub_models(config, purpose, SHAPE_FILES)
     shapes = model_shapes(
         config, purpose, single_file=options.model_config, proxy_file=options.proxy_config
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ctrl_megatron.commands.hub import pinned_models
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
 from ctrl_megatron.commands.start import add_run_arguments, checked_config, command
 from ctrl_megatron.config import Config, check_world_size
@@ -61,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks is not None:
         further = ["--weights", str(options.weights)] if options.weights else []
         again = [str(options.dump), "--update", *further, f"--tolerance={options.tolerance}"]
-        return start_ranks("replay", ranks, [*again, *options.overrides], expected=(DIFFERS,))
+        return start_ranks(
+            "replay",
+            ranks,
+            [*again, *options.overrides, *pinned_models(config)],
+            expected=(DIFFERS,),
+        )
     set_device_variables(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
     return _replay(config, options.dump, options.weights, options.judge, options.tolerance)
 

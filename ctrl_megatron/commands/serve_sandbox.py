@@ -1,4 +1,7 @@
-"""Serve the sandbox: ``ctrl-serve-sandbox --host 127.0.0.1 --port 8080 --workers 2``."""
+"""Serve the sandbox, which runs untrusted programs.
+
+``ctrl-serve-sandbox --host 127.0.0.1 --port 8080 --workers 2``
+"""
 
 from __future__ import annotations
 

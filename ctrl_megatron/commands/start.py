@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from ctrl_megatron.commands.hub import is_hub_id, pinned_models, with_hub_models
 from ctrl_megatron.commands.launcher import RestartLimit, ranks_to_start, start_ranks
 from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
 from ctrl_megatron.config.elastic import config_for_world_size
@@ -219,14 +220,20 @@ def _launch() -> Launch | None:
 
 
 def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
-    """Set the log level of the environment and return the checked configuration. Raises
-    UserError.
+    """Set the log level of the environment and return the checked configuration, whose models have
+    been downloaded where they are ids on the Hugging Face Hub. Raises UserError.
     """
     logging.basicConfig(level=read_log_level())
     # This logger reports at each start that its feature is disabled.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
+    check_files(config, purpose, elsewhere=is_hub_id)
+    config = with_hub_models(config, purpose)
     check_files(config, purpose)
+    if config.actor_rollout_ref.model.dtype == "auto":
+        from ctrl_megatron.run.measured_dtype import with_measured_dtype  # it imports torch
+
+        config = with_measured_dtype(config)
     return config
 
 
@@ -307,7 +314,9 @@ def training_config(
     with _ranks_warn():
         check(config)
     restarts = _restarts(config, options.max_restarts) if options.max_restarts else None
-    words = ["--config", options.config, *options.overrides]
+    # One process measures what auto stands for.
+    dtype = f"actor_rollout_ref.model.dtype={config.actor_rollout_ref.model_dtype}"
+    words = ["--config", options.config, *options.overrides, *pinned_models(config), dtype]
     if on_ray:
         from ctrl_megatron.commands.ray_launcher import start_on_ray
 

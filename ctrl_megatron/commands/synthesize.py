@@ -49,6 +49,7 @@ from ctrl_megatron.commands.chat_flags import (
     SERVERS,
     add_tensor_flag,
     convert_service_faults,
+    model_source,
 )
 from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import (
@@ -236,7 +237,7 @@ def _sources(
     options: argparse.Namespace,
 ) -> tuple[dict[str, ChatSource], EngineOptions]:
     """The source of each role that has a model, checked, and how its engine is started."""
-    from ctrl_megatron.generation.sources import ChatSource, EngineOptions, check_source
+    from ctrl_megatron.generation.sources import EngineOptions, check_source
 
     engines = EngineOptions(
         engine=options.engine,
@@ -246,7 +247,7 @@ def _sources(
         tensor_parallel_size=options.tensor_parallel_size,
     )
     sources = {
-        role: ChatSource(model, getattr(options, f"{role}_url"))
+        role: model_source(f"--{role}", model, getattr(options, f"{role}_url"))
         for role in _ROLES
         if (model := getattr(options, role))
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ctrl_megatron.config.keys import (
     ABOVE_0,
@@ -36,6 +36,7 @@ LossAggregation = Literal[
 Schedule = Literal["constant", "cosine"]
 """Schedules of the learning rate after the warm-up."""
 Dtype = Literal["bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 """Types of parameters; float16 would need a loss scale."""
 ProxyKind = Literal["shared", "engine", "api", "agent1"]
 """The proxy: a model on the actor's engines, on engines of its own, or on servers; or the second
@@ -453,8 +454,10 @@ class Model:
     """Hugging Face directory of the actor (required)."""
     tokenizer_path: str | None = None
     """Directory of the tokenizer; None for model.path."""
-    dtype: Dtype = "bfloat16"
-    """Type of the parameters in computation; the master copy is float32."""
+    dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Type of the parameters in computation; the master copy is float32. auto is bfloat16 on GPUs
+    and, on a CPU, the one with faster products of the model's shapes, measured when the run
+    begins."""
     shared_prefix: bool = key(True, read=_AUTOREGRESSIVE)
     """Compute a prompt once for all of its responses in a micro-batch, in every pass."""
     lora_rank: int = key(0, AT_LEAST_0)
@@ -481,13 +484,20 @@ class ActorRolloutRef:
     rollout: Rollout = group(Rollout)
 
     @property
+    def model_dtype(self) -> Dtype:
+        """``model.dtype`` of a run, whose start has replaced ``auto``. Raises ValueError before."""
+        if self.model.dtype == "auto":
+            raise ValueError("actor_rollout_ref.model.dtype=auto has not been measured")
+        return self.model.dtype
+
+    @property
     def rollout_dtype(self) -> Dtype:
         """Parameter type inside the actor's engines."""
         return self.engine_dtype(self.rollout)
 
     def engine_dtype(self, engine: EngineKeys) -> Dtype:
         """Parameter type inside an engine."""
-        return engine.dtype or self.model.dtype
+        return engine.dtype or self.model_dtype
 
     @property
     def update_token_budget(self) -> int:

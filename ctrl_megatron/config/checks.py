@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,8 +79,33 @@ def _no_file(path: str) -> str:
     return f"the file {path} does not exist{where}"
 
 
-def check_files(config: Config, purpose: Purpose) -> None:
-    """UserError naming the key of every file or directory that does not exist."""
+def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
+    """The keys that name directories of models and tokenizers and are set, with their values. A
+    directory that is not set is the actor's.
+    """
+    model = config.actor_rollout_ref
+    found: dict[str, str | None] = {"actor_rollout_ref.model.path": model.model.path}
+    if model.model.tokenizer != model.model.path:
+        found["actor_rollout_ref.model.tokenizer_path"] = model.model.tokenizer
+    if purpose == "rl":
+        found["actor_rollout_ref.ref.model.path"] = model.ref.model.path
+        if config.writes_revisions:
+            found["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
+        found["agent1.model.path"] = config.agent1.model.path
+        if config.needs_values:
+            found["critic.model.path"] = config.critic.model.path
+        if config.needs_reward_model:
+            files = config.reward_model.model
+            found["reward_model.model.path"] = files.path
+            found["reward_model.model.tokenizer_path"] = files.tokenizer_path
+    return {key: path for key, path in found.items() if path}
+
+
+def check_files(
+    config: Config, purpose: Purpose, elsewhere: Callable[[str], bool] = lambda path: False
+) -> None:
+    """UserError naming the key of every file or directory that does not exist, but for models whose
+    text is ``elsewhere``."""
     name, section = ("sft", config.sft) if purpose == "sft" else ("data", config.data)
     problems = [
         f"{name}.{key}: {_no_file(file)}; correct the path or create the file"
@@ -88,26 +113,9 @@ def check_files(config: Config, purpose: Purpose) -> None:
         for file in getattr(section, key)
         if not Path(file).is_file()
     ]
-    model = config.actor_rollout_ref
-    own = {"actor_rollout_ref.model.path": model.model.path}
-    if model.model.tokenizer != model.model.path:
-        own["actor_rollout_ref.model.tokenizer_path"] = model.model.tokenizer
-    others: dict[str, str | None] = {}
-    if purpose == "rl":
-        others["actor_rollout_ref.ref.model.path"] = model.ref.model.path
-        if config.writes_revisions:
-            others["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
-        others["agent1.model.path"] = config.agent1.model.path
-        if config.needs_values:
-            others["critic.model.path"] = config.critic.model.path
-        if config.needs_reward_model:
-            files = config.reward_model.model
-            others["reward_model.model.path"] = files.path
-            others["reward_model.model.tokenizer_path"] = files.tokenizer_path
-    # A directory that is not set is the actor's, which is checked once.
-    for key, path in (own | {key: path for key, path in others.items() if path}).items():
+    for key, path in model_directories(config, purpose).items():
         needed = "tokenizer_config.json" if key.endswith("tokenizer_path") else "config.json"
-        if not (Path(path) / needed).is_file():
+        if not (elsewhere(path) or (Path(path) / needed).is_file()):
             problems.append(
                 f"{key}: {path} is not a Hugging Face model directory (it has no {needed})"
             )

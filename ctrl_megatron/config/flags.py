@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ctrl_megatron import __version__
 from ctrl_megatron.errors import UserError
 
+VERSION = f"ctrl_megatron {__version__}"
 _LARGEST, _MANY = 2**63 - 1, 2**31 - 1
 _LONGEST_NAME = 240
 """Longest file name, in bytes: of the 255 that are possible, a draft of the file adds some."""
@@ -30,6 +32,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=formatter)
+        self.add_argument("--version", action="version", version=VERSION)
         self.register("type", int, integer_flag())
         self.register("type", float, float_flag())
 

@@ -39,6 +39,7 @@ from ctrl_megatron.errors import (
     convert_input_errors,
     nearest_name,
     raise_all,
+    read_text,
 )
 
 _NUMBERS = (
@@ -186,6 +187,15 @@ def parse_override(text: str) -> tuple[str, Any]:
         declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
         conceal_in_user_errors(secrets_in_value(declared, value) if declared else ())
         return key, read_yaml(value, f"override {text!r}")[0]
+
+
+def recorded_value(file: Path, key: str) -> Any:
+    """The value of the dotted ``key`` in a run's ``config.yaml``; None where it has none. UserError
+    if the file cannot be read."""
+    tree = read_yaml(read_text(file), str(file))[0]
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def to_dict(config: Config) -> dict[str, Any]:

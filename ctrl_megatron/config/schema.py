@@ -42,12 +42,19 @@ from ctrl_megatron.config.keys import (
 )
 from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelKeys
 
-SinkName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"]
-"""Sinks of metrics."""
+TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+"""Sinks of metrics that file the run under a project."""
+_SINKS = ("console", "jsonl", "tensorboard", *TRACKERS)
+_SINK = Range(
+    f"{', '.join(_SINKS)}, or a class of your own as module:Class or FILE.py:Class",
+    lambda name: name in _SINKS or ":" in name,
+)
 _FILTERED = when("algorithm.filter_groups.enable", True)
 _VALIDATED = Condition(("data.val_files",), bool, "{0}=FILES")
 _TRACKED = Condition(
-    (".logger",), lambda names: bool({"wandb", "mlflow"} & set(names)), "{0}=[wandb] or [mlflow]"
+    (".logger",),
+    lambda names: any(name in TRACKERS or ":" in name for name in names),
+    f"{{0}}=[{'], ['.join(TRACKERS)}] or [module:Class]",
 )
 _IN_EPOCHS = when(".total_training_steps", None)
 _NAME = Range(
@@ -145,8 +152,8 @@ class Trainer:
     resume_mode: str = "auto"
     """auto continues from the newest checkpoint, disable starts over, and a path continues from
     that checkpoint, or from the newest one that the run has saved since."""
-    logger: tuple[SinkName, ...] = ("console", "jsonl", "tensorboard")
-    """Sinks of the metrics."""
+    logger: tuple[str, ...] = key(("console", "jsonl", "tensorboard"), _SINK)
+    """Sinks of the metrics; a class of your own is named by its import path."""
     seed: int = 1
     """Seed of the row order and of everything without a separate seed."""
     verify_weight_sync: bool = key(False, stage="rl")

@@ -227,7 +227,7 @@ class _Stage:
         self.kernels: Kernels = kernels
         self.family = config.actor_rollout_ref
         self.megatron, self.compute = self.family.actor.megatron, self.family.actor.compute
-        dtype = self.family.model.dtype
+        dtype = self.family.model_dtype
         self.has_actor = "actor" in models.trained
         self.shapes = {**models.trained}
         """The models that make passes; the actor's are like those of a reference beside it."""

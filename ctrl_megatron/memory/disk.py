@@ -48,7 +48,7 @@ def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> Di
     """The disk use of a run that trains models of ``shapes``. A checkpoint holds trained weights,
     Adam's moments, a float32 copy of the weights unless they are float32, and the reference if it
     follows the actor (``shapes[0]``); an export holds the weights."""
-    trainer, dtype = config.trainer, config.actor_rollout_ref.model.dtype
+    trainer, dtype = config.trainer, config.actor_rollout_ref.model_dtype
     elements = sum(_elements(shape, trained_names(shape)) for shape in shapes)
     exported = sum(_elements(shape.base, hf_shapes(shape.base)) for shape in shapes)
     # FSDP's weights are float32 whatever the model computes in.

@@ -1,4 +1,5 @@
-"""Sinks of metrics: terminal, JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Sinks of metrics: terminal, JSON lines, TensorBoard, Weights & Biases, MLflow, Trackio, SwanLab,
+and classes of the user.
 
 Each sink imports its library when it is built.
 """
@@ -17,12 +18,19 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ctrl_megatron.errors import UserError, name_file_in_errors
+from ctrl_megatron.config.import_path import import_callable
+from ctrl_megatron.errors import (
+    UserError,
+    convert_input_errors,
+    convert_user_code_errors,
+    name_file_in_errors,
+)
 from ctrl_megatron.metrics.display import Display, format_number
 from ctrl_megatron.metrics.json_lines import JsonlWriter
 
 _FIRST_ROWS = ("reward", "actor")
 _NOT_IN_WANDB_IDS = re.compile(r"[:;,#?/'%\\]")
+_NOT_IN_SWANLAB_IDS = re.compile(r"[^\w.-]")
 
 
 class Sink(Protocol):
@@ -49,7 +57,8 @@ def build_sinks(
     """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
 
     ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run).
-    Raises ValueError for a library that is not installed.
+    A name with a colon is the import path of a class (``own_sink_class``). Raises UserError for a
+    library that is not installed, and for a class that cannot be built.
     """
     kinds: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(display or Display(0)),
@@ -57,15 +66,20 @@ def build_sinks(
         "tensorboard": lambda: TensorboardSink(run_dir / "tensorboard"),
         "wandb": lambda: WandbSink(run_dir, config),
         "mlflow": lambda: MlflowSink(run_dir, config),
+        "trackio": lambda: TrackioSink(config),
+        "swanlab": lambda: SwanlabSink(run_dir, config),
     }
     sinks: list[Sink] = []
     for name in dict.fromkeys(names):
         try:
-            sinks.append(kinds[name]())
+            if ":" in name:
+                sinks.append(OwnSink(name, run_dir, config))
+            else:
+                sinks.append(kinds[name]())
         except BaseException as error:
             for sink in sinks:
                 sink.close()
-            if not isinstance(error, ImportError):
+            if not isinstance(error, ImportError) or isinstance(error, UserError):
                 raise
             raise UserError(
                 f"trainer.logger names {name}, which is not installed; "
@@ -220,3 +234,91 @@ class MlflowSink:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+class TrackioSink:
+    """Trackio: one run, which goes on under its name when the training resumes. UserError for a
+    project's name that Trackio refuses."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        import trackio  # type: ignore[import-not-found]  # optional
+
+        trainer = config["trainer"]
+        with convert_input_errors("trainer.project_name"):
+            self._run = trackio.init(
+                project=trainer["project_name"],
+                name=trainer["experiment_name"],
+                resume="allow",
+                config=dict(config),
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait, at most half a minute, until everything is sent."""
+        self._run.finish()
+
+
+class SwanlabSink:
+    """SwanLab: one run, resumed under the same id when the training resumes. UserError for a
+    project's name that SwanLab refuses."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
+        import swanlab  # type: ignore[import-not-found]  # optional
+
+        trainer = config["trainer"]
+        with convert_input_errors("trainer.project_name"):
+            self._run = swanlab.init(
+                project=trainer["project_name"],
+                name=trainer["experiment_name"],
+                id=_NOT_IN_SWANLAB_IDS.sub("-", trainer["experiment_name"]),
+                resume="allow",
+                log_dir=str(run_dir / "swanlab"),
+                config=dict(config),
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._run.finish()
+
+
+class OwnSink:
+    """A sink of the user's; its exceptions name ``trainer.logger`` and the line."""
+
+    def __init__(self, name: str, run_dir: Path, config: Mapping[str, Any]) -> None:
+        made = own_sink_class(name)
+        self._said = f"trainer.logger: {name}"
+        with convert_user_code_errors(self._said):
+            self._sink: Sink = made(run_dir, config)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with convert_user_code_errors(self._said):
+            self._sink.log(step, metrics)
+
+    def close(self) -> None:
+        with convert_user_code_errors(self._said):
+            self._sink.close()
+
+
+def own_sink_class(path: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
+    """The class at ``module:Class`` or ``FILE.py:Class``, which is called with the run's directory
+    and the configuration as nested dicts, and has the methods of ``Sink``.
+
+    Raises UserError for a path that leads to no class, and for a class without one of the methods.
+    """
+    with convert_user_code_errors(f"trainer.logger: cannot import {path!r}"):
+        found: Any = import_callable(path, "trainer.logger")
+    missing = [name for name in ("log", "close") if not callable(getattr(found, name, None))]
+    if not isinstance(found, type) or missing:
+        lacks = f"has no method {' and no '.join(missing)}" if missing else "is no class"
+        raise UserError(
+            f"{path!r} {lacks}",
+            key="trainer.logger",
+            remedy="name a class with __init__(self, run_dir, config), log(self, step, metrics) "
+            "and close(self)",
+        )
+    return found

@@ -193,3 +193,16 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
             raise UserError(
                 f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
             )
+
+
+def product_sizes(directory: str | Path) -> tuple[int, int] | None:
+    """The widths of a linear layer that is typical of the products of the model in ``directory``:
+    the hidden size, and that of a feed-forward layer, or of one expert's. None where config.json
+    names no hidden size. UserError if it cannot be read."""
+    config = read_json(Path(directory) / "config.json")
+    config = config.get("text_config", config)
+    hidden = config.get("hidden_size")
+    width = config.get("moe_intermediate_size") or config.get("intermediate_size")
+    if not isinstance(hidden, int):
+        return None
+    return hidden, width if isinstance(width, int) else 4 * hidden

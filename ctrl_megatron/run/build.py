@@ -474,7 +474,7 @@ def _model_options(
     megatron = config.actor_rollout_ref.actor.megatron
     return ModelOptions(
         build=BuildOptions(
-            dtype=config.actor_rollout_ref.model.dtype,
+            dtype=config.actor_rollout_ref.model_dtype,
             recompute_granularity=compute.recompute_granularity if optimizer else None,
             recompute_num_layers=compute.recompute_num_layers,
             overrides=megatron.override_transformer_config,

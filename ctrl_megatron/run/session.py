@@ -38,6 +38,7 @@ from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.fleet import Services
+from ctrl_megatron.run.measured_dtype import require_one_dtype
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,6 +155,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
                 at_end.append(lock.acquire().release)
                 watch.add_check(lock.lost_error)
             require_shared_directory(run_dir, everyone.from_first(lock.holder))
+            require_one_dtype(everyone.from_all(config.actor_rollout_ref.model_dtype))
             served = serve_metrics(config, stop, watch) if everyone.is_first else None
             if served is not None:
                 at_end.append(served.close)

@@ -146,7 +146,7 @@ def train(config: Config) -> bool:
             recorder.say(line)
         for line in inputs.left_out():
             recorder.say(line)
-        dtype, on_gpu = config.actor_rollout_ref.model.dtype, run.groups.device.type == "cuda"
+        dtype, on_gpu = config.actor_rollout_ref.model_dtype, run.groups.device.type == "cuda"
         recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         recorder.show_graph(graph)
         loop.resume()

@@ -115,7 +115,7 @@ def train_sft(config: Config) -> bool:
             validation=len(held_out),
         ):
             recorder.say(line)
-        dtype, on_gpu = config.actor_rollout_ref.model.dtype, groups.device.type == "cuda"
+        dtype, on_gpu = config.actor_rollout_ref.model_dtype, groups.device.type == "cuda"
         recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         finished = loop.run()

@@ -18,6 +18,8 @@ from ctrl_megatron.metrics import (
     mfu,
     seconds_by_name,
 )
+from ctrl_megatron.metrics.flops import SQUARE
+from ctrl_megatron.models.hf_config import product_sizes
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards.registry import MODEL_REWARD
@@ -137,12 +139,12 @@ def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, fl
 def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
     """Mean over the ranks of the peak flop/s of one device. Collective: all ranks measure a CPU at
     the same time, as in training. Warns if a CPU lacks instructions for the configured type."""
-    cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model.dtype
+    cuda, dtype = groups.device.type == "cuda", config.actor_rollout_ref.model_dtype
     name = torch.cuda.get_device_name() if cuda else "cpu"
     groups.barrier()
-    peak = device_peak_flops(
-        name, configured_tflops=config.trainer.peak_tflops_per_device, dtype=dtype
-    )
+    given, path = config.trainer.peak_tflops_per_device, config.actor_rollout_ref.model.path
+    sizes = None if cuda or given is not None else product_sizes(path)
+    peak = device_peak_flops(name, configured_tflops=given, dtype=dtype, sizes=sizes or SQUARE)
     if not cuda and dtype != "float32" and groups.is_first:
         plain = measure_cpu_peak_flops("float32")
         if plain > 2 * peak:

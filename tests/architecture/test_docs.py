@@ -9,6 +9,7 @@ import re
 import shlex
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -25,7 +26,8 @@ from ctrl_megatron.config.foreign import ABSENT, RENAMED, foreign_key_hint
 from ctrl_megatron.sandbox import SandboxLimits
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FIRST = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in FIRST), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 LEAVES = set(KEYS)
 CONSOLE_SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -48,6 +50,8 @@ INSIDE_A_DUMP = {
 INSIDE_A_PROFILE = {"step_2.json", "step_N.json", "step_2.rank_0.torch.json"}
 ELSEWHERE = {"mine.py", ".jsonl", "checked_tests.jsonl"}
 PATH = re.compile(r"[\w.\-/]+(\.(py|sh|md|toml|yaml|json|jsonl|txt)|/)")
+
+LINKING = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")})
 
 each_page = pytest.mark.parametrize("page", TEXTS)
 
@@ -94,12 +98,57 @@ def test_every_path_exists(page: str) -> None:
     assert missing == []
 
 
-@each_page
-def test_every_link_leads_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
-        assert not target.startswith("/"), target
+@cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub names the headings of ``page``: small letters, digits, hyphens and underscores of
+    the text, a hyphen for each blank, and a number where an earlier heading has the same name.
+    """
+    counted: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", FENCE.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
+        names.add(f"{name}-{counted[name]}" if counted[name] else name)
+        counted[name] += 1
+    return names
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", FENCE.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        led = page.parent / path if path else page
         if not target.startswith("http"):
-            assert ((ROOT / page).parent / target.partition("#")[0]).exists(), target
+            there = not path.startswith("/") and led.exists()
+            if not there or (anchor and anchor not in anchors(led)):
+                broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text(
+        "# 1: a `b_c`, [d](e) -f\n## Same\n```\n# No\n```\n## Same\n"
+    )
+    right = ["#top", "other.md", "other.md#1-a-b_c-d--f", "other.md#same-1", "https://x.org/#no"]
+    wrong = ["#no", "other.md#no", "other.md#same-2", "absent.md", f"{tmp_path}/other.md"]
+    page = tmp_path / "page.md"
+    page.write_text("# Top\n" + "".join(f"[text]({target})\n" for target in right + wrong))
+    assert broken_links(page) == wrong
+
+
+@each_page
+def test_lists_are_lists_in_the_site_too(page: str) -> None:
+    """Python-Markdown wants four blanks before what is in an item, where GitHub takes two, and an
+    empty line between a paragraph and the next item.
+    """
+    nested = r"(?:^|\n) {1,3}(?:[-*] |\d+\. )|\n\n {1,3}\S"
+    joined = r"\n\n {4}[^\s-].*(?:\n {4}.*)*\n(?:- |\d+\. )"
+    assert re.findall(f"{nested}|{joined}", prose(page)) == []
 
 
 def test_every_page_that_the_code_names_exists() -> None:

@@ -112,7 +112,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "ctrl_megatron.commands.synthesize.make_training_files",
             "ctrl_megatron.commands.prepare_data.write_text_atomically",
         ),
-        *("tools.prepare_smollm2.convert", "ctrl_megatron.sandbox.__main__.serve_sandbox"),
+        *(
+            "ctrl_megatron.commands.prepare_smollm2.convert",
+            "ctrl_megatron.sandbox.__main__.serve_sandbox",
+        ),
     ):
         monkeypatch.setattr(place, starts)
     return tmp_path

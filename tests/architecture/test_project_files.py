@@ -13,6 +13,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
 
@@ -58,6 +59,24 @@ def test_the_quick_tests_are_there() -> None:
         file, _, test = word.partition("::")
         assert (ROOT / file).exists(), word
         assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), word
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_commands_that_exist(workflow: Path) -> None:
+    """What GitHub requires of it is for actionlint: make lint-workflows."""
+    targets = re.findall(r"^[\w -]+(?=:)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    runs = [step["run"] for job in read(workflow)["jobs"].values() for step in job["steps"][2:]]
+    for program, *arguments in map(shlex.split, runs):
+        assert program != "make" or {*arguments} <= {*" ".join(targets).split()}
+        assert not program.startswith("ctrl-") or program in PROJECT["scripts"]
+        locked = (ROOT / "requirements/cpu.txt").read_text()
+        assert all(f"\n{word}+cpu\n" in locked for word in arguments if word.startswith("torch"))
+
+
+def test_the_site_has_every_page() -> None:
+    placed = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/**/*.md")]
+    assert sorted([*placed, "AGENTS.md"]) == sorted(str(page.relative_to(ROOT)) for page in pages)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)

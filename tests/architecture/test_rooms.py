@@ -45,7 +45,7 @@ ORDER = (
     ),
     *("parallel", "models", "rollout", "resharding", "memory", "checkpoint", "generation"),
     *("eval", "graph", "steps", "record", "run", "guide", "pipeline"),
-    *("sft", "preparation", "commands"),
+    *("sft", "preparation", "commands", "__main__"),
 )
 """A room imports itself and the rooms before it."""
 
@@ -57,7 +57,7 @@ OWNERS = {
         *("algorithms/", "parallel/", "models/", "rollout/", "resharding/", "checkpoint/"),
         *("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
         *("metrics/flops.py", "commands/launcher.py", "torch_features.py"),
-        "commands/check_env.py",
+        *("commands/check_env.py", "commands/check_gpu.py", "commands/prepare_smollm2.py"),
     ),
     "tensordict": ("graph/", "steps/", "record/", "run/", "guide/", "sft/"),
     "megatron": ("parallel/", "models/"),
@@ -65,16 +65,20 @@ OWNERS = {
     "transformers": (
         *("data/tokens.py", "models/transformers_model.py"),
         *("rollout/hf_", "rollout/sglang_stand_ins.py"),
+        *("commands/check_gpu.py", "commands/prepare_smollm2.py"),
     ),
     "vllm": ("rollout/vllm_",),
     "sglang": ("rollout/sglang_",),
     "ray": ("commands/ray_launcher.py",),
+    "huggingface_hub": ("commands/hub.py",),
     "aiohttp": ("sandbox/", "rollout/", "generation/"),
     "matplotlib": ("metrics/report/figures.py",),
     "jinja2": ("data/tokens.py", "metrics/report/document.py"),
     "tensorboard": ("metrics/sinks.py",),
     "wandb": ("metrics/sinks.py",),
     "mlflow": ("metrics/sinks.py",),
+    "trackio": ("metrics/sinks.py",),
+    "swanlab": ("metrics/sinks.py",),
     "omegaconf": ("config/",),
     "pyarrow": (
         *("data/", "sft/examples.py", "preparation/records.py", "generation/search_nodes.py"),

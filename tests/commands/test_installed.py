@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from tools.make_env import install_checkout, pip_install
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples/ctrl_smollm2_cpu.yaml"
-SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SCRIPTS, VERSION = PROJECT["scripts"], PROJECT["version"]
 
 
 @pytest.fixture(scope="module", params=["editable", "plain"])
@@ -27,7 +29,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     venv, checkout = folder / "env", folder / "checkout"
     nothing_compiled = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "ctrl_megatron", checkout / "ctrl_megatron", ignore=nothing_compiled)
+    for name in ("ctrl_megatron", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=nothing_compiled)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
@@ -59,7 +62,24 @@ def test_the_package_is_imported_from_another_folder(python: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(python.parents[2])
     installed = Path(done.stdout.strip()).parent
-    assert files_of(installed) == files_of(ROOT / "ctrl_megatron")
+    found = {file for file in files_of(installed) if file.parts[0] != "examples"}
+    assert found == files_of(ROOT / "ctrl_megatron")
+
+
+def test_a_folder_to_begin_in_has_what_the_readme_names(python: Path, tmp_path: Path) -> None:
+    done = run([python.parent / "ctrl-init", "begin"], tmp_path)
+    assert done.returncode == 0 and "cd begin" in done.stdout, done.stderr
+    folder = tmp_path / "begin"
+    for name in ("ctrl_smollm2_cpu.yaml", "study_smollm2/mutants.yaml", "problems/level0.jsonl"):
+        assert (folder / "examples" / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
+    assert "short_answers" in (folder / "mine.py").read_text()
+    again = run([python.parent / "ctrl-init", "begin"], tmp_path)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    words = ["--problems", "examples/problems", "--solutions", "examples/solutions/smollm2.jsonl"]
+    rows = run([python.parent / "ctrl-synthesize", *words, "--help"], folder)
+    assert rows.returncode == 0
+    lost = run([python.parent / "ctrl-demo"], tmp_path)
+    assert lost.returncode == 2 and "ctrl-init DIR" in lost.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -67,6 +87,23 @@ def test_every_console_script_helps(python: Path, tmp_path: Path, script: str) -
     done = run([python.parent / script, "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {script} ")
+
+
+@pytest.mark.parametrize("place", SCRIPTS.values(), ids=list(SCRIPTS))
+def test_every_command_says_the_version(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, function = place.partition(":")
+    with pytest.raises(SystemExit) as ended:
+        getattr(import_module(module), function)(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ctrl_megatron {VERSION}\n"
+
+
+def test_the_package_says_its_version_and_its_commands(python: Path, tmp_path: Path) -> None:
+    done = run([python, "-m", "ctrl_megatron"], tmp_path)
+    first, *lines, _ = done.stdout.splitlines()
+    assert first == f"ctrl_megatron {VERSION}", done.stderr
+    assert {line.split()[0] for line in lines} == set(SCRIPTS)
+    assert all(line.endswith(".") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["train_rl", "train_sft"])

@@ -215,6 +215,7 @@ def program(tmp_path: Path) -> list[str]:
         *(sys.executable, str(tmp_path / "program.py"), "--config", str(ROOT / CONFIG)),
         *(f"actor_rollout_ref.model.path={model}", f"sft.train_files=[{rows}]"),
         *(f"sft.val_files=[{rows}]", f"trainer.default_local_dir={tmp_path}"),
+        "actor_rollout_ref.model.dtype=float32",
     ]
 
 

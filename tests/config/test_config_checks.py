@@ -109,7 +109,10 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
         ),
         (("algorithm.adv_estimator=grop",), ["adv_estimator", "did you mean 'grpo'"]),
         ((ACTOR + "policy_loss=vanila",), ["policy_loss", "did you mean 'vanilla'"]),
-        (("trainer.logger=[console, tensorbord]",), ["logger", "did you mean 'tensorboard'"]),
+        (
+            ("trainer.logger=[console, tensorbord]",),
+            ["logger", "jsonl, tensorboard, wandb", "module:Class"],
+        ),
         (("sandbox.isolation=nome",), ["sandbox.isolation", "strict, standard, none"]),
         (
             (
@@ -150,7 +153,7 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
         (("dag.custom_pipeline_fn=my.module.fn",), ["package.module:function"]),
         (
             ("actor_rollout_ref.model.dtype=float16",),
-            ["model.dtype", "bfloat16, float32, not 'float16'"],
+            ["model.dtype", "bfloat16, float32, auto, not 'float16'"],
         ),
         ((ROLLOUT + "dtype=float16",), ["rollout.dtype", "bfloat16, float32, not 'float16'"]),
     ],

@@ -84,7 +84,12 @@ IN_LOSS = ACTOR + "use_kl_loss=true"
         ),
         (ENGINE + "gpu_memory_utilization=0.5", (), (ENGINE + "name=vllm", "sglang"), ()),
         ("data.val_batch_size=4", (), ("data.val_files=FILES",), ()),
-        ('trainer.project_name="p"', (), ("trainer.logger=[wandb]",), ()),
+        (
+            'trainer.project_name="p"',
+            (),
+            ("trainer.logger=[wandb]", "[mlflow]", "[trackio]", "[swanlab]", "[module:Class]"),
+            (),
+        ),
         (
             "trainer.total_epochs=2",
             ("trainer.total_training_steps=3",),

@@ -31,7 +31,7 @@ def smollm2(scratch: Path) -> Path:
 
     It is made once in ``scratch``, also where several processes ask for it.
     """
-    from tools import prepare_smollm2
+    from ctrl_megatron.commands import prepare_smollm2
 
     kept = REPOSITORY / "runs/models/smollm2"
     _, stamp = prepare_smollm2.find_source()
@@ -40,7 +40,7 @@ def smollm2(scratch: Path) -> Path:
     made = scratch / "smollm2"
     with (scratch / "smollm2.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare_smollm2.prepare(made)
+        prepare_smollm2.prepare_directory(made)
     return made
 
 

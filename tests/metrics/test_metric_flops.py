@@ -36,7 +36,7 @@ def test_the_configured_peak_wins() -> None:
 
 
 def test_a_cpu_is_measured() -> None:
-    assert measure_cpu_peak_flops(size=128, seconds=0.01) > 1e7
+    assert measure_cpu_peak_flops(sizes=(128, 64), seconds=0.01) > 1e7
     assert device_peak_flops("cpu", configured_tflops=None, dtype="float32") > 1e7
 
 

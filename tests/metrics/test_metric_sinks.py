@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ctrl_megatron.config import load_config
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Display, JsonlWriter, build_sinks, read_json_lines
 from ctrl_megatron.metrics.display import eta_seconds, format_number, format_seconds
 from ctrl_megatron.metrics.sinks import ExampleSink, step_table
 from ctrl_megatron.record.recorder import Recorder
+from ctrl_megatron.run.checks.machine import check_loggers
 
 CONFIG = {"trainer": {"project_name": "project", "experiment_name": "run"}}
 METRICS = {"reward/mean": 0.25, "actor/ppo_kl": 1e-5, "perf/tokens_per_second": 240.0}
@@ -250,7 +252,79 @@ def mlflow_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("stand_in", [wandb_stand_in, mlflow_stand_in])
+class TrackioRun:
+    """With the arguments of trackio 0.43's ``Run``."""
+
+    def __init__(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        self.calls = calls
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.calls.append(("log", {"data": metrics, "step": step}))
+
+    def finish(self) -> None:
+        self.calls.append(("finish", {}))
+
+
+def trackio_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
+    def init(
+        project: str,
+        name: str | None = None,
+        group: str | None = None,
+        config: dict[str, Any] | None = None,
+        resume: str = "never",
+    ) -> TrackioRun:
+        if project.endswith("_system"):
+            raise ValueError(f"Project name {project!r} is not allowed")
+        calls.append(("init", {"project": project, "name": name, "resume": resume}))
+        calls.append(("config", {"config": config}))
+        return TrackioRun(calls)
+
+    module = ModuleType("trackio")
+    vars(module).update(init=init)
+    return module
+
+
+class SwanlabRun:
+    """With the arguments of swanlab 0.10's ``Run``."""
+
+    def __init__(self, calls: list[tuple[str, dict[str, Any]]]) -> None:
+        self.calls = calls
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        self.calls.append(("log", {"data": data, "step": step}))
+
+    def finish(self, state: str = "success", error: str | None = None) -> None:
+        self.calls.append(("finish", {}))
+
+
+def swanlab_stand_in(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
+    def init(
+        *,
+        log_dir: str | None = None,
+        mode: str | None = None,
+        project: str | None = None,
+        name: str | None = None,
+        id: str | None = None,
+        resume: str | bool | None = None,
+        config: dict[str, Any] | None = None,
+    ) -> SwanlabRun:
+        assert id is not None and not set(id) & set('<>:"/\\|?* ')
+        if project is not None and not re.fullmatch(r"[0-9a-zA-Z_\-+.]+", project):
+            raise ValueError(f"project.name: {project!r} should match a pattern")
+        assert log_dir is not None and log_dir.endswith("/swanlab")
+        told = {"project": project, "dir": log_dir.removesuffix("/swanlab"), "id": id}
+        calls.append(("init", {**told, "name": name, "resume": resume, "config": config}))
+        return SwanlabRun(calls)
+
+    module = ModuleType("swanlab")
+    vars(module).update(init=init)
+    return module
+
+
+STAND_INS = [wandb_stand_in, mlflow_stand_in, trackio_stand_in, swanlab_stand_in]
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS)
 def test_trackers_get_project_run_metrics_and_an_end(
     stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,18 +340,93 @@ def test_trackers_get_project_run_metrics_and_an_end(
     given = {key: value for told in began for key, value in told.items()}
     assert given["project"] == "project" and given["name"] == "tries/7b: first"
     assert given["config"] == config
-    assert str(tmp_path) in (given.get("dir"), given.get("run_dir"))
+    if module.__name__ != "trackio":  # which has a folder for all projects
+        assert str(tmp_path) in (given.get("dir"), given.get("run_dir"))
     assert said == [
         ("log", {"data": METRICS, "step": 4}),
         ("log", {"data": {"val/pass_rate": 0.5}, "step": 4}),
         ("finish", {}),
     ]
-    if module.__name__ == "wandb":
-        # A run that is resumed goes on under its name.
-        assert given["id"] == "tries-7b- first" and given["resume"] == "allow"
+    # A run that is resumed goes on under its name.
+    ids = {"wandb": "tries-7b- first", "swanlab": "tries-7b--first"}
+    assert given.get("id") == ids.get(module.__name__)
+    assert given.get("resume") == (None if module.__name__ == "mlflow" else "allow")
 
 
-@pytest.mark.parametrize("stand_in", [wandb_stand_in, mlflow_stand_in])
+@pytest.mark.parametrize(
+    ("stand_in", "project"), [(trackio_stand_in, "my_system"), (swanlab_stand_in, "my project")]
+)
+def test_a_project_that_a_tracker_refuses_is_an_error_of_the_key(
+    stand_in: Any, project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stand_in([])
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = {"trainer": {"project_name": project, "experiment_name": "run"}}
+    with pytest.raises(UserError, match=rf"^trainer\.project_name: .*{project}"):
+        build_sinks([module.__name__], tmp_path, config)
+
+
+OWN_SINK = """
+class Paper:
+    def __init__(self, run_dir, config):
+        self.lines = [config["trainer"]["experiment_name"]]
+        self.file = run_dir / "paper.txt"
+
+    def log(self, step, metrics):
+        self.lines += [f"{step} {name} {value}" for name, value in metrics.items()]
+
+    def close(self):
+        self.file.write_text("\\n".join(self.lines))
+
+
+class Torn(Paper):
+    def log(self, step, metrics):
+        raise OSError("no paper left")
+
+
+class Blank:
+    def log(self, step, metrics): ...
+
+
+def paper(run_dir, config): ...
+"""
+
+
+def test_a_class_of_the_users_is_a_sink(tmp_path: Path) -> None:
+    file = tmp_path / "papers.py"
+    file.write_text(OWN_SINK)
+    sinks = build_sinks(["jsonl", f"{file}:Paper"], tmp_path, CONFIG)
+    for sink in sinks:
+        sink.log(4, {"reward/mean": 0.25})
+        sink.close()
+    assert (tmp_path / "paper.txt").read_text() == "run\n4 reward/mean 0.25"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Blank", "has no method close; name a class"),
+        ("paper", "has no method log and no close; name a class"),
+        ("Scissors", "cannot import .*Scissors"),
+    ],
+)
+def test_what_is_no_sink_is_refused_before_the_run(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / "papers.py"
+    file.write_text(OWN_SINK)
+    config = load_config(None, [f"trainer.logger=[{file}:{name}]"], "none")
+    with pytest.raises(UserError, match=rf"^trainer\.logger: .*{said}"):
+        check_loggers(config)
+
+
+def test_an_error_of_the_users_sink_names_key_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "papers.py"
+    file.write_text(OWN_SINK)
+    (sink,) = build_sinks([f"{file}:Torn"], tmp_path, CONFIG)
+    with pytest.raises(UserError, match=r"^trainer\.logger: .*no paper left .*papers\.py line 16"):
+        sink.log(1, METRICS)
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS)
 def test_trackers_get_no_secret(
     stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +451,7 @@ def test_trackers_get_no_secret(
     assert "correct-horse" not in (tmp_path / "run/config.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "swanlab", "tensorboard"])
 def test_a_missing_library_is_a_clear_error(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +464,8 @@ def test_a_missing_library_is_a_clear_error(
 def test_metrics_load_without_heavy_libraries() -> None:
     code = (
         "import sys; import ctrl_megatron.metrics, ctrl_megatron.metrics.report;"
-        "heavy = {'torch', 'matplotlib', 'tensorboard', 'wandb', 'mlflow'} & set(sys.modules);"
+        "heavy = {'torch', 'matplotlib', 'tensorboard', 'wandb', 'mlflow', 'trackio', 'swanlab'};"
+        "heavy &= set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1023,13 +1023,13 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         *(
             "ctrl_megatron.commands.prepare_data.write_text_atomically",
-            "tools.prepare_smollm2.convert",
+            "ctrl_megatron.commands.prepare_smollm2.convert",
             "tools.make_env.run",
         ),
         "ctrl_megatron.sandbox.__main__.serve_sandbox",
         *(
             "tools.make_mutants.judge",
-            "tools.prepare_mutants.tool_output_files",
+            "ctrl_megatron.commands.prepare_mutants.tool_output_files",
             "examples.study_smollm2.study._run",
         ),
         *("ctrl_megatron.commands.generate._grow", "ctrl_megatron.generation.sources.open_chats"),

@@ -39,8 +39,10 @@ COMMANDS = {
     "ctrl_megatron.commands.prepare_data": "--format ctrl --input here --out new",
     "ctrl_megatron.commands.synthesize": "",
     "tools.make_mutants": "--out new",
-    "tools.prepare_mutants": "",
-    "tools.demo": "",
+    "ctrl_megatron.commands.prepare_mutants": "",
+    "ctrl_megatron.commands.demo": "",
+    "ctrl_megatron.commands.init": "new",
+    "ctrl_megatron.commands.prepare_smollm2": "",
 }
 NO_NUMBERS = ("nan", "inf", "-inf", "1e400", "99999999999999999999", "two", "")
 NO_PLACES = ("/dev/full", "/dev/null", "/proc/x", "/proc/x/y", "n" * 300)
@@ -104,7 +106,7 @@ def test_what_no_flag_can_be_is_named_in_a_line(
         out, said = capsys.readouterr()
         assert out == "" and len(said.splitlines()) == 1 and flag in said, (given, said)
         tried += 1
-    assert tried or module.endswith(("check_env", "check_checkpoint")), "no flag was tried"
+    assert tried or module.endswith(("check_env", "check_checkpoint", "init")), "no flag was tried"
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
@@ -148,6 +150,16 @@ def test_pipes_and_devices_are_no_files_to_write_and_a_new_name_leaves_no_trace(
 def test_every_command_is_tried() -> None:
     """Other tools are measurements and checks of the project itself."""
     folder = Path(__file__).parents[2] / "ctrl_megatron/commands"
-    helpers = {"__init__", "chat_flags", "launcher", "ray_launcher", "start", "serve_sandbox"}
+    helpers = {
+        "__init__",
+        "check_gpu",  # a measurement
+        "chat_flags",
+        "hub",
+        "model_card",
+        "launcher",
+        "ray_launcher",
+        "start",
+        "serve_sandbox",
+    }
     names = {path.stem for path in folder.glob("*.py")} - helpers
     assert names <= {name.rpartition(".")[2] for name in COMMANDS}

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Triton decides when a kernel is defined whether it is interpreted."""
+    """Triton decides when a kernel is defined whether it is interpreted, and of its own functions
+    when it is imported: the two commands set the variable for the whole process."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     name = "ctrl_megatron.parallel.softmax_kernels"
     monkeypatch.delitem(sys.modules, name, raising=False)

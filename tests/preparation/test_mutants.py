@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ctrl_megatron.commands import prepare_mutants
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutants import (
@@ -23,7 +24,6 @@ from ctrl_megatron.preparation.mutants import (
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
 from ctrl_megatron.sft.examples import SftExample
-from tools import prepare_mutants
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROBLEMS = {p.id: p for p in read_problems(EXAMPLES / "problems")}

@@ -14,14 +14,14 @@ import pytest
 from patience import PATIENCE
 from preloaded import ForkedProgram
 
+from ctrl_megatron.commands import check_gpu
+from ctrl_megatron.commands.check_gpu import Checks, ItemFailed, ItemSkipped
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
-from tools import check_gpu
-from tools.check_gpu import Checks, Failed, Skipped
 
 
 def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> Checks:
     engine = "vllm" if gpus else "hf"
-    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, timeout=300)
+    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, shape=None, timeout=300)
     if run is not None:
         made.begun, made.steps = True, run
     return made
@@ -59,7 +59,7 @@ def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
         command = made.train("run", 4, "trainer.save_freq=1")
         assert str(max(1, gpus)) in command
         config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
-        assert config.reward.reward_funcs == ("tools.check_gpu:checksum",)
+        assert config.reward.reward_funcs == ("ctrl_megatron.commands.check_gpu:checksum",)
 
 
 @pytest.mark.parametrize("name", check_gpu.VARIANTS)
@@ -70,7 +70,7 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
 
     needed, _ = check_gpu.VARIANTS[name]
     if needed:
-        with pytest.raises(Skipped, match=f"it needs {needed} GPU"):
+        with pytest.raises(ItemSkipped, match=f"it needs {needed} GPU"):
             checks(tmp_path, gpus=needed - 1).variant(name)
     commands: list[list[str]] = []
     monkeypatch.setattr(check_gpu, "make_model", lambda directory, **_: None)
@@ -122,7 +122,7 @@ def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Pa
     assert run.wait(timeout=PATIENCE) == 0, log.read_text()
     first, second = made.metrics("run").values()
     assert "KL per token" in checks(tmp_path, run=[first]).engine_agrees()
-    with pytest.raises(Failed, match=r"KL per token by step .*; 0\.005 allowed"):
+    with pytest.raises(ItemFailed, match=r"KL per token by step .*; 0\.005 allowed"):
         checks(tmp_path, run=[first, second]).engine_agrees()
 
 
@@ -134,20 +134,20 @@ def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
     good = checks(tmp_path, gpus=1, run=[step(0.001, 9.0 if n else 1.0) for n in range(4)])
     assert "KL per token by step 0.001, 0.001" in good.engine_agrees()
     assert "+0.000 GiB" in good.no_growth()  # the first step still builds things
-    with pytest.raises(Failed, match="left the weights as they were"):
+    with pytest.raises(ItemFailed, match="left the weights as they were"):
         checks(tmp_path, run=[step(0.0, 9.0), step(0.0, 9.0, norm=0.0)]).engine_agrees()
-    with pytest.raises(Failed, match="nan; 0"):
+    with pytest.raises(ItemFailed, match="nan; 0"):
         checks(tmp_path, run=[step(0.0, 9.0), step(float("nan"), 9.0)]).engine_agrees()
     leaking = checks(tmp_path, gpus=1, run=[step(0.02, 9.0 + n) for n in range(4)])
-    with pytest.raises(Failed, match=r"0\.02, 0\.02; 0\.005 allowed"):
+    with pytest.raises(ItemFailed, match=r"0\.02, 0\.02; 0\.005 allowed"):
         leaking.engine_agrees()
-    with pytest.raises(Failed, match=r"update holds 2\.00 GiB more in step 4 than in step 2"):
+    with pytest.raises(ItemFailed, match=r"update holds 2\.00 GiB more in step 4 than in step 2"):
         leaking.no_growth()
-    with pytest.raises(Failed, match="no metrics memory/"):
+    with pytest.raises(ItemFailed, match="no metrics memory/"):
         checks(tmp_path, gpus=1, run=[{}]).no_growth()
-    with pytest.raises(Skipped, match="no GPU"):
+    with pytest.raises(ItemSkipped, match="no GPU"):
         checks(tmp_path, run=[{}]).no_growth()
-    with pytest.raises(Skipped, match="the training run failed"):
+    with pytest.raises(ItemSkipped, match="the training run failed"):
         checks(tmp_path, gpus=1, run=[]).no_growth()
 
 
@@ -168,7 +168,7 @@ def test_errors_are_compared_with_what_rounding_costs_transformers(
     nothing = float("nan")
     for wrong in ({"mean": 0.08}, {"cosine": 0.93}, {"mean": nothing}, {"cosine": nothing}):
         says(**wrong)
-        with pytest.raises(Failed, match="least cosine of a gradient"):
+        with pytest.raises(ItemFailed, match="least cosine of a gradient"):
             made.logits_and_gradients()
 
 
@@ -194,7 +194,7 @@ def test_measured_memory_is_compared_with_the_plan(
     assert made.planned() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
     assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()
     step["memory/actor_update_device_gib"] = 78.0
-    with pytest.raises(Failed, match=r"1 phases differ by more than 1\.0 GiB"):
+    with pytest.raises(ItemFailed, match=r"1 phases differ by more than 1\.0 GiB"):
         made.memory_by_phase()
 
 
@@ -212,13 +212,13 @@ def test_an_item_that_fails_does_not_keep_the_next_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> str:
-        raise Failed("too slow\nby far")
+        raise ItemFailed("too slow\nby far")
 
     def breaks() -> str:
         raise ZeroDivisionError
 
     def is_left_out() -> str:
-        raise Skipped("no GPU")
+        raise ItemSkipped("no GPU")
 
     items = {"one": fails, "two": breaks, "three": is_left_out, "four": lambda: "good"}
     monkeypatch.setattr(Checks, "items", lambda self: items)

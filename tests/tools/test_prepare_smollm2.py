@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-from tools import prepare_smollm2
-from tools.prepare_smollm2 import STAMP, find_source, main, prepare, split_digits
+from ctrl_megatron.commands import prepare_smollm2
+from ctrl_megatron.commands.prepare_smollm2 import (
+    STAMP,
+    find_source,
+    main,
+    prepare_directory,
+    split_digits,
+)
 
 
 @pytest.fixture
@@ -29,12 +35,12 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_it_writes_once(tmp_path: Path, conversions: list[Path]) -> None:
     out = tmp_path / "models" / "smollm2"
-    prepare(out)
-    prepare(out)
+    prepare_directory(out)
+    prepare_directory(out)
     assert len(conversions) == 1
     assert [path.name for path in out.parent.iterdir()] == ["smollm2"]
     assert {path.name for path in out.iterdir()} == {"model.safetensors", STAMP}
-    prepare(out, force=True)
+    prepare_directory(out, force=True)
     assert len(conversions) == 2
 
 
@@ -42,12 +48,12 @@ def test_an_older_or_damaged_directory_is_made_anew(
     tmp_path: Path, conversions: list[Path]
 ) -> None:
     out = tmp_path / "smollm2"
-    prepare(out)
+    prepare_directory(out)
     stamp = json.loads((out / STAMP).read_text())
     (out / STAMP).write_text(json.dumps({**stamp, "recipe": 0}))
-    prepare(out)
+    prepare_directory(out)
     (out / "model.safetensors").unlink()
-    prepare(out)
+    prepare_directory(out)
     assert len(conversions) == 3
     assert (out / "model.safetensors").read_bytes() == b"weights"
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
@@ -57,7 +63,7 @@ def test_a_failure_leaves_what_was_there(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "smollm2"
-    prepare(out)
+    prepare_directory(out)
 
     def fail(source: Path, draft: Path) -> None:
         (draft / "half").write_text("")
@@ -65,7 +71,7 @@ def test_a_failure_leaves_what_was_there(
 
     monkeypatch.setattr(prepare_smollm2, "convert", fail)
     with pytest.raises(RuntimeError, match="power cut"):
-        prepare(out, force=True)
+        prepare_directory(out, force=True)
     assert (out / "model.safetensors").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["smollm2"]
 
@@ -73,7 +79,7 @@ def test_a_failure_leaves_what_was_there(
 def test_a_directory_of_others_is_not_touched(tmp_path: Path, conversions: list[Path]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="was not written by this tool"):
-        prepare(tmp_path)
+        prepare_directory(tmp_path)
     assert conversions == [] and (tmp_path / "mine.txt").read_text() == "mine"
 
 

@@ -113,6 +113,9 @@ def learner(
         shape = shape_with_adapters(
             shape, Lora(rank=rank, alpha=2 * rank, targets=("all-linear",), seed=1)
         )
+    # Older checkouts have no such option.
+    away = getattr(options, "optimizer_cpu_offload", False)
+    on_host: dict[str, Any] = {"on_host": True} if away else {}
     policy = Policy(
         shape,
         groups,
@@ -122,7 +125,7 @@ def learner(
             ),
             token_budget=options.budget,
             logprob_chunk=chunk,
-            optimizer=OptimizerOptions(lr=lr, total_steps=1000),
+            optimizer=OptimizerOptions(lr=lr, total_steps=1000, **on_host),
         ),
     )
     load_hf(policy, options.model)
@@ -325,6 +328,9 @@ def main() -> None:
     parser.add_argument("--model", default="runs/models/smollm2", help="Hugging Face directory")
     parser.add_argument("--lora-rank", type=int, default=0, help="0 trains all weights")
     parser.add_argument("--recompute", choices=("selective", "full"), help="recompute_granularity")
+    parser.add_argument(
+        "--optimizer-cpu-offload", action="store_true", help="optimizer states in host memory"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--nproc-per-node", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--rows", type=int, default=12, help="sequences of a step, over all ranks")

@@ -14,12 +14,14 @@ from ctrl_megatron.checkpoint.run_directory import check_run_directory
 from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_trainer_state
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.environment import read_launch
+from ctrl_megatron.config.schema import TRACKERS
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import describe_misfit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import table_peak_flops
+from ctrl_megatron.metrics.sinks import own_sink_class
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 
 _SOCKET_PATH = 107
@@ -93,9 +95,11 @@ def this_gpu() -> tuple[str, int] | None:
 
 
 def check_loggers(config: Config) -> None:
-    """UserError for a logger whose library is not installed."""
+    """UserError for a logger whose library is not installed, or whose class cannot be used."""
     for name in config.trainer.logger:
-        if name in ("wandb", "mlflow", "tensorboard") and find_spec(name) is None:
+        if ":" in name:
+            own_sink_class(name)
+        elif name in ("tensorboard", *TRACKERS) and find_spec(name) is None:
             raise UserError(
                 f"trainer.logger names {name}, which is not installed; pip install {name}, or "
                 "remove it from the list"

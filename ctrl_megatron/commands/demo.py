@@ -1,0 +1,194 @@
+"""Train a small model to criticise code on one machine (no GPU is needed): data, SFT, RL, tests.
+
+``ctrl-demo`` runs in a checkout, or in a folder that ``ctrl-init`` has made. Right programs are
+changed by one edit. A proxy is fine-tuned to follow critiques. The critic is fine-tuned to name
+faults, and then trained by GRPO on the results of its critiques.
+
+Finished stages are not repeated; ``--fresh`` removes earlier demo runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ctrl_megatron.checkpoint.files import remove_tool_files
+from ctrl_megatron.commands.init import require_examples
+from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.eval.resampling import Estimate
+from ctrl_megatron.eval.results import evaluate_turns
+from ctrl_megatron.eval.transcripts import read_evaluation
+from ctrl_megatron.metrics.report.run_files import read_run_files
+from ctrl_megatron.rollout.engine import available_engines, default_engine
+
+CONFIG = "examples/study_smollm2/mutants.yaml"
+MODEL, DATA = "runs/models/smollm2", "runs/demo_data"
+PROXY_RUN, SFT_RUN, RL_RUN = "demo_proxy", "demo_sft", "demo"
+PROXY, CRITIC = f"runs/{PROXY_RUN}/hf", f"runs/{SFT_RUN}/hf"
+WEIGHTS = "model.safetensors"
+PROXY_STEPS, STEPS, TESTED, SAMPLES = 8, 9, 60, 4
+LONGEST = 90
+"""Most characters of a program in RL: the proxy seldom repairs longer ones."""
+RANKS = 2
+"""Ranks of training: one per GPU on a machine with fewer, and on one without GPUs as many."""
+
+
+def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
+    """(title, command, product) of each stage; an existing product skips the stage, "" never
+    does.
+    """
+    run = run_of(seed)
+    data = (f"data.train_files={DATA}/rl.parquet", f"data.val_files={DATA}/unseen_mutants.parquet")
+    drawn = (
+        *(f"actor_rollout_ref.rollout.name={engine}", *data),
+        *(f"actor_rollout_ref.model.path={CRITIC}", f"actor_rollout_ref.proxy.model.path={PROXY}"),
+    )
+    ranks = min(RANKS, _gpus()) or RANKS
+    trained = (
+        *("--nproc-per-node", str(ranks), "--config", CONFIG),
+        f"trainer.n_gpus_per_node={ranks}",
+    )
+
+    def tuned(name: str, file: str, *steps: str) -> list[str]:
+        return [
+            *(*of("train_sft"), *trained),
+            *(f"trainer.experiment_name={name}", f"actor_rollout_ref.model.path={MODEL}"),
+            f"sft.train_files={DATA}/{file}",
+            *steps,
+        ]
+
+    return [
+        ("prepare SmolLM2-135M", [*of("prepare_smollm2"), "--out", MODEL], ""),
+        (
+            "make training and test files of programs with one fault",
+            [
+                *(*of("prepare_mutants"), "--out", DATA),
+                *("--test-size", str(TESTED), "--longest-attempt", str(LONGEST)),
+            ],
+            f"{DATA}/rl.parquet",
+        ),
+        (
+            "teach the proxy to follow critiques (SFT)",
+            tuned(PROXY_RUN, "proxy_sft.parquet", f"sft.total_training_steps={PROXY_STEPS}"),
+            f"{PROXY}/{WEIGHTS}",
+        ),
+        (
+            "teach the critic to name faults (SFT)",
+            tuned(SFT_RUN, "critic_sft.parquet"),
+            f"{CRITIC}/{WEIGHTS}",
+        ),
+        (
+            "reward critiques that lead to right programs (GRPO)",
+            [
+                *(*of("train_rl"), *trained, *drawn),
+                *(f"trainer.experiment_name={run}", f"trainer.total_training_steps={STEPS}"),
+                *(f"trainer.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
+                *(f"trainer.save_hf_freq={STEPS}", "data.val_files=[]"),
+                "algorithm.norm_adv_by_std_in_grpo=false",
+            ],
+            f"runs/{run}/hf_exports/global_step_{STEPS}/{WEIGHTS}",
+        ),
+        (
+            f"compare on {TESTED} unseen programs, {SAMPLES} critiques each",
+            [
+                *(*of("evaluate"), "--config", CONFIG),
+                *("--out", f"runs/{run}_evaluation"),
+                *("--samples", str(SAMPLES), "--temperature", "1"),
+                *(f"after SFT={CRITIC}", f"after RL=runs/{run}/hf_exports/global_step_{STEPS}"),
+                f"oracle={DATA}/oracle.jsonl",
+                *("--set", *drawn),
+            ],
+            "",
+        ),
+    ]
+
+
+def of(command: str) -> list[str]:
+    """The first words of one of the package's commands."""
+    return [sys.executable, "-m", f"ctrl_megatron.commands.{command}"]
+
+
+def _gpus() -> int:
+    from ctrl_megatron.parallel.devices import visible_gpus  # it imports torch, which takes seconds
+
+    return visible_gpus()
+
+
+def run_of(seed: int) -> str:
+    """The name of the RL run of a seed. All seeds start from the same models."""
+    return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
+
+
+@command("demo", stopped="the same command goes on with this stage")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages in order; return the exit code of the first that fails."""
+    parser = CommandParser(__doc__)
+    parser.add_argument("--fresh", action="store_true", help="remove earlier demo runs")
+    parser.add_argument(
+        "--engine", choices=available_engines(denoising=False), default=default_engine()
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of reinforcement learning")
+    options = parser.parse_args(arguments)
+    require_examples()
+    run = run_of(options.seed)
+    if options.fresh:
+        remove_tool_files(Path(DATA), "prepare_mutants")
+        for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
+            shutil.rmtree(Path("runs") / folder, ignore_errors=True)
+    console, begin, took = Console(), time.monotonic(), {}
+    todo = stages(options.engine, options.seed)
+    for number, (title, words, product) in enumerate(todo, start=1):
+        console.rule(f"{number}/{len(todo)} {title}")
+        if product and Path(product).exists():
+            console.print(f"{product} is there already")
+            continue
+        start = time.monotonic()
+        code = run_child(words, Path.cwd())
+        if code:
+            console.print(f"stage {number} ({title}) ended with exit code {code}", style="bold red")
+            return code
+        took[title] = time.monotonic() - start
+    _summary(console, run)
+    for title, seconds in took.items():
+        console.print(f"{seconds:6.0f} s  {title}")
+    console.print(f"{time.monotonic() - begin:6.0f} s  in all")
+    for report in (f"runs/{run}/report.html", f"runs/{run}_evaluation/report.html"):
+        console.print(f"report: {report}")
+    return 0
+
+
+def _summary(console: Console, run: str) -> None:
+    results = {
+        result.critic: result
+        for result in evaluate_turns(read_evaluation(Path(f"runs/{run}_evaluation")).turns)
+    }
+    table = Table(title=f"tests passed, {TESTED} programs with a fault; 90 % intervals by problem")
+    for column in ("critiques", "after revision", "named right or wrong"):
+        table.add_column(column, justify="left" if column == "critiques" else "right")
+    first = results["after SFT"]
+    table.add_row("no critique (first solutions)", _told(first.curves[0]["pass_rate"]), "")
+    for name, result in results.items():
+        judged = result.last["judgment_accuracy"]
+        table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")
+    console.print(table)
+    gain = results["after RL"].gains["pass_rate"]
+    console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")
+    series = read_run_files(Path("runs") / run).series or {}
+    flat = [share for _, share in series["advantage/zero_std_rate"]]
+    console.print(f"groups with different rewards: {1 - sum(flat) / len(flat):.0%}")
+
+
+def _told(estimate: Estimate, sign: str = "") -> str:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{sign}.3f}"
+    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
