@@ -65,7 +65,10 @@ async def reward(worker: Any, batch: TensorDict) -> NodeOutput:
 
 def metrics(worker: Any, batch: TensorDict) -> dict[str, float]:
     """Speed and mean reward of the step."""
-    return {**step_performance(worker, batch), **worker.means({"reward/vowels": batch["score"]})}
+    return {
+        **step_performance(worker, batch),
+        **worker.global_means({"reward/vowels": batch["score"]}),
+    }
 
 
 def examples(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:

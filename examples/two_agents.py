@@ -31,7 +31,7 @@ from ctrl_megatron.pipeline import (
     balance,
     critique_columns,
     draw_samples,
-    filled_in,
+    fields_of_samples,
     judge,
     make_batch,
     node,
@@ -42,7 +42,7 @@ from ctrl_megatron.pipeline import (
     step_performance,
     texts,
     verdict_columns,
-    with_text,
+    with_decoded_text,
 )
 from ctrl_megatron.prompts import critique_messages, generation_messages
 
@@ -88,7 +88,7 @@ def answer(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         assert worker.rewards is not None
         return [one.reward for one in await worker.rewards.judge_solutions(answers, rows)]
 
-    scores = worker.ask(run, "the judging of answers")
+    scores = worker.run_on_leader(run, "the judging of answers")
     samples = [
         dataclasses.replace(sample, fields={"answer": text, "score": score})
         for sample, text, score in zip(samples, answers, scores, strict=True)
@@ -112,9 +112,9 @@ def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict
     for sample in drawn:
         row = criticised.get(sample.row_id, worker.train.row(sample.row_id))
         about = {"solution": row.solution, "before": row.pass_rate}
-        samples.append(dataclasses.replace(with_text(worker, sample), fields=about))
+        samples.append(dataclasses.replace(with_decoded_text(worker, sample), fields=about))
     made = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
-    return NodeOutput(batch=made, fields=filled_in(samples, critique_columns))
+    return NodeOutput(batch=made, fields=fields_of_samples(samples, critique_columns))
 
 
 def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def revise_answers(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     with its kind ``agent1`` by the solver.
     """
     revised = revise(worker, samples_of(batch), criticised_rows(worker, batch))
-    return NodeOutput(fields=filled_in(revised, revision_columns))
+    return NodeOutput(fields=fields_of_samples(revised, revision_columns))
 
 
 @node(uses=("rewards",))
@@ -146,7 +146,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     log-probs.
     """
     judged = await judge(worker, samples_of(batch), criticised_rows(worker, batch))
-    return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
+    return NodeOutput(fields=fields_of_samples(judged, reward_columns, verdict_columns))
 
 
 def criticised_rows(worker: DAGWorker, batch: TensorDict) -> list[Any]:
@@ -178,7 +178,10 @@ def metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         return {}
     after = batch["pass_rate"][batch["rewarded"] & batch["valid"]]
     rates = {"critique/valid_rate": batch["valid"].float(), "pass_rate/before": batch["before"]}
-    return {**step_performance(worker, batch), **worker.means({**rates, "pass_rate/after": after})}
+    return {
+        **step_performance(worker, batch),
+        **worker.global_means({**rates, "pass_rate/after": after}),
+    }
 
 
 def examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:

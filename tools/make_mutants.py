@@ -30,7 +30,7 @@ from ctrl_megatron.metrics import JsonlWriter, read_json_lines
 from ctrl_megatron.preparation.mutants import Mutant, Split
 from ctrl_megatron.preparation.mutations import Mutation, mutations
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.prompts import fenced
+from ctrl_megatron.prompts import fence_code
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Problem
 
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in read_problems(options.problems):
         if problem.difficulty <= options.max_difficulty and problem.reference.strip():
             for number, mutation in enumerate(_mutations(problem)):
-                name, solution = f"{problem.id}/mutant{number}", fenced(mutation.code)
+                name, solution = f"{problem.id}/mutant{number}", fence_code(mutation.code)
                 mutants.append((Attempt(id=name, problem=problem, solution=solution), mutation))
     if not mutants:
         raise UserError(

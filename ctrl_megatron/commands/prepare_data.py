@@ -20,12 +20,12 @@ from ctrl_megatron.commands.start import CommandParser, command
 from ctrl_megatron.config.flags import count_flag, existing_path, output_path
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
-from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.problem_files import problem_record, read_problems
 from ctrl_megatron.preparation.published import (
     FORMATS,
     OWN,
-    Dropped,
-    Limits,
+    DroppedItems,
+    ProblemLimits,
     read_published,
     select_problems,
 )
@@ -82,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             skip_malformed=options.skip_malformed,
         )
     tested = _test_sets(options.against, formats)
-    limits = Limits(**{name: getattr(options, name) for name in Limits.__dataclass_fields__})
+    limits = ProblemLimits(
+        **{name: getattr(options, name) for name in ProblemLimits.__dataclass_fields__}
+    )
     kept, more = select_problems(problems, limits, against=tested)
     for reason, names in more.reasons.items():
         for name in names:
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_replaceable_file(options.out, "", _own_file, overwrite=True)
     if not options.unchecked:
         kept = _checked(kept, options.out, dropped, skip=options.skip_malformed)
-    lines = [json.dumps(own_record(problem), ensure_ascii=False) for problem in kept]
+    lines = [json.dumps(problem_record(problem), ensure_ascii=False) for problem in kept]
     text = "\n".join(lines) + "\n"
     require_replaceable_file(options.out, text, _own_file, overwrite=options.overwrite)
     write_text_atomically(options.out, text)
@@ -105,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checked(
-    problems: Sequence[Problem], out: Path, dropped: Dropped, *, skip: bool
+    problems: Sequence[Problem], out: Path, dropped: DroppedItems, *, skip: bool
 ) -> list[Problem]:
     """The problems on which programs can be judged. UserError for another one unless ``skip``."""
     with convert_service_faults(out.parent):
@@ -141,7 +143,7 @@ def _own_file(path: Path) -> bool:
         return False
 
 
-def _show(out: Path, kept: int, dropped: Dropped) -> None:
+def _show(out: Path, kept: int, dropped: DroppedItems) -> None:
     table = Table(title=str(out))
     table.add_column("problems", justify="right")
     table.add_column("outcome")

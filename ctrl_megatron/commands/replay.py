@@ -92,17 +92,22 @@ def _replay(
 ) -> int:
     from ctrl_megatron.record.dump import read_dump
     from ctrl_megatron.run.checks.models import check_model_files
-    from ctrl_megatron.run.checks.rl import check_names, pipeline_of
-    from ctrl_megatron.run.replay import find_start, replay_judging, replay_update, sample_names
+    from ctrl_megatron.run.checks.rl import check_estimator_and_loss, configured_pipeline
+    from ctrl_megatron.run.replay import (
+        find_start_weights,
+        replay_judging,
+        replay_update,
+        sample_names,
+    )
 
-    graph, dump = pipeline_of(config), read_dump(directory)
-    check_names(config)
+    graph, dump = configured_pipeline(config), read_dump(directory)
+    check_estimator_and_loss(config)
     if judges:
         comparison = replay_judging(config, graph, dump)
         print(f"step {dump.step}: {len(dump.batch)} samples judged anew")
     else:
         check_model_files(config, "rl")
-        start = find_start(dump, config, weights)
+        start = find_start_weights(dump, config, weights)
         if read_launch().rank == 0:
             recorded = " x ".join(f"{name} {size}" for name, size in dump.layout.items())
             print(
@@ -115,7 +120,7 @@ def _replay(
             return STOPPED
     if read_launch().rank > 0:
         return 0
-    for line in comparison.lines(tolerance, sample_names(dump)):
+    for line in comparison.report_lines(tolerance, sample_names(dump)):
         print(line)
     if dump.metrics is None and not judges:
         print("the recorded update did not end, so there are no recorded metrics")

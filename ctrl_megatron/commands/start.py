@@ -331,9 +331,9 @@ def _placed(config: Config) -> tuple[Config, str]:
     from ctrl_megatron.memory.proposal import with_auto_placement
     from ctrl_megatron.memory.shapes import model_shapes
     from ctrl_megatron.models.layer_spec import has_transformer_engine
-    from ctrl_megatron.run.checks.machine import this_gpu
+    from ctrl_megatron.run.checks.machine import gpu_of_rank
 
-    gib, gpu = config.placement.gpu_memory, this_gpu()
+    gib, gpu = config.placement.gpu_memory, gpu_of_rank()
     if gib is not None:
         memory = int(gib * 2**30)
     else:

@@ -66,12 +66,17 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.journal import StageJournal
-from ctrl_megatron.preparation.problem_files import own_record, read_problems
-from ctrl_megatron.preparation.published import Dropped
-from ctrl_megatron.preparation.selection import Shares
+from ctrl_megatron.preparation.problem_files import problem_record, read_problems
+from ctrl_megatron.preparation.published import DroppedItems
+from ctrl_megatron.preparation.selection import SplitShares
 from ctrl_megatron.preparation.solution_files import read_solutions
 from ctrl_megatron.preparation.stages import SynthesisStages, chat_opener
-from ctrl_megatron.preparation.training_files import FILES, Recipe, check_parts, make_training_files
+from ctrl_megatron.preparation.training_files import (
+    FILES,
+    TrainingFileRecipe,
+    check_split_sizes,
+    make_training_files,
+)
 from ctrl_megatron.types import Attempt, Problem, SamplingParams
 
 if TYPE_CHECKING:
@@ -92,9 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {problem.id for problem in problems}
     hardest = 4 if options.max_difficulty is None else options.max_difficulty
     problems = [problem for problem in problems if problem.difficulty <= hardest]
-    shares = Shares(val=options.val_share, sft=options.sft_share)
-    check_parts(problems, shares)
-    attempts, dropped = list[Attempt](), Dropped()
+    shares = SplitShares(val=options.val_share, sft=options.sft_share)
+    check_split_sizes(problems, shares)
+    attempts, dropped = list[Attempt](), DroppedItems()
     if options.solutions:
         attempts, dropped = read_solutions(options.solutions, problems, known)
     sources, engines = _sources(options)
@@ -106,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems, left_out = checked_problems(problems, options.problems, options.out)
     for text in left_out:
         print(f"left out: {text}", file=sys.stderr)
-    check_parts(problems, shares)
+    check_split_sizes(problems, shares)
     usable = {problem.id: problem for problem in problems}
     attempts = [
         replace(a, problem=usable[a.problem.id]) for a in attempts if a.problem.id in usable
@@ -198,7 +203,7 @@ def _settings(
         not in ("out", "overwrite", "problems", "solutions", "threads", "tensor_parallel_size")
     }
     texts = {
-        "problems": json.dumps([own_record(problem) for problem in problems]),
+        "problems": json.dumps([problem_record(problem) for problem in problems]),
         "solutions": json.dumps([(a.id, a.solution) for a in given]),
     }
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -210,14 +215,14 @@ def _settings(
     return {**flags, **weights, "rules": _RULES}
 
 
-def _recipe(options: argparse.Namespace, shares: Shares) -> Recipe:
+def _recipe(options: argparse.Namespace, shares: SplitShares) -> TrainingFileRecipe:
     drawn = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         n=options.n,
         seed=options.seed,
     )
-    return Recipe(
+    return TrainingFileRecipe(
         shares=shares,
         solutions=drawn if options.solver else None,
         critiques=SamplingParams(

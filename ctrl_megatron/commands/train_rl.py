@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_rl_inputs(config: Config) -> None:
     """Raise UserError for wrong input of the run, before a rank starts."""
-    from ctrl_megatron.run.checks.rl import check_run
+    from ctrl_megatron.run.checks.rl import check_rl_run
     from ctrl_megatron.run.inputs import check_rows
 
-    graph, rewards = check_run(config)
+    graph, rewards = check_rl_run(config)
     check_rows(config, rewards, validates=graph.report.validate is not None)
 
 

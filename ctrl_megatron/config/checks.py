@@ -240,7 +240,8 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
 
 def _names(config: Config) -> Iterator[str]:
     if config.dag.custom_pipeline_fn not in _BUILT_IN:
-        return  # Its module may register names; ``pipeline.run.check_names`` checks them.
+        # Its module may register names, which ``run.checks.rl`` checks.
+        return
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
     for key, names in named.items():
         try:

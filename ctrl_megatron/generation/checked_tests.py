@@ -19,9 +19,15 @@ from ctrl_megatron.background import awaited, count_one_done, gather_results
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
-from ctrl_megatron.rewards.cache import fingerprint
-from ctrl_megatron.rewards.grading import BatchTests, Judge, RowTests, program_of, request_verdict
-from ctrl_megatron.rewards.poison import find_uncounted
+from ctrl_megatron.rewards.cache import json_fingerprint
+from ctrl_megatron.rewards.grading import (
+    BatchTests,
+    Judge,
+    RowTests,
+    program_to_judge,
+    request_verdict,
+)
+from ctrl_megatron.rewards.poison import find_uncounted_tests
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
 from ctrl_megatron.sandbox.limits import SandboxLimits
@@ -105,8 +111,8 @@ class TestChecks:
         for row in self.rows:
             # Cases of stdin and stdout compare with data, which no constant program passes.
             if row.prompter_type == "mbppplus" or row.reference.strip():
-                of_row = tests.of(row)
-                key = self._keys[row.id] = fingerprint(of_row.digest, row.reference)
+                of_row = tests.tests_of_row(row)
+                key = self._keys[row.id] = json_fingerprint(of_row.digest, row.reference)
                 if key not in seen:
                     self.missing.append(_Open(key=key, row=row, tests=of_row))
                     seen.add(key)
@@ -217,7 +223,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
     names, uncounted, sure = tuple[str, ...](), dict[int, str](), True
     try:
         if row.prompter_type == "mbppplus":
-            found = await find_uncounted(_names(tests), partial(_run, judge, tests))
+            found = await find_uncounted_tests(_names(tests), partial(_run, judge, tests))
             names, uncounted, sure = found.names, dict(found.uncounted), found.sure
             if len(uncounted) == len(names):
                 whys = " or ".join(dict.fromkeys(uncounted.values()))
@@ -225,8 +231,8 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
                 return CheckedTests(fault=fault), sure
         if row.reference.strip():
             # The reference is judged on every test, so that the positions are the same.
-            program = program_of(row.reference, tests.config.language or "python")
-            verdict = await request_verdict(judge, tests.job(program))
+            program = program_to_judge(row.reference, tests.config.language or "python")
+            verdict = await request_verdict(judge, tests.job_of_program(program))
             if tests.total is None:
                 same = [a == b for a, b in zip(names, verdict.tests, strict=False)]
                 uncounted = {n: w for n, w in uncounted.items() if n < len(same) and same[n]}
@@ -243,7 +249,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
 
 
 def _names(tests: RowTests) -> tuple[str, ...]:
-    problem = read_task(tests.job("").request, SandboxLimits()).problem
+    problem = read_task(tests.job_of_program("").request, SandboxLimits()).problem
     assert isinstance(problem, FunctionProblem)
     return problem.stubs
 
@@ -255,4 +261,4 @@ async def _run(judge: Judge, tests: RowTests, program: str) -> list[EvalTestCase
     quick = replace(
         tests, config=config.model_copy(update={"run_timeout": seconds, "extra": extra})
     )
-    return (await judge.submit(quick.job(program).request)).tests
+    return (await judge.submit(quick.job_of_program(program).request)).tests

@@ -48,7 +48,7 @@ class ExecutorWorker(Protocol):
     stop: StopFlag
 
     @property
-    def waiting(self) -> WaitRules: ...
+    def wait_conditions(self) -> WaitRules: ...
 
 
 class Executor:
@@ -220,7 +220,7 @@ class Executor:
         policy = self.graph.nodes[node_id].agent_group
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
-            output = self._worker.waiting.wait_together(future, what)
+            output = self._worker.wait_conditions.wait_together(future, what)
             output = self._worker.groups.from_leader(output)
         for moved in self._moves[policy][before:] if output is not None else ():
             output = self._brought(output, moved, node_id)

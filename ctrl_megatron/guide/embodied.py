@@ -114,7 +114,7 @@ def _successes(batch: TensorDict) -> list[bool]:
 def success_rate(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Reports the share of successful episodes, before the filter. Collective."""
     won = torch.tensor(_successes(batch)).float()
-    return NodeOutput(metrics=worker.means({"embodied/success_rate": won}))
+    return NodeOutput(metrics=worker.global_means({"embodied/success_rate": won}))
 
 
 class ProgressReward:
@@ -139,7 +139,7 @@ class ProgressReward:
         first = sum(len(part[1]) for part in parts[: worker.groups.place.dp])
         mine = rewards[first : first + len(batch)].float()
         failed = mine[~torch.tensor(own[1])]
-        metrics = worker.means({"embodied/progress": failed})
+        metrics = worker.global_means({"embodied/progress": failed})
         return NodeOutput(fields={"score": mine}, metrics=metrics)
 
     def _embedded(self, trajectories: list[str]) -> torch.Tensor:

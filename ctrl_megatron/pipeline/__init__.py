@@ -22,8 +22,13 @@ from ctrl_megatron.guide.scheduler import (
 if TYPE_CHECKING:
     from ctrl_megatron.graph.columns import texts
     from ctrl_megatron.guide.embodied import embodied_srpo_pipeline
-    from ctrl_megatron.steps.batch import columns, filled_in, make_batch, samples_of
-    from ctrl_megatron.steps.chain import judge, revise, with_text
+    from ctrl_megatron.steps.batch import (
+        fields_from_rows,
+        fields_of_samples,
+        make_batch,
+        samples_of,
+    )
+    from ctrl_megatron.steps.chain import judge, revise, with_decoded_text
     from ctrl_megatron.steps.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.steps.episodes import (
         Environment,
@@ -68,7 +73,6 @@ __all__ = [
     "add_update_nodes",
     "always",
     "balance",
-    "columns",
     "coupled_grpo_pipeline",
     "critique_columns",
     "ctrl_pipeline",
@@ -77,7 +81,8 @@ __all__ = [
     "draw_samples",
     "embodied_srpo_pipeline",
     "environment_pipeline",
-    "filled_in",
+    "fields_from_rows",
+    "fields_of_samples",
     "grpo_pipeline",
     "judge",
     "make_batch",
@@ -92,19 +97,21 @@ __all__ = [
     "step_performance",
     "texts",
     "verdict_columns",
-    "with_text",
+    "with_decoded_text",
 ]
 
 
 _LATER = {
     "texts": "graph.columns",
-    **dict.fromkeys(("columns", "filled_in", "make_batch", "samples_of"), "steps.batch"),
+    **dict.fromkeys(
+        ("fields_from_rows", "fields_of_samples", "make_batch", "samples_of"), "steps.batch"
+    ),
     **dict.fromkeys(
         ("critique_columns", "revision_columns", "reward_columns", "verdict_columns"),
         "steps.sample",
     ),
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "steps.ctrl"),
-    **dict.fromkeys(("judge", "revise", "with_text"), "steps.chain"),
+    **dict.fromkeys(("judge", "revise", "with_decoded_text"), "steps.chain"),
     **dict.fromkeys(("balance", "draw_samples"), "steps.sampling"),
     **dict.fromkeys(
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "steps.grpo"

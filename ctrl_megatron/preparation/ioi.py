@@ -13,7 +13,7 @@ from typing import Any
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.contests import NoTests
-from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.preparation.records import Record
 from ctrl_megatron.preparation.task_rows import SOLVING
 from ctrl_megatron.problems.comparison import TOKENS
@@ -43,13 +43,13 @@ def read_ioi_tests(records: Iterable[Record]) -> Tests:
 
 def ioi_rows(
     records: Iterable[Record], tests: Tests, *, longest: int | None = None
-) -> tuple[list[Row], Dropped]:
+) -> tuple[list[Row], DroppedItems]:
     """A row for every subtask with points, and what was left out: tasks in which the program talks
     with a manager or hands in outputs, subtasks whose tests are not among ``tests``, and those with
     tests of more than ``longest`` characters together. Raises ``UserError`` naming the place of a
     malformed record.
     """
-    rows, dropped = list[Row](), Dropped()
+    rows, dropped = list[Row](), DroppedItems()
     for place, record in records:
         try:
             rows.append(_row(record, tests, longest))

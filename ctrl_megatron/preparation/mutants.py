@@ -22,7 +22,7 @@ from ctrl_megatron.prompts import (
     JUDGED_CORRECT,
     JUDGED_INCORRECT,
     critique_messages,
-    fenced,
+    fence_code,
     revision_messages,
 )
 from ctrl_megatron.sft.examples import SftExample
@@ -104,7 +104,7 @@ def attempt_row(mutant: Mutant, problem: Problem) -> Row:
     and ``kind``.
     """
     attempt = Attempt(
-        id=mutant.id, problem=problem, solution=fenced(mutant.code), pass_rate=mutant.pass_rate
+        id=mutant.id, problem=problem, solution=fence_code(mutant.code), pass_rate=mutant.pass_rate
     )
     known = {"wrong": mutant.wrong, "right": mutant.right, "kind": mutant.kind}
     return replace(row_of_attempt(attempt), extra=known)
@@ -115,7 +115,7 @@ def reference_row(problem: Problem) -> Row:
     attempt = Attempt(
         id=f"{problem.id}/right",
         problem=problem,
-        solution=fenced(problem.reference.strip()),
+        solution=fence_code(problem.reference.strip()),
         pass_rate=1.0,
     )
     return replace(row_of_attempt(attempt), extra={"wrong": "", "right": "", "kind": "none"})
@@ -142,7 +142,7 @@ def critic_examples(
     every = [
         SftExample(
             id=m.id,
-            prompt=tuple(critique_messages(problems[m.problem_id], fenced(m.code))),
+            prompt=tuple(critique_messages(problems[m.problem_id], fence_code(m.code))),
             response=oracle_critique(m.wrong, m.right),
         )
         for m in mutants
@@ -242,5 +242,5 @@ def _example(name: str, row: Row, critique: str, code: str) -> SftExample:
     return SftExample(
         id=name,
         prompt=tuple(revision_messages(row.attempt().problem, row.solution, critique)),
-        response=fenced(code.strip()),
+        response=fence_code(code.strip()),
     )

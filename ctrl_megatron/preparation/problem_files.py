@@ -53,7 +53,7 @@ def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
         for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
             for place, given in read_json_lines_with_places(file):
                 try:
-                    problem = problem_from(given)
+                    problem = problem_from_record(given)
                 except ValueError as error:
                     raise UserError(f"{place}: {error}") from error
                 if problem.id in found:
@@ -67,7 +67,7 @@ def read_problems(*paths: str | PathLike[str]) -> list[Problem]:
     return [problem for _, problem in found.values()]
 
 
-def own_record(problem: Problem) -> dict[str, Any]:
+def problem_record(problem: Problem) -> dict[str, Any]:
     """The JSON object of a problem in a problem file; ``read_problems`` is the inverse."""
     tests = problem.selected_uts
     return {
@@ -85,7 +85,7 @@ def own_record(problem: Problem) -> dict[str, Any]:
     }
 
 
-def problem_from(given: Mapping[str, Any]) -> Problem:
+def problem_from_record(given: Mapping[str, Any]) -> Problem:
     """The problem of a JSON object. Raises ``ValueError`` for an unknown, missing or ill-typed key,
     and for tests that the sandbox cannot judge.
     """

@@ -23,7 +23,11 @@ from ctrl_megatron.preparation.kodcode import kodcode_problem
 from ctrl_megatron.preparation.mbpp import SPLITS, mbpp_problem
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.open_r1 import codeforces_problem, verifiable_problem
-from ctrl_megatron.preparation.problem_files import own_record, problem_from, read_problems
+from ctrl_megatron.preparation.problem_files import (
+    problem_from_record,
+    problem_record,
+    read_problems,
+)
 from ctrl_megatron.preparation.records import read_data_records
 from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import Problem
@@ -50,7 +54,7 @@ OWN = "ctrl"
 
 
 @dataclass(slots=True)
-class Dropped:
+class DroppedItems:
     """Items that were left out: reason -> ids or places."""
 
     reasons: dict[str, list[str]] = field(default_factory=dict)
@@ -63,7 +67,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ProblemLimits:
     """Bounds on the problems that are kept; None sets no bound."""
 
     min_tests: int = 1
@@ -84,7 +88,7 @@ def read_published(
     split: str | None = None,
     skip_malformed: bool = False,
     check: bool = True,
-) -> tuple[list[Problem], Dropped]:
+) -> tuple[list[Problem], DroppedItems]:
     """All problems of the files in order, and what was dropped.
 
     ``split`` is one of MBPP's. Raises ``ValueError`` naming file and row for a malformed row, or
@@ -94,15 +98,15 @@ def read_published(
     if split is not None and (format != "mbpp" or split not in SPLITS):
         raise UserError(f"--split={split}: only mbpp has splits, and they are {', '.join(SPLITS)}")
     if format == OWN:
-        return read_problems(*paths), Dropped()
-    read, dropped, problems = FORMATS[format], Dropped(), list[Problem]()
+        return read_problems(*paths), DroppedItems()
+    read, dropped, problems = FORMATS[format], DroppedItems(), list[Problem]()
     seen: dict[str, str] = {}
     records = [record for path in paths for record in read_data_records(path)]
     for number, (place, record) in enumerate(records, start=1):
         try:
             problem = read(record, number)
             if check:
-                problem_from(own_record(problem))
+                problem_from_record(problem_record(problem))
             if problem.id in seen:
                 raise UserError(f"repeats {problem.id!r} of {seen[problem.id]}")
         except NoTests as error:
@@ -124,14 +128,19 @@ def read_published(
 
 
 def select_problems(
-    problems: Iterable[Problem], limits: Limits, *, against: Iterable[Problem] = ()
-) -> tuple[list[Problem], Dropped]:
+    problems: Iterable[Problem], limits: ProblemLimits, *, against: Iterable[Problem] = ()
+) -> tuple[list[Problem], DroppedItems]:
     """The problems within ``limits`` whose statement is not a near duplicate of an earlier one or
     of one in ``against`` (test sets, whose ids may repeat); and what was dropped.
 
     Raises ``ValueError`` for two ``problems`` with the same id.
     """
-    tested, earlier, kept, dropped = NearDuplicates(), NearDuplicates(), list[Problem](), Dropped()
+    tested, earlier, kept, dropped = (
+        NearDuplicates(),
+        NearDuplicates(),
+        list[Problem](),
+        DroppedItems(),
+    )
     # By number, because ids of test sets may repeat (HumanEval and HumanEval+).
     tests = {str(number): problem for number, problem in enumerate(against)}
     for number, problem in tests.items():
@@ -158,7 +167,7 @@ def number_of_tests(problem: Problem) -> int:
     return len(load_long_integer_json(tests)) if isinstance(tests, str) else len(tests)
 
 
-def _outside(problem: Problem, limits: Limits) -> str:
+def _outside(problem: Problem, limits: ProblemLimits) -> str:
     if number_of_tests(problem) < limits.min_tests:
         return f"fewer than {limits.min_tests} tests"
     for text, most, what in (

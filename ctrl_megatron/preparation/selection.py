@@ -10,7 +10,7 @@ from zlib import crc32
 
 from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
-from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgment
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
@@ -20,7 +20,7 @@ DataPart = Literal["sft", "rl", "val"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class SplitShares:
     """Shares of the problems: ``val`` of all are held out, ``sft`` of the rest are for
     fine-tuning.
     """
@@ -28,7 +28,7 @@ class Shares:
     val: float = 0.2
     sft: float = 0.5
 
-    def part_of(self, problem_id: str) -> DataPart:
+    def split_of(self, problem_id: str) -> DataPart:
         """The part of a problem. It depends only on the id, so a problem never changes its part."""
         place = crc32(problem_id.encode()) % 1000 / 1000
         if place < self.val:
@@ -66,13 +66,13 @@ def critique_fault(draft: CritiqueDraft) -> str:
 
 def choose_examples(
     drafts: Iterable[CritiqueDraft], *, balance: bool, seed: int
-) -> tuple[list[SftExample], Dropped]:
+) -> tuple[list[SftExample], DroppedItems]:
     """The examples in order, without the hint in their prompts, and what was dropped.
 
     Near duplicates (program and critique) within a problem are dropped. With ``balance`` equally
     many right and wrong attempts are kept, chosen by their ids and ``seed``.
     """
-    dropped, kept = Dropped(), list[CritiqueDraft]()
+    dropped, kept = DroppedItems(), list[CritiqueDraft]()
     indices: defaultdict[str, NearDuplicates] = defaultdict(
         lambda: NearDuplicates(words=3, least=0.8)
     )
@@ -100,11 +100,11 @@ def choose_examples(
     return examples, dropped
 
 
-def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropped]:
+def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], DroppedItems]:
     """The attempts without repeated programs of the same problem (in normal form), and the
     others.
     """
-    seen, kept, dropped = set[tuple[str, str]](), list[Attempt](), Dropped()
+    seen, kept, dropped = set[tuple[str, str]](), list[Attempt](), DroppedItems()
     for attempt in attempts:
         key = attempt.problem.id, normalize_code(extract_code(attempt.solution))
         if key in seen:
@@ -115,7 +115,7 @@ def distinct_attempts(attempts: Sequence[Attempt]) -> tuple[list[Attempt], Dropp
     return kept, dropped
 
 
-def problems_in_turn(
+def round_robin_by_problem(
     judged: Iterable[tuple[Attempt, Verdict]], seed: int
 ) -> list[tuple[Attempt, Verdict]]:
     """The attempts in rounds: one of each problem, then a second of each problem that has one, and
@@ -132,7 +132,9 @@ def problems_in_turn(
     return [found for *_, found in sorted(placed, key=lambda place: place[:3])]
 
 
-def _balanced(drafts: Sequence[CritiqueDraft], seed: int, dropped: Dropped) -> list[CritiqueDraft]:
+def _balanced(
+    drafts: Sequence[CritiqueDraft], seed: int, dropped: DroppedItems
+) -> list[CritiqueDraft]:
     sides = [[d for d in drafts if d.right is right] for right in (True, False)]
     least = min(map(len, sides))
     chosen: set[str] = set()

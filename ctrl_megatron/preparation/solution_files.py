@@ -8,19 +8,19 @@ from pathlib import Path
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import Fate
-from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.prompts import settle_answer
 from ctrl_megatron.types import Attempt, Problem
 
 
 def read_solutions(
     path: Path, problems: Sequence[Problem], known: Collection[str]
-) -> tuple[list[Attempt], Dropped]:
+) -> tuple[list[Attempt], DroppedItems]:
     """Attempts at ``problems``; a solution of another problem whose id is in ``known`` is counted
     as dropped. Raises ``ValueError`` naming the line and the key of what is wrong.
     """
     used, seen = {problem.id: problem for problem in problems}, dict[str, str]()
-    attempts, dropped = list[Attempt](), Dropped()
+    attempts, dropped = list[Attempt](), DroppedItems()
     for place, entry in read_json_lines_with_places(path):
         for key in ("id", "problem_id", "solution"):
             if not isinstance(entry.get(key), str):
@@ -47,7 +47,7 @@ def read_solutions(
     return attempts, dropped
 
 
-def is_usable(fate: Fate, name: str, dropped: Dropped) -> bool:
+def is_usable(fate: Fate, name: str, dropped: DroppedItems) -> bool:
     """Whether a solution with this fate is kept. ``dropped`` counts it where it is not, or where
     its code fence was corrected.
     """

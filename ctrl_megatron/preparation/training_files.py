@@ -13,18 +13,18 @@ from typing import get_args
 
 from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     DataPart,
-    Shares,
+    SplitShares,
     choose_examples,
     distinct_attempts,
-    problems_in_turn,
+    round_robin_by_problem,
 )
 from ctrl_megatron.preparation.solution_files import is_usable
 from ctrl_megatron.preparation.stages import SynthesisStages
-from ctrl_megatron.prompts import fenced, generation_messages
+from ctrl_megatron.prompts import fence_code, generation_messages
 from ctrl_megatron.sft.examples import SftExample, write_examples
 from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
 
@@ -38,10 +38,10 @@ Judged = tuple[Attempt, Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TrainingFileRecipe:
     """How the files are made from problems and first solutions."""
 
-    shares: Shares
+    shares: SplitShares
     solutions: SamplingParams | None
     """Sampling of first solutions; None if they exist already."""
     critiques: SamplingParams
@@ -97,9 +97,9 @@ class TrainingFiles:
         (folder / "synthesis.json").write_text(json.dumps(self.counts, indent=1) + "\n")
 
 
-def check_parts(problems: Sequence[Problem], shares: Shares) -> None:
+def check_split_sizes(problems: Sequence[Problem], shares: SplitShares) -> None:
     """Raise ``UserError`` if a part with a positive share gets none of the problems."""
-    parts = {shares.part_of(problem.id) for problem in problems}
+    parts = {shares.split_of(problem.id) for problem in problems}
     for part, wanted, what in (
         ("rl", shares.sft < 1, "reinforcement learning; lower --sft-share or --val-share"),
         ("sft", shares.sft > 0, "fine-tuning; raise --sft-share or lower --val-share"),
@@ -112,8 +112,8 @@ async def make_training_files(
     stages: SynthesisStages,
     problems: Sequence[Problem],
     given: Sequence[Attempt],
-    dropped: Dropped,
-    recipe: Recipe,
+    dropped: DroppedItems,
+    recipe: TrainingFileRecipe,
 ) -> TrainingFiles:
     """Run all stages. ``given`` are first solutions that exist already; ``dropped`` counts those
     that were not usable. Raises ``UserError`` if nothing is left to train on.
@@ -124,16 +124,16 @@ async def make_training_files(
     attempts, counts["attempts"], judged = await _judged(stages, drawn, problems, recipe.shares)
     names = {attempt.id for attempt in attempts}
     of = {
-        part: [(a, v) for a, v in judged if recipe.shares.part_of(a.problem.id) == part]
+        part: [(a, v) for a, v in judged if recipe.shares.split_of(a.problem.id) == part]
         for part in get_args(DataPart)
     }
     # Held-out attempts are cut to the sizes of the files: every problem once before any twice.
-    of["val"] = problems_in_turn(of["val"], recipe.seed)
+    of["val"] = round_robin_by_problem(of["val"], recipe.seed)
     drafts = await stages.critiques(of["sft"] + of["val"][:_SFT_VAL_SIZE], recipe.critiques)
     drafts = await stages.revisions(drafts, recipe.revisions)
     examples = {}
     for part, name in (("sft", "SFT critiques"), ("val", "SFT validation")):
-        chosen = [d for d in drafts if recipe.shares.part_of(d.attempt.problem.id) == part]
+        chosen = [d for d in drafts if recipe.shares.split_of(d.attempt.problem.id) == part]
         examples[part], counts[name] = _examples(chosen, recipe)
     if recipe.shares.sft > 0 and not examples["sft"]:
         reasons = _reasons(counts["SFT critiques"])
@@ -147,7 +147,7 @@ async def make_training_files(
     return TrainingFiles(
         train=train,
         val=val,
-        solve=[p for p in problems if recipe.shares.part_of(p.id) == "rl"],
+        solve=[p for p in problems if recipe.shares.split_of(p.id) == "rl"],
         sft_train=examples["sft"],
         sft_val=examples["val"],
         solutions=[a for a, _ in judged if a.id in names],
@@ -158,7 +158,7 @@ async def make_training_files(
 async def _drawn(
     stages: SynthesisStages,
     problems: Sequence[Problem],
-    dropped: Dropped,
+    dropped: DroppedItems,
     params: SamplingParams | None,
 ) -> list[Attempt]:
     if params is None:
@@ -171,7 +171,7 @@ async def _judged(
     stages: SynthesisStages,
     drawn: Sequence[Attempt],
     problems: Sequence[Problem],
-    shares: Shares,
+    shares: SplitShares,
 ) -> tuple[list[Attempt], dict[str, int], list[Judged]]:
     """The distinct first solutions, the counts of the stage, and the verdicts of these and of the
     problems' own programs.
@@ -188,12 +188,12 @@ async def _judged(
     return attempts, {"solved": solved, "kept": len(kept), **dropped.counts()}, kept
 
 
-def _own_programs(problems: Iterable[Problem], shares: Shares) -> list[Attempt]:
+def _own_programs(problems: Iterable[Problem], shares: SplitShares) -> list[Attempt]:
     """References and known wrong programs, as further attempts for fine-tuning."""
     return [
-        Attempt(id=f"{problem.id}/{kind}", problem=problem, solution=fenced(code))
+        Attempt(id=f"{problem.id}/{kind}", problem=problem, solution=fence_code(code))
         for problem in problems
-        if shares.part_of(problem.id) != "rl"
+        if shares.split_of(problem.id) != "rl"
         for kind, code in [
             *([("reference", problem.reference)] if problem.reference.strip() else []),
             *((f"buggy{i}", code) for i, code in enumerate(problem.buggy)),
@@ -202,7 +202,7 @@ def _own_programs(problems: Iterable[Problem], shares: Shares) -> list[Attempt]:
 
 
 def _examples(
-    drafts: Sequence[CritiqueDraft], recipe: Recipe
+    drafts: Sequence[CritiqueDraft], recipe: TrainingFileRecipe
 ) -> tuple[list[SftExample], dict[str, int]]:
     examples, dropped = choose_examples(drafts, balance=recipe.balance, seed=recipe.seed)
     right = {draft.attempt.id for draft in drafts if draft.right}

@@ -3,7 +3,7 @@
 from ctrl_megatron.prompts.code_block import (
     desanitize,
     extract_code,
-    fenced,
+    fence_code,
     sanitize,
     sanitized_answer,
 )
@@ -32,7 +32,7 @@ __all__ = [
     "critique_messages",
     "desanitize",
     "extract_code",
-    "fenced",
+    "fence_code",
     "generation_messages",
     "hint_messages",
     "judging_messages",

@@ -35,7 +35,7 @@ def sanitize(text: str) -> str:
     block. Without a block, or where the first block is blank, ``text`` is returned.
     """
     code = _first_block(text, must_close=False)
-    return fenced(code) if code else text
+    return fence_code(code) if code else text
 
 
 def desanitize(text: str) -> str:
@@ -63,7 +63,7 @@ def sanitized_answer(text: str) -> str:
     """
     answer = without_reasoning(text)
     code = _fenced_code(answer, _TAG)
-    return fenced(code) if code else answer
+    return fence_code(code) if code else answer
 
 
 def program_block(answer: str, language: str) -> FencedBlock | None:
@@ -86,7 +86,7 @@ def program_block(answer: str, language: str) -> FencedBlock | None:
         blocks = list(map(_as_meant, blocks))
     if len(blocks) == 1:
         return blocks[0]
-    tags = tags_of(language)
+    tags = fence_tags(language)
 
     def rank(block: FencedBlock) -> int:
         if not block.code.strip():
@@ -128,7 +128,7 @@ def _without_margin(code: str) -> str:
     return textwrap.dedent(code)
 
 
-def tags_of(language: str) -> frozenset[str]:
+def fence_tags(language: str) -> frozenset[str]:
     return LANGUAGE_TAGS.get(language, frozenset({language}))
 
 
@@ -148,7 +148,7 @@ def without_reasoning(text: str) -> str:
     return text.removeprefix(BYTE_ORDER_MARK)
 
 
-def fenced(code: str, language: str = _TAG) -> str:
+def fence_code(code: str, language: str = _TAG) -> str:
     """``code`` in a canonical fenced block, whose fences are longer than any fence in the code."""
     longest = max(map(len, _FENCES.findall(code)), default=len(FENCE) - 1)
     fence = "`" * (longest + 1)
@@ -159,13 +159,13 @@ def _fenced_code(answer: str, language: str) -> str | None:
     answer = answer.replace("\r\n", "\n")
     block = program_block(answer, language)
     if block is not None and (
-        block.closed or block.tag in tags_of(language) or language != _TAG or FENCE not in answer
+        block.closed or block.tag in fence_tags(language) or language != _TAG or FENCE not in answer
     ):
         return block.code.strip() if language == _TAG else block.code.removesuffix("\n")
     if language != _TAG or FENCE not in answer or _is_whole_program(answer):
         return None
     tag, line_break, rest = answer.partition(FENCE)[2].partition("\n")
-    if line_break and tag.strip().lower() in ("", *tags_of(_TAG)):
+    if line_break and tag.strip().lower() in ("", *fence_tags(_TAG)):
         return _without_margin(rest.partition(FENCE)[0]).strip() or None
     return _first_block(answer, must_close=False) or None
 

@@ -56,7 +56,7 @@ def is_program(code: str) -> bool:
     )
 
 
-def does_something(tree: ast.Module) -> bool:
+def has_effect(tree: ast.Module) -> bool:
     """True where a statement of ``tree`` has an effect. ``pass``, ``...``, strings and values have
     none, nor have functions, classes, branches and loops that contain nothing else.
     """

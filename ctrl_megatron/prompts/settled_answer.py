@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from ctrl_megatron.prompts.code_block import FENCE, extract_code, fenced, without_reasoning
+from ctrl_megatron.prompts.code_block import FENCE, extract_code, fence_code, without_reasoning
 from ctrl_megatron.prompts.python_source import CODE_LINE, is_program
 
 
@@ -33,7 +33,7 @@ def settle_answer(text: str) -> SettledAnswer:
         return SettledAnswer(text, "as written")
     code = before if fence else found
     if is_program(code):
-        return SettledAnswer(fenced(code.strip()), "normalised")
+        return SettledAnswer(fence_code(code.strip()), "normalised")
     if fence and FENCE not in found and _looks(found) and not _looks(before):
         return SettledAnswer(text, "as written")
     return SettledAnswer(text, "unreadable")

@@ -73,7 +73,7 @@ class StepDump:
         with self._worker.timeline.phase("dump"):
             self._write(step, batch)
 
-    def keep(self, step: int, batch: TensorDict) -> Path:
+    def write_step(self, step: int, batch: TensorDict) -> Path:
         """Write the batch of any step, as it was just before the update. Collective. Returns the
         directory.
         """

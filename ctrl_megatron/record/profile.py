@@ -79,6 +79,6 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def profiles(config: Config, worker: ExecutorWorker) -> tuple[StepProfile, ...]:
+def step_profile_watchers(config: Config, worker: ExecutorWorker) -> tuple[StepProfile, ...]:
     """The watcher of a run that profiles steps; none where it does not."""
     return (StepProfile(config, worker),) if config.trainer.profile_steps else ()

@@ -69,17 +69,17 @@ class Recorder:
 
     def begin(self) -> None:
         """Write the configuration of a run that begins or continues into its directory."""
-        if self.active and (changed := keep_config(self.run_dir, self._config)):
-            self.say(f"changed since the last start: {'; '.join(changed)}")
+        if self.active and (changed := write_config_keeping_earlier(self.run_dir, self._config)):
+            self.show_line(f"changed since the last start: {'; '.join(changed)}")
 
     def show_graph(self, graph: TaskGraph) -> None:
         """Draw the nodes of a step on the terminal, and keep them for the report."""
         if self.active:
             write_text_atomically(self.run_dir / FILE, json.dumps(describe_nodes(graph), indent=1))
             for line in graph_tree_lines(graph):
-                self.say(line)
+                self.show_line(line)
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         if self.display is not None:
             self.display.print_line(text)
 
@@ -116,7 +116,7 @@ class Recorder:
         except OSError as error:
             self._timelines.close()
             self._timelines = None
-            self.say(f"warning: no more timelines are recorded: {error}")
+            self.show_line(f"warning: no more timelines are recorded: {error}")
 
     def _warn(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record every warning for the report, and print the first of its kind."""
@@ -124,7 +124,7 @@ class Recorder:
             self._warned.append({"step": step, "warning": name, "text": text})
             if name not in self._shown:
                 self._shown.add(name)
-                self.say(f"warning: {text} (shown once, counted in the report)")
+                self.show_line(f"warning: {text} (shown once, counted in the report)")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics outside a training step (validation)."""
@@ -175,7 +175,7 @@ def banner(
     ]
 
 
-def keep_config(run_dir: Path, text: str) -> list[str]:
+def write_config_keeping_earlier(run_dir: Path, text: str) -> list[str]:
     """Write ``config.yaml``; a different one of an earlier start is kept as ``config.N.yaml``.
     Returns the differences as ``key: before -> now``.
     """
@@ -211,7 +211,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def stages_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_stage_table(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of the run's final table. UserError if the file is no such table."""
     path = run_dir / _SUMMARY
     found = read_json(path) if path.is_file() else {"table": []}
@@ -223,7 +223,7 @@ def stages_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def add_stage(run_dir: Path, stage: str, results: Mapping[str, float]) -> None:
     """Add a row to the run's final table; an earlier row of the same stage is replaced."""
-    path, table = run_dir / _SUMMARY, stages_of(run_dir)
+    path, table = run_dir / _SUMMARY, read_stage_table(run_dir)
     table = [row for row in table if row["stage"] != stage]
     write_text_atomically(
         path, json.dumps({"table": [*table, {"stage": stage, **results}]}, indent=1)

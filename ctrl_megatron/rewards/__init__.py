@@ -12,13 +12,13 @@ from ctrl_megatron.rewards.registry import (
     register_reward,
     reward_parameters,
 )
-from ctrl_megatron.rewards.reward_sum import Judging, RewardSum, Scores, weighted_sum
+from ctrl_megatron.rewards.reward_sum import JudgeCounts, RewardSum, Scores, weighted_sum
 
 __all__ = [
     "MAX_REQUESTS",
     "RUN_TIMEOUT",
     "CacheFileError",
-    "Judging",
+    "JudgeCounts",
     "RewardFunction",
     "RewardItem",
     "RewardModelForCritic",

@@ -10,7 +10,7 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_keys
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import is_user_defined
-from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
 from ctrl_megatron.rewards.grading import RequestCheck, judgeable_tests
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
@@ -95,7 +95,7 @@ def _once(check: RequestCheck) -> RequestCheck:
     accepted = set[str]()
 
     def once(request: SubmitRequest) -> None:
-        key = fingerprint(request.model_dump_json())
+        key = json_fingerprint(request.model_dump_json())
         if key not in accepted:
             check(request)
             accepted.add(key)

@@ -66,7 +66,7 @@ def decode_verdict(text: str) -> Verdict:
     )
 
 
-def fingerprint(*parts: Any) -> str:
+def json_fingerprint(*parts: Any) -> str:
     """SHA-256 of the JSON form of ``parts``: equal only for equal JSON forms."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True, allow_nan=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -148,7 +148,7 @@ class ResultCache(Generic[T]):
                 self._connection.close()
                 raise
 
-    async def get(self, key: str, run: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+    async def get_or_run(self, key: str, run: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
         """The result of ``key``, and True where ``run`` was not started for it."""
         self._enter_loop()
         remembered = self.get_stored(key)

@@ -14,7 +14,7 @@ from typing import Any
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import load_long_integer_json
-from ctrl_megatron.prompts.python_source import does_something, parse_python
+from ctrl_megatron.prompts.python_source import has_effect, parse_python
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import (
     MAX_REQUESTS,
@@ -26,8 +26,8 @@ from ctrl_megatron.rewards.grading import (
     RequestCheck,
     RetryPolicy,
     judgeable_tests,
-    outcome_of,
-    program_of,
+    outcome_with_reward,
+    program_to_judge,
 )
 from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, item_rows
 from ctrl_megatron.types import Verdict
@@ -58,7 +58,7 @@ def code_format_score(text: str, *, final_newline: bool = True) -> float:
     tree = parse_python(rest.removesuffix(ending))
     if tree is None:
         return UNPARSABLE
-    return WELL_FORMED if does_something(tree) else MALFORMED
+    return WELL_FORMED if has_effect(tree) else MALFORMED
 
 
 class CodeFormatReward:
@@ -131,7 +131,7 @@ class CodeReward:
         answers = await self._judge.grade_all(jobs, self._max_requests)
         self._judge.warn_of_refused_tests(rows, answers)
         return [
-            outcome_of(answer, partial(self._score, row=row))
+            outcome_with_reward(answer, partial(self._score, row=row))
             for answer, row in zip(answers, rows, strict=True)
         ]
 
@@ -148,7 +148,7 @@ class CodeReward:
         return {"run_timeout": self._run_timeout, "shared_process_graders": self._graders}
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
-        return tests.of(row).job(program_of(text))
+        return tests.tests_of_row(row).job_of_program(program_to_judge(text))
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         return verdict.pass_rate
@@ -217,9 +217,9 @@ class IoiCodeReward(CodeReward):
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         language = self._language_of(row)
-        of_row = tests.of(row, language=language)
+        of_row = tests.tests_of_row(row, language=language)
         subtasks_of(row, of_row.total)  # refuses a row before a program runs
-        return of_row.job(program_of(text, language))
+        return of_row.job_of_program(program_to_judge(text, language))
 
     def _language_of(self, row: Row) -> str:
         """The language of the row's programs. UserError where the column holds no text."""

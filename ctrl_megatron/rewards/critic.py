@@ -33,8 +33,8 @@ from ctrl_megatron.rewards.grading import (
     RetryPolicy,
     RowTests,
     check_tests,
-    outcome_of,
-    program_of,
+    outcome_with_reward,
+    program_to_judge,
     replace_surrogates,
 )
 from ctrl_megatron.rewards.items import Copying, RewardItem, RewardOutcome, Rewards, item_rows
@@ -164,14 +164,16 @@ class RewardModelForCritic:
             return 0.0
         reward = await self.get_sandbox_response(sanitized_answer(revision), sample, semaphore)
         outcome = RewardOutcome(reward=reward)
-        limited = self._limited(outcome, critique, program_of(revision)).reward
+        limited = self._limited(outcome, critique, program_to_judge(revision)).reward
         return math.nan if limited is None else limited
 
     async def get_sandbox_response(
         self, revision: str, sample: Row, semaphore: asyncio.Semaphore
     ) -> float:
         """The reward of the program in ``revision``. Raises ``SandboxError``."""
-        verdict, _ = await self._grade(program_of(revision), self._tests().of(sample), semaphore)
+        verdict, _ = await self._grade(
+            program_to_judge(revision), self._tests().tests_of_row(sample), semaphore
+        )
         return self._score(verdict)
 
     async def get_reward_all(
@@ -201,9 +203,9 @@ class RewardModelForCritic:
         without a row, and for a row that cannot be judged.
         """
         tests, rows = self._tests(), item_rows("critic", items)
-        programs = [program_of(item.text) for item in items]
+        programs = [program_to_judge(item.text) for item in items]
         jobs = [
-            None if item.judgment is None else tests.of(row).job(program)
+            None if item.judgment is None else tests.tests_of_row(row).job_of_program(program)
             for item, row, program in zip(items, rows, programs, strict=True)
         ]
         answers = await self._grade_all(jobs)
@@ -221,7 +223,9 @@ class RewardModelForCritic:
 
     def _begin(self, text: str, row: Row, *, run_all_cases: bool) -> None:
         tests = self._batch[run_all_cases] = self._tests(run_all_cases=run_all_cases)
-        self._required_judge.begin(tests.of(row).job(program_of(text)), self._room)
+        self._required_judge.begin(
+            tests.tests_of_row(row).job_of_program(program_to_judge(text)), self._room
+        )
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the sandbox failed."""
@@ -237,15 +241,17 @@ class RewardModelForCritic:
         """
         tests = self._tests(run_all_cases=True)
         pairs = zip(texts, rows, strict=True)
-        jobs = [tests.of(row).job(program_of(text)) for text, row in pairs]
+        jobs = [
+            tests.tests_of_row(row).job_of_program(program_to_judge(text)) for text, row in pairs
+        ]
         answers = await self._grade_all(jobs)
         self._required_judge.warn_of_refused_tests(rows, answers)
-        return [outcome_of(answer, self._score) for answer in answers]
+        return [outcome_with_reward(answer, self._score) for answer in answers]
 
     def _outcome(
         self, item: RewardItem, program: str, answer: RewardOutcome | None
     ) -> RewardOutcome:
-        found = outcome_of(answer, self._score, item.judgment)
+        found = outcome_with_reward(answer, self._score, item.judgment)
         judged = found.verdict is not None and item.critique
         return self._limited(found, item.critique, program) if judged else found
 
@@ -269,7 +275,7 @@ class RewardModelForCritic:
     async def _grade(
         self, program: str, tests: RowTests, semaphore: asyncio.Semaphore
     ) -> tuple[Verdict, bool]:
-        return await self._required_judge.grade(tests.job(program), semaphore)
+        return await self._required_judge.grade(tests.job_of_program(program), semaphore)
 
     async def _grade_all(self, jobs: Sequence[GradingJob | None]) -> list[RewardOutcome | None]:
         """``CachedJudge.grade_all``, with a progress bar."""

@@ -16,8 +16,8 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.fields import json_field, object_field
 from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
-from ctrl_megatron.prompts import extract_code, fenced
-from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.prompts import extract_code, fence_code
+from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
 from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.limits import SandboxLimits
@@ -85,16 +85,16 @@ class RowTests:
     digest: str
     """Fingerprint of the tests, the mode, the time limit and the grader version."""
 
-    def job(self, program: str) -> GradingJob:
+    def job_of_program(self, program: str) -> GradingJob:
         """How to judge ``program`` (code without a fence) on these tests."""
         # Sent in a fence, so that the judge extracts exactly this program.
-        completion = fenced(program, self.config.language or "python")
+        completion = fence_code(program, self.config.language or "python")
         return GradingJob(
             request=SubmitRequest(
                 dataset=self.dataset, id=0, completion=completion, config=self.config
             ),
             total=self.total,
-            key=fingerprint(self.digest, completion),
+            key=json_fingerprint(self.digest, completion),
         )
 
 
@@ -121,7 +121,9 @@ def row_tests(
         shared_process_graders=shared_process_graders,
     )
     with long_integers():
-        digest = fingerprint(GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json"))
+        digest = json_fingerprint(
+            GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json")
+        )
     return RowTests(dataset=row["prompter_type"], config=config, total=total, digest=digest)
 
 
@@ -163,7 +165,7 @@ class BatchTests:
         self._options = options
         self._known: dict[Hashable, RowTests] = {}
 
-    def of(self, row: Row, **options: Any) -> RowTests:
+    def tests_of_row(self, row: Row, **options: Any) -> RowTests:
         """``row_tests`` of ``row`` with the further ``options`` of this row."""
         key = (
             *(row.id, row.prompter_type, row.selected_uts, row.test_setup, row.entry_point),
@@ -175,7 +177,7 @@ class BatchTests:
         return self._known[key]
 
 
-def program_of(text: str, language: str = "python") -> str:
+def program_to_judge(text: str, language: str = "python") -> str:
     """The program in ``text`` as it is sent to a judge."""
     return extract_code(replace_surrogates(text), language.lower())
 
@@ -189,8 +191,8 @@ def grading_job(text: str, row: Row, **options: Any) -> GradingJob:
     """How to judge the program in ``text`` on the tests of ``row``; ``options`` are those of
     ``row_tests``.
     """
-    program = program_of(text, options.get("language", "python"))
-    return row_tests(row, **options).job(program)
+    program = program_to_judge(text, options.get("language", "python"))
+    return row_tests(row, **options).job_of_program(program)
 
 
 RequestCheck = Callable[[SubmitRequest], object]
@@ -236,7 +238,7 @@ def _tests_of(row: Row) -> tuple[str, dict[str, Any], int | None]:
             total = len(row.selected_uts) - len(row.uncounted)
         return "MBPPDataset", {**data, **comparison, **left_out}, total
     if row.prompter_type == "code_contests":
-        cases = cases_of(row)
+        cases = stdio_cases(row)
         programs = _programs_of(row)
         if programs:
             return OLYMPIAD, {**_one_subtask(cases), **programs, **comparison}, len(cases)
@@ -280,14 +282,14 @@ def descriptions_of_tests(problem: Problem, verdict: Verdict) -> list[str]:
     return list(verdict.tests or counted)[: len(verdict.passed)]
 
 
-def cases_of(row: Row) -> list[dict[str, Any]]:
+def stdio_cases(row: Row) -> list[dict[str, Any]]:
     """The tests of a stdin/stdout problem, each ``{"input": {"stdin"}, "output": {"stdout"}}``."""
     if not isinstance(row.selected_uts, str):
         raise UserError(f"{row.place}: selected_uts of {row.id!r} has no stdin/stdout cases")
     return load_long_integer_json(row.selected_uts)
 
 
-def outcome_of(
+def outcome_with_reward(
     answer: RewardOutcome | None,
     score: Callable[[Verdict], float],
     judgment: bool | None = None,
@@ -325,7 +327,7 @@ async def request_verdict(judge: Judge, job: GradingJob) -> Verdict:
         detail=tuple(map(_why, cases)),
         timed_out=any(case.timed_out for case in cases),
         scores=tuple(map(_points, cases)) if job.request.config.dataset_type == OLYMPIAD else (),
-        tests=tuple(map(name_of, cases)) if job.total is None else (),
+        tests=tuple(map(test_label, cases)) if job.total is None else (),
         unjudgeable=any(map(is_unjudgeable, cases)),
     )
 
@@ -360,11 +362,11 @@ class CachedJudge:
         self._told = set[str]()
         """Ids of rows that a warning has named because no program of theirs could be judged."""
 
-    async def key(self, job: GradingJob) -> str:
+    async def cache_key(self, job: GradingJob) -> str:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
         if self._identity is None:
             self._identity = await self._judge.identity()
-        return fingerprint(job.key, self._identity)
+        return json_fingerprint(job.key, self._identity)
 
     def begin(self, job: GradingJob, semaphore: asyncio.Semaphore) -> None:
         """Start what the next ``grade`` of an equal job returns or raises."""
@@ -388,7 +390,7 @@ class CachedJudge:
             async with semaphore:
                 return await request_verdict(self._judge, job)
 
-        return await self._cache.get(await self.key(job), run)
+        return await self._cache.get_or_run(await self.cache_key(job), run)
 
     def warn_of_refused_tests(
         self, rows: Sequence[Row], answers: Sequence[RewardOutcome | None]
@@ -478,7 +480,7 @@ def _looked_at(run: asyncio.Task[tuple[Verdict, bool]]) -> None:
         run.exception()
 
 
-def name_of(case: EvalTestCase) -> str:
+def test_label(case: EvalTestCase) -> str:
     """The text of the test, or the name of the unit test."""
     return str((case.test_info or {}).get("test", ""))
 

@@ -125,7 +125,7 @@ def item_rows(name: str, items: Sequence[RewardItem]) -> list[Row]:
     return rows
 
 
-def checked_rewards(name: str, returned: Any, count: int) -> Rewards:
+def check_returned_rewards(name: str, returned: Any, count: int) -> Rewards:
     """``returned`` as a list of ``count`` rewards.
 
     Raises ``UserError`` that names the reward function ``name`` where it is no list, has another

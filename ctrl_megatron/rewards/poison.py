@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ctrl_megatron.rewards.grading import name_of
+from ctrl_megatron.rewards.grading import test_label
 from ctrl_megatron.sandbox.limits import CANNOT_JUDGE, NOT_RUN, UNCHECKED
 from ctrl_megatron.sandbox.wire import EvalTestCase
 
@@ -81,7 +81,7 @@ def {name}(*arguments, **named):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProgramGroup:
     """Programs of one kind."""
 
     what: str
@@ -103,15 +103,15 @@ def _filled(template: str, **values: str) -> str:
 
 
 GROUPS = (
-    Group("return a constant", tuple(_filled(_RETURNS, value=c) for c in _CONSTANTS)),
-    Group(
+    ProgramGroup("return a constant", tuple(_filled(_RETURNS, value=c) for c in _CONSTANTS)),
+    ProgramGroup(
         "return objects that agree with everything",
         (
             _filled(_OBJECTS, base="int", items="()", length="0"),
             _filled(_OBJECTS, base="object", items="(self,)", length="1") + _AGREES,
         ),
     ),
-    Group(
+    ProgramGroup(
         "empty their arguments",
         tuple(
             _filled(_EMPTIES, value=value)
@@ -123,7 +123,7 @@ GROUPS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class UncountedFindings:
     """The tests of a problem, and those that the groups of programs rule out."""
 
     names: tuple[str, ...]
@@ -143,9 +143,9 @@ def _is_hollow(case: EvalTestCase) -> bool:
     return reason == UNCHECKED or reason.startswith(f"{CANNOT_JUDGE}: {NOT_RUN}")
 
 
-async def find_uncounted(
+async def find_uncounted_tests(
     names: Sequence[str], run: Callable[[str], Awaitable[Sequence[EvalTestCase]]]
-) -> Findings:
+) -> UncountedFindings:
     """The tests that every program of a group passes. ``names`` are those that a program has to
     define; ``run`` judges a program on all tests. A group ends with the first program that leaves
     no test to all of it.
@@ -155,7 +155,7 @@ async def find_uncounted(
         left, hollow = None, set[int]()
         for program in group.programs(names):
             cases = await run(program)
-            reported = tuple(map(name_of, cases))
+            reported = tuple(map(test_label, cases))
             # Unit tests that a program keeps from being collected are no passed ones.
             passed = {n for n, case in enumerate(cases) if case.passed or _is_hollow(case)}
             hollow = {n for n in passed if not cases[n].passed}
@@ -169,4 +169,4 @@ async def find_uncounted(
                 break
         for n in sorted(left or ()):
             uncounted.setdefault(n, _NOTHING if n in hollow else group.what)
-    return Findings(names=known, uncounted=uncounted, sure=sure)
+    return UncountedFindings(names=known, uncounted=uncounted, sure=sure)

@@ -117,7 +117,7 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     return function if isinstance(function, RewardModelForCritic) else UsersReward(name, function)
 
 
-def refuse_without_rewards(silent: Sequence[str]) -> NoReturn:
+def raise_no_rewards(silent: Sequence[str]) -> NoReturn:
     """Raise ``UserError``: no sample of a step or a draw has a reward. ``silent`` names the reward
     functions that returned None for every sample.
     """

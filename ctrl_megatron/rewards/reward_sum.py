@@ -23,7 +23,7 @@ from ctrl_megatron.rewards.items import (
     RewardItem,
     RewardOutcome,
     Rewards,
-    checked_rewards,
+    check_returned_rewards,
 )
 
 
@@ -40,7 +40,7 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judging:
+class JudgeCounts:
     """How often a service was asked to judge a program, and how often it failed."""
 
     asked: int = 0
@@ -54,8 +54,8 @@ class Judging:
     error: str = ""
     """Message of the last failure."""
 
-    def __add__(self, other: Judging) -> Judging:
-        return Judging(
+    def __add__(self, other: JudgeCounts) -> JudgeCounts:
+        return JudgeCounts(
             asked=self.asked + other.asked,
             failed=self.failed + other.failed,
             refused=self.refused + other.refused,
@@ -65,7 +65,7 @@ class Judging:
         )
 
     @classmethod
-    def of(cls, outcomes: Iterable[RewardOutcome | None]) -> Judging:
+    def from_outcomes(cls, outcomes: Iterable[RewardOutcome | None]) -> JudgeCounts:
         judgable = [outcome for outcome in outcomes if outcome is not None and outcome.judgable]
         judged = [outcome for outcome in judgable if not outcome.refused]
         asked = [outcome for outcome in judged if not outcome.cached]
@@ -102,7 +102,7 @@ class RewardSum:
     ) -> None:
         self.functions = dict(functions)
         self.weights = dict.fromkeys(functions, 1.0) if weights is None else dict(weights)
-        self.judge, self.judging, self._tasks = judge, Judging(), dict(tasks or {})
+        self.judge, self.judging, self._tasks = judge, JudgeCounts(), dict(tasks or {})
         if odd := self.weights.keys() ^ self.functions.keys():
             raise ValueError(f"weights and functions differ in {', '.join(sorted(odd))}")
         if not all(map(math.isfinite, self.weights.values())):
@@ -123,7 +123,7 @@ class RewardSum:
             new = [n for n in self._mine("critic", items) if outcomes[n] is None]
             with awaited("the reward 'critic'", len(new)):
                 made = await self.critic.judge([items[number] for number in new])
-            self.judging += Judging.of(made)
+            self.judging += JudgeCounts.from_outcomes(made)
             for number, outcome in zip(new, made, strict=True):
                 outcomes[number] = outcome
             items = [replace(i, outcome=o) for i, o in zip(items, outcomes, strict=True)]
@@ -132,7 +132,7 @@ class RewardSum:
         parts = dict(zip(others, found, strict=True))
         if self.critic is not None:
             earned = [None if outcome is None else outcome.reward for outcome in outcomes]
-            parts["critic"] = checked_rewards("'critic'", earned, len(items))
+            parts["critic"] = check_returned_rewards("'critic'", earned, len(items))
         totals = weighted_sum(self._counted(parts, items), self.weights) or [0.0] * len(items)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:
@@ -170,10 +170,10 @@ class RewardSum:
         assert self.critic is not None
         with awaited("the judging of solutions", len(rows)):
             outcomes = await self.critic.judge_solutions(texts, rows)
-        self.judging += Judging.of(outcomes)
+        self.judging += JudgeCounts.from_outcomes(outcomes)
         return outcomes
 
-    async def verdicts(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
+    async def first_judge_outcomes(self, items: Sequence[RewardItem]) -> list[RewardOutcome]:
         """The outcomes of the first function that runs programs, ``critic`` excepted. UserError
         where the run has none.
         """
@@ -181,7 +181,7 @@ class RewardSum:
             if isinstance(function, JudgingReward) and name != "critic":
                 with awaited(f"the reward {name!r}", len(items)):
                     outcomes = await function.judge(items)
-                self.judging += Judging.of(outcomes)
+                self.judging += JudgeCounts.from_outcomes(outcomes)
                 return outcomes
         raise UserError(
             f"a verdict on a program is needed, and none of {', '.join(self.functions)} runs one",
@@ -195,7 +195,9 @@ class RewardSum:
         rewards: Rewards = [None] * len(items)
         if mine or not items:
             own = await self._asked(name, [items[n] for n in mine])
-            for n, reward in zip(mine, checked_rewards(repr(name), own, len(mine)), strict=True):
+            for n, reward in zip(
+                mine, check_returned_rewards(repr(name), own, len(mine)), strict=True
+            ):
                 rewards[n] = reward
         return rewards
 
@@ -205,7 +207,7 @@ class RewardSum:
             if not isinstance(function, JudgingReward):
                 return await function(items)
             outcomes = await function.judge(items)
-        self.judging += Judging.of(outcomes)
+        self.judging += JudgeCounts.from_outcomes(outcomes)
         return [outcome.reward for outcome in outcomes]
 
     def _mine(self, name: str, items: Sequence[RewardItem]) -> list[int]:
@@ -226,15 +228,15 @@ class RewardSum:
             for mine in [set(self._mine(name, items))]
         }
 
-    def take_judging(self) -> Judging:
+    def take_judging(self) -> JudgeCounts:
         """The counts since the last call: ``judging``, which begins anew."""
-        taken, self.judging = self.judging, Judging()
+        taken, self.judging = self.judging, JudgeCounts()
         return taken
 
     def with_own_counts(self) -> RewardSum:
         """A ``RewardSum`` of the same functions and judge, with a ``judging`` of its own."""
         other = copy(self)
-        other.judging = Judging()
+        other.judging = JudgeCounts()
         return other
 
     async def close(self) -> None:

@@ -101,7 +101,7 @@ def _ground_truth(path: str, row: Row) -> Any:
 
 
 def _score(path: str, answer: Any, item: RewardItem) -> Any:
-    """The score in a result; ``checked_rewards`` refuses a score that is no number."""
+    """The score in a result; ``check_returned_rewards`` refuses a score that is no number."""
     score = answer.get("score") if isinstance(answer, Mapping) else answer
     if score is not None:
         return score

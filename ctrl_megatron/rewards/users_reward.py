@@ -15,7 +15,7 @@ from ctrl_megatron.background import AbandonableCall, BackgroundLoop
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, convert_user_code_errors, describe_location
 from ctrl_megatron.rewards.grading import RequestCheck
-from ctrl_megatron.rewards.items import RewardItem, Rewards, checked_rewards
+from ctrl_megatron.rewards.items import RewardItem, Rewards, check_returned_rewards
 
 FUNCTION_SECONDS = 1800.0
 """Default of the seconds that a function may take for one batch."""
@@ -95,7 +95,7 @@ class UsersReward:
             else:
                 returned = await asyncio.wrap_future(thread.future)
                 returned = await returned if inspect.isawaitable(returned) else returned
-            return checked_rewards(f"{self.name!r} ({self.place})", returned, len(items))
+            return check_returned_rewards(f"{self.name!r} ({self.place})", returned, len(items))
 
     @property
     def _failed(self) -> str:

@@ -18,7 +18,7 @@ completions that were asked for, and ``waiting``, those of them that the engine 
 """
 
 
-class WorkMeter:
+class RequestMeter:
     """Counts the requests of one engine, of any kind."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class WorkMeter:
         self._busy = self._since = 0.0
 
     @contextmanager
-    def request(self, completions: int) -> Iterator[Callable[[Sequence[Completion]], None]]:
+    def count_request(self, completions: int) -> Iterator[Callable[[Sequence[Completion]], None]]:
         """The body is a request for so many completions; it calls the function with the finished
         ones.
         """

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ctrl_megatron.rollout.sampling import draw, tempered_log_probs
+from ctrl_megatron.rollout.sampling import sample_tokens, tempered_log_probs
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
@@ -34,7 +34,9 @@ class DecodingRow:
     """As ``Completion.order``."""
     finish_reason: FinishReason | None = None
 
-    def take(self, token: int, log_prob: float, version: str, params: SamplingParams) -> None:
+    def append_token(
+        self, token: int, log_prob: float, version: str, params: SamplingParams
+    ) -> None:
         """Append a drawn token, and set the finish reason if it ends the completion."""
         self.tokens.append(token)
         if params.log_probs:
@@ -43,11 +45,11 @@ class DecodingRow:
         if self.show is not None:
             self.show((token,))
         if token in params.stop_token_ids:
-            self.end("stop")
+            self.finish("stop")
         elif len(self.tokens) == params.max_tokens:
-            self.end("length")
+            self.finish("length")
 
-    def end(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason) -> None:
         """Draw no further token."""
         self.finish_reason = reason
         if self.ended is not None:
@@ -101,10 +103,10 @@ class DecodingBatch:
         logits = self._prefill() if stale else self._decode()
         self._version = version
         log_probs = tempered_log_probs(logits, self._params.temperature)
-        tokens = draw(log_probs, self._params, [row.stream for row in self.alive])
+        tokens = sample_tokens(log_probs, self._params, [row.stream for row in self.alive])
         chosen = log_probs.gather(-1, tokens[:, None]).squeeze(-1)
         for row, token, log_prob in zip(self.alive, tokens.tolist(), chosen.tolist(), strict=True):
-            row.take(token, log_prob, version, self._params)
+            row.append_token(token, log_prob, version, self._params)
         self.alive = [row for row in self.alive if row.finish_reason is None]
 
     def _prefill(self) -> torch.Tensor:
@@ -224,7 +226,7 @@ def decode_all(
         while batch.alive:
             if not control.begin_step(token):
                 for row in batch.alive:
-                    row.end("abort")
+                    row.finish("abort")
                 break
             try:
                 with torch.inference_mode():

@@ -61,7 +61,7 @@ class DenoisingOptions:
             raise ValueError(f"alg_temp must be at least 0, got {self.alg_temp!r}")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> DenoisingOptions:
+    def from_extra(cls, given: Mapping[str, Any]) -> DenoisingOptions:
         """The options of ``EngineSpec.extra``; ValueError names an unknown one."""
         known = [field.name for field in fields(cls)]
         if unknown := sorted(given.keys() - set(known)):
@@ -272,7 +272,7 @@ class _Canvas:
             if self._order[position] < 0:
                 return
             self.row.order.append(int(self._order[position]))
-            self.row.take(
+            self.row.append_token(
                 int(self.tokens[position]),
                 float(self._log_probs[position]),
                 self._versions[position],

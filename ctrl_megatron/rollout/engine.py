@@ -261,7 +261,7 @@ class EmbeddedEngine(StreamingEngine, Protocol):
         ...
 
 
-def next_tokens(listener: TokenListener, place: int) -> Callable[[Sequence[int]], None]:
+def new_tokens_callback(listener: TokenListener, place: int) -> Callable[[Sequence[int]], None]:
     """A function for engines that report all tokens of a completion so far: it passes on the new
     ones."""
     heard = 0

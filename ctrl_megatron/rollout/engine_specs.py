@@ -34,7 +34,9 @@ def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
     return family.rollout if role == "rollout" else family.proxy.engine
 
 
-def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = ()) -> Placement:
+def engine_placement(
+    config: Config, groups: ProcessGroups, beside: Sequence[int] = ()
+) -> Placement:
     """The placement of the configured engines on the hosts of the ranks: first the actor's, then
     the proxy's own. ``beside`` counts the further ranks of each host, which follow them.
     """
@@ -71,7 +73,7 @@ def placement_of(config: Config, groups: ProcessGroups, beside: Sequence[int] = 
     return Placement(engines=actors.engines + own.engines)
 
 
-def meetings_of(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
+def engine_meetings(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
     """The first part of every engine that spans hosts, by the engine's number: where its parts
     meet. Collective."""
     spanning = [engine for engine in placement.engines if engine.spans > 1]

@@ -31,10 +31,10 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.engine_specs import (
     engine_keys,
+    engine_meetings,
+    engine_placement,
     engine_spec,
     max_sequences,
-    meetings_of,
-    placement_of,
 )
 from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
 from ctrl_megatron.rollout.launch import EngineProcess
@@ -77,7 +77,7 @@ class Services:
         self._config, self._groups, self._watch = config, groups, watch
         self._background, self._stop, self._judges = background, stop, judges
         self._probes = BackgroundLoop("probes")
-        self.placement = placement_of(config, groups, beside)
+        self.placement = engine_placement(config, groups, beside)
         self._engines: dict[int, EngineProcess] = {}
         """This rank's engines, and its parts of engines that other hosts serve."""
         self._sandbox: SandboxService | None = None
@@ -99,7 +99,7 @@ class Services:
         )
         if own_sandbox:
             self.sandbox_token = groups.from_first(secrets.token_hex(32))
-        meetings = meetings_of(self.placement, groups)
+        meetings = engine_meetings(self.placement, groups)
         if not groups.is_first_of_host:
             return
         run_dir = Path(config.trainer.run_dir)
@@ -290,7 +290,7 @@ class Services:
         return self._probes.run(self._queues())
 
     async def _queues(self) -> list[Gauge]:
-        engines = dict(await asyncio.gather(*map(counters_now, self._addresses.values())))
+        engines = dict(await asyncio.gather(*map(fetch_counters, self._addresses.values())))
         boxes: dict[str, int] = {}
         if self._judges and self.sandbox_endpoint:
             async with SandboxClient(self.sandbox_endpoint, token=self.sandbox_token) as client:
@@ -321,7 +321,7 @@ class Services:
         self._probes.close()
 
 
-async def counters_now(address: EngineAddress) -> tuple[str, Counters]:
+async def fetch_counters(address: EngineAddress) -> tuple[str, Counters]:
     """Name and counters of an engine; no counters if it does not answer within seconds."""
     client = RemoteEngine(address)
     try:

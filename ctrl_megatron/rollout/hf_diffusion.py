@@ -35,7 +35,7 @@ class DiffusionEngine:
 @torch.no_grad()
 def load_denoiser(spec: EngineSpec) -> LoadedModel:
     """The model of the directory with its weights, and its sampler."""
-    options = DenoisingOptions.read(spec.extra)
+    options = DenoisingOptions.from_extra(spec.extra)
     config = read_model_config(spec.model_path)
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None or family.diffusion is None:

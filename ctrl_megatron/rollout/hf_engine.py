@@ -143,7 +143,7 @@ class HfEngine:
             # It may have fallen asleep while this call waited.
             self._state.require_ready()
             await self._decode(rows, params, token)
-        self._state.require_whole()
+        self._state.require_not_broken()
         done = [row.completion() for row in rows]
         return params.group_by_prompt(done)
 
@@ -255,7 +255,7 @@ class HfEngine:
         self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
-        self._state.require_held()
+        self._state.require_weights()
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
         return await asyncio.to_thread(checksums, held)
 
@@ -265,7 +265,7 @@ class HfEngine:
             self._broken = "its decoding thread ended without a result"
         if self._broken:
             raise EngineDied(self._broken)
-        self._state.require_whole()
+        self._state.require_not_broken()
 
     async def own_counters(self) -> Counters:
         """Nothing: it keeps no keys between calls and preempts no completion."""

@@ -27,7 +27,7 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 _ASK_SECONDS = 60.0
 
 
-def import_path(python: str | None, given: str | None) -> str:
+def engine_python_path(python: str | None, given: str | None) -> str:
     """``PYTHONPATH`` of an engine's process: the folder of this package, then ``given``.
 
     An interpreter of another environment must not see the packages of this one, so this package has
@@ -43,7 +43,7 @@ def require_modules(python: str, engine_module: str) -> None:
     """UserError unless ``python`` runs and finds what an engine's process imports. A process asks
     an interpreter once."""
     kept = child_environment()
-    environment = {**kept, "PYTHONPATH": import_path(python, kept.get("PYTHONPATH"))}
+    environment = {**kept, "PYTHONPATH": engine_python_path(python, kept.get("PYTHONPATH"))}
     try:
         done = subprocess.run(
             [python, "-c", _ASK, engine_module, *_SERVER_MODULES],

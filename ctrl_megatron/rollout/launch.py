@@ -23,7 +23,7 @@ from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import kill_process_group
 from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
-from ctrl_megatron.rollout.interpreter import import_path
+from ctrl_megatron.rollout.interpreter import engine_python_path
 from ctrl_megatron.rollout.weight_update import checkpoint_specs
 
 _KILL_SECONDS = 10.0
@@ -45,7 +45,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     kept = child_environment(devices=spec.devices)
     # torchrun sets it to 1 for each of its ranks.
     kept.pop("OMP_NUM_THREADS", None)
-    path = import_path(spec.python, kept.get("PYTHONPATH"))
+    path = engine_python_path(spec.python, kept.get("PYTHONPATH"))
     chosen = {**_OFFLINE, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     chosen |= ENGINES[spec.name].environment
     if spec.part is not None:

@@ -36,7 +36,7 @@ class _Member:
     tokens: int = 0
     """Tokens of its running requests: of the prompts, and the most that may be drawn."""
     drawn: int = 0
-    """Tokens drawn since the last ``take_drawn``."""
+    """Tokens drawn since the last ``take_drawn_tokens``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class EnginePool:
             member.drawn += sum(len(c.token_ids) for group in task.result() for c in group)
         self._freed.set()
 
-    def take_drawn(self) -> list[int]:
+    def take_drawn_tokens(self) -> list[int]:
         """The tokens that each engine has drawn for this pool since the last call."""
         drawn = [member.drawn for member in self._members]
         for member in self._members:

@@ -137,7 +137,7 @@ def truncate_rows(
     return torch.zeros_like(ordered).scatter(-1, tokens, ordered)
 
 
-def draw(
+def sample_tokens(
     log_probs: torch.Tensor, params: SamplingParams, streams: Sequence[torch.Generator]
 ) -> torch.Tensor:
     """(B,) int64 tokens; row b uses one number of ``streams[b]`` and no other randomness."""

@@ -27,7 +27,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.parallel.parent_watch import end_with_parent
 from ctrl_megatron.rollout import wire
 from ctrl_megatron.rollout.callback_stream import callback_stream
-from ctrl_megatron.rollout.counters import Counters, WorkMeter
+from ctrl_megatron.rollout.counters import Counters, RequestMeter
 from ctrl_megatron.rollout.engine import (
     EmbeddedEngine,
     Engine,
@@ -37,7 +37,7 @@ from ctrl_megatron.rollout.engine import (
     EngineSpec,
     WorkingPart,
 )
-from ctrl_megatron.rollout.imports import without_collections
+from ctrl_megatron.rollout.imports import garbage_collection_paused
 from ctrl_megatron.rollout.parts import end_with_other_parts
 from ctrl_megatron.torch_features import exact_pinned_memory
 from ctrl_megatron.types import Completion, Lora, SamplingParams
@@ -60,7 +60,7 @@ Calls = dict[str, Callable[[wire.Json], Awaitable[Any]]]
 
 def adapter_of(spec: EngineSpec) -> Any:
     module, _, name = ENGINES[spec.name].adapter.partition(":")
-    with without_collections():
+    with garbage_collection_paused():
         return getattr(import_module(module), name)
 
 
@@ -74,15 +74,15 @@ async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
     return engine
 
 
-def die(reason: str) -> None:
+def end_engine_process(reason: str) -> None:
     """End the whole process at once; clients see the connection close and show ``reason``."""
     print(f"engine server ends: {reason}", file=sys.stderr, flush=True)
     os._exit(EXIT_ENGINE_DIED)
 
 
-def application(engine: EmbeddedEngine, token: str) -> web.Application:
+def engine_application(engine: EmbeddedEngine, token: str) -> web.Application:
     """The HTTP application that serves ``engine``; every request needs ``token``."""
-    meter = WorkMeter()
+    meter = RequestMeter()
     calls: Calls = {
         "/generate": partial(answer_generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
@@ -91,15 +91,15 @@ def application(engine: EmbeddedEngine, token: str) -> web.Application:
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
         "/health": lambda body: engine.health(),
-        "/counters": lambda body: counters(engine, meter),
+        "/counters": lambda body: engine_counters(engine, meter),
     }
-    app = make_application(calls, token)
-    app.router.add_post("/stream", partial(stream, engine, meter))
+    app = build_web_application(calls, token)
+    app.router.add_post("/stream", partial(stream_completions, engine, meter))
     app.router.add_get("/update", partial(answer_update, engine))
     return app
 
 
-def make_application(calls: Calls, token: str) -> web.Application:
+def build_web_application(calls: Calls, token: str) -> web.Application:
     """An application for ``calls``; every request needs ``Authorization: Bearer TOKEN``."""
     expected = f"Bearer {token}".encode()
 
@@ -112,21 +112,21 @@ def make_application(calls: Calls, token: str) -> web.Application:
 
     app = web.Application(middlewares=[authorise], client_max_size=_MAX_REQUEST_BYTES)
     for path, call in calls.items():
-        app.router.add_post(path, partial(answer, call))
+        app.router.add_post(path, partial(call_and_respond, call))
     return app
 
 
 async def answer_generate(
-    engine: EmbeddedEngine, meter: WorkMeter, body: wire.Json
+    engine: EmbeddedEngine, meter: RequestMeter, body: wire.Json
 ) -> list[list[Any]]:
     prompts, params = body["prompts"], wire.params_from_json(body["params"])
-    with meter.request(len(prompts) * params.n) as drawn:
+    with meter.count_request(len(prompts) * params.n) as drawn:
         done = await engine.generate(prompts, params)
         drawn([completion for group in done for completion in group])
     return [[wire.completion_to_json(c) for c in group] for group in done]
 
 
-async def counters(engine: EmbeddedEngine, meter: WorkMeter) -> Counters:
+async def engine_counters(engine: EmbeddedEngine, meter: RequestMeter) -> Counters:
     return {**meter.counters(), **await engine.own_counters()}
 
 
@@ -137,16 +137,16 @@ async def result_or_error(
     try:
         return {"result": await call(await request.json())}
     except Exception as error:
-        return {"error": await failure(error)}
+        return {"error": await error_response(error)}
 
 
-async def failure(error: Exception) -> wire.Json:
+async def error_response(error: Exception) -> wire.Json:
     """The error of any call as JSON. The engine's death ends the process instead. An error that is
     not ours is answered a moment later: it may be the first sign of a death, as a collective fails
     before the loss of its peer is noticed, and the client has to learn of the death.
     """
     if isinstance(error, EngineDied):
-        die(str(error))
+        end_engine_process(str(error))
         raise error
     traceback.print_exception(error)
     if type(error).__name__ not in wire.ERRORS:
@@ -154,13 +154,15 @@ async def failure(error: Exception) -> wire.Json:
     return wire.error_to_json(error)
 
 
-async def answer(call: Callable[[wire.Json], Awaitable[Any]], request: web.Request) -> web.Response:
+async def call_and_respond(
+    call: Callable[[wire.Json], Awaitable[Any]], request: web.Request
+) -> web.Response:
     data = await result_or_error(call, request)
     return web.json_response(data, status=500 if "error" in data else 200)
 
 
-async def stream(
-    engine: EmbeddedEngine, meter: WorkMeter, request: web.Request
+async def stream_completions(
+    engine: EmbeddedEngine, meter: RequestMeter, request: web.Request
 ) -> web.StreamResponse:
     """Lines of JSON: ``{"tokens": [number, its next tokens]}`` as they are drawn, where the request
     asks for ``tokens``; ``{"finished": [number, completion]}`` as each completion ends; and at the
@@ -174,7 +176,7 @@ async def stream(
         async def call(body: wire.Json) -> None:
             prompts, params = body["prompts"], wire.params_from_json(body["params"])
             listener = show if body["tokens"] else None
-            with meter.request(len(prompts) * params.n) as drawn:
+            with meter.count_request(len(prompts) * params.n) as drawn:
 
                 def finished(place: int, completion: Completion) -> None:
                     drawn([completion])
@@ -208,7 +210,7 @@ async def answer_update(engine: Engine, request: web.Request) -> web.WebSocketRe
         await engine.update(specs, _chunks(socket), version)
         outcome: wire.Json = {"done": True}
     except Exception as error:
-        outcome = {"error": await failure(error)}
+        outcome = {"error": await error_response(error)}
     if not socket.closed:
         await socket.send_json(outcome)
         await socket.close()
@@ -240,7 +242,7 @@ async def end_with_engine(engine: WorkingPart) -> None:
         try:
             await engine.health()
         except EngineDied as error:
-            die(str(error))
+            end_engine_process(str(error))
         except EngineBroken:
             # The process is alive; the next ``generate`` raises it.
             continue
@@ -256,14 +258,14 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     processes with this one.
     """
     if spec.part is not None:
-        end_with_other_parts(spec.part, die)
+        end_with_other_parts(spec.part, end_engine_process)
     try:
         if spec.serves:
             engine = await build_engine(spec)
-            app = application(engine, token)
+            app = engine_application(engine, token)
         else:
             engine: WorkingPart = await adapter_of(spec).build_part(spec)
-            app = make_application({"/health": lambda body: engine.health()}, token)
+            app = build_web_application({"/health": lambda body: engine.health()}, token)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()

@@ -43,7 +43,7 @@ from ctrl_megatron.rollout.engine import (
     PauseMode,
     SleepLevel,
     TokenListener,
-    next_tokens,
+    new_tokens_callback,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
@@ -99,7 +99,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         chosen |= {
             "device": "cpu",
             "attention_backend": "torch_native",
-            "max_total_tokens": cache_tokens(spec),
+            "max_total_tokens": kv_cache_token_capacity(spec),
             # Overlapping work would compete for the same cores.
             "disable_overlap_schedule": True,
         }
@@ -111,7 +111,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
     return {**chosen, **spec.extra}
 
 
-def cache_tokens(spec: EngineSpec) -> int:
+def kv_cache_token_capacity(spec: EngineSpec) -> int:
     """Tokens whose keys and values fit into ``spec.kv_cache_gib``; at least one sequence."""
     config = read_model_config(spec.model_path)
     heads = config["num_attention_heads"]
@@ -270,7 +270,10 @@ class SglangEngine:
             stream=listened,
         )
         done: dict[int, Completion] = {}
-        shows = [next_tokens(listener, place) if listener else None for place in range(len(asked))]
+        shows = [
+            new_tokens_callback(listener, place) if listener else None
+            for place in range(len(asked))
+        ]
 
         def take(place: int, answer: dict[str, Any]) -> None:
             if (show := shows[place]) is not None:
@@ -287,7 +290,7 @@ class SglangEngine:
         else:
             for place, answer in enumerate(answers):
                 take(place, answer)
-        self._state.require_whole()
+        self._state.require_not_broken()
         every = [done[place] for place in range(len(asked))]
         return params.group_by_prompt(every)
 
@@ -359,7 +362,7 @@ class SglangEngine:
         await self._control.pause_generation(PauseGenerationReqInput(mode=own))
 
     async def resume(self) -> None:
-        self._state.require_whole()
+        self._state.require_not_broken()
         await self._go_on()
 
     async def _go_on(self) -> None:
@@ -398,16 +401,16 @@ class SglangEngine:
 
         RuntimeError if the layers do not have exactly the manifest's tensors.
         """
-        self._state.require_held()
+        self._state.require_weights()
         answer = await self._control.check_weights(CheckWeightsReqInput(action="checksum"))
         ranks = _require(answer, "compute checksums")[2]
         held = {name: value for rank in ranks for name, value in rank["checksums"].items()}
-        return self._state.require_names(held, "SGLang")
+        return self._state.require_same_names(held, "SGLang")
 
     async def health(self) -> None:
         """EngineDied if one of SGLang's own processes is gone."""
         _require_processes(self._engine)
-        self._state.require_whole()
+        self._state.require_not_broken()
 
     async def close(self) -> None:
         self._engine.shutdown()

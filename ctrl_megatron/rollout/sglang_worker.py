@@ -1,7 +1,7 @@
 """Our code in SGLang's scheduler processes: reads chunks, reads weights back, draws tokens.
 
 SGLang calls ``run_scheduler`` in each of them (one per tensor rank), through an attribute of its
-``Engine``. Where its public interface has no hook, ``prepare`` replaces a method.
+``Engine``. Where its public interface has no hook, ``patch_sglang`` replaces a method.
 """
 
 # ruff: noqa: E402
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.rollout.imports import without_collections
+from ctrl_megatron.rollout.imports import garbage_collection_paused
 from ctrl_megatron.rollout.sglang_stand_ins import install_stand_ins
 
 install_stand_ins()
 
-with without_collections():
+with garbage_collection_paused():
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
@@ -54,23 +54,23 @@ _UNREADABLE = ("triton_kernels", "flashinfer_trtllm_moe", "flashinfer_cutlass")
 
 
 def run_scheduler(*given: Any, **named: Any) -> None:
-    """``run_scheduler_process`` with the changes of ``prepare``."""
-    prepare()
+    """``run_scheduler_process`` with the changes of ``patch_sglang``."""
+    patch_sglang()
     run_scheduler_process(*given, **named)
 
 
-def prepare() -> None:
+def patch_sglang() -> None:
     """Replace SGLang's methods; called once, before a scheduler is made."""
     install_address_store()
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
-        (SamplingBatchInfo, "adjusted_from_schedule_batch", take_seeds),
+        (SamplingBatchInfo, "adjusted_from_schedule_batch", apply_request_seeds),
         (ModelConfig, "_get_hf_eos_token_id", no_stop_tokens),
         (WeightChecker, "_compute_checksum", hf_checksums),
         (Scheduler, "_record_scheduler_state_for_paused_engine", wait_while_paused),
-        (Scheduler, "ctrl_spare_garbage", spare_garbage),
-        (SchedulerReqTimeStats, "set_forward_entry_time", Queueing.ends),
-        (Scheduler, "get_internal_state", Queueing.report),
+        (Scheduler, "ctrl_spare_garbage", freeze_garbage),
+        (SchedulerReqTimeStats, "set_forward_entry_time", QueueTimeSum.record_end_of_wait),
+        (Scheduler, "get_internal_state", QueueTimeSum.state_with_queue_time),
         (Scheduler, "ctrl_load_chunk", load_chunk),
         (Scheduler, "ctrl_leave", leave),
         (Scheduler, "ctrl_come_back", come_back),
@@ -81,7 +81,7 @@ def prepare() -> None:
         setattr(owner, name, function)
 
 
-def take_seeds(self: Any, batch: Any, vocab_size: int) -> None:
+def apply_request_seeds(self: Any, batch: Any, vocab_size: int) -> None:
     """Set the requests' seeds, which SGLang uses only if all kernels are deterministic."""
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     self.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -97,7 +97,7 @@ def wait_while_paused(self: Any) -> None:
     self.maybe_sleep_on_idle()
 
 
-class Queueing:
+class QueueTimeSum:
     """Sums the time that requests wait, which SGLang tells only with Prometheus's collectors."""
 
     seconds = 0.0
@@ -105,17 +105,17 @@ class Queueing:
     _report: Any = Scheduler.get_internal_state
 
     @staticmethod
-    def ends(request: Any, ts: float | None = None) -> None:
+    def record_end_of_wait(request: Any, ts: float | None = None) -> None:
         """A request is computed for the first time, or again after a retraction."""
         before = request.queue_duration_s
-        Queueing._end(request, ts)
-        Queueing.seconds += request.queue_duration_s - before
+        QueueTimeSum._end(request, ts)
+        QueueTimeSum.seconds += request.queue_duration_s - before
 
     @staticmethod
-    def report(scheduler: Any, asked: Any) -> Any:
+    def state_with_queue_time(scheduler: Any, asked: Any) -> Any:
         """The scheduler's internal state with the sum."""
-        found = Queueing._report(scheduler, asked)
-        found.internal_state[QUEUED] = Queueing.seconds
+        found = QueueTimeSum._report(scheduler, asked)
+        found.internal_state[QUEUED] = QueueTimeSum.seconds
         return found
 
 
@@ -144,7 +144,7 @@ class SglangSampler(Sampler):
         return torch.cat(drawn).to(torch.int32), None
 
 
-def spare_garbage(self: Any) -> None:
+def freeze_garbage(self: Any) -> None:
     """RPC: exclude all present objects from garbage collections.
 
     On a CPU SGLang collects garbage whenever it flushes its cache, after every update: that takes

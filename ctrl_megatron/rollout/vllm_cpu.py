@@ -31,7 +31,7 @@ def install_cpu_kernels(model: torch.nn.Module, sampler: Any) -> None:
     sampler.gather_logprobs = partial(_gather_log_probs, sampler.gather_logprobs)
 
 
-def pack_experts_again(model: torch.nn.Module) -> None:
+def mark_experts_unpacked(model: torch.nn.Module) -> None:
     """Make the next load of ``model`` pack its experts for the kernel.
 
     vLLM 0.32 packs and pads them only when it makes the kernel, and not when weights are updated:

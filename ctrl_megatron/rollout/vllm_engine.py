@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.engine import (
     PauseMode,
     SleepLevel,
     TokenListener,
-    next_tokens,
+    new_tokens_callback,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.vllm_adapters import PushedAdapters, lora_args
@@ -210,7 +210,7 @@ class VllmEngine:
 
         async def draw(prompt: list[int], row: str | int, sample: int, place: int) -> Completion:
             own = vllm_params(params, row, sample, heard=listener is not None)
-            show = next_tokens(listener, place) if listener else None
+            show = new_tokens_callback(listener, place) if listener else None
             completion = await self._one(prompt, own, show)
             if finished is not None:
                 finished(place, completion)
@@ -229,7 +229,7 @@ class VllmEngine:
             raise _died(error) from error
         finally:
             self._running -= 1
-        self._state.require_whole()
+        self._state.require_not_broken()
         return params.group_by_prompt(done)
 
     async def _one(
@@ -317,7 +317,7 @@ class VllmEngine:
         await self._llm.pause_generation(mode=mode, clear_cache=mode == "abort")
 
     async def resume(self) -> None:
-        self._state.require_whole()
+        self._state.require_not_broken()
         await self._llm.resume_generation()
 
     async def sleep(self, level: SleepLevel) -> None:
@@ -339,12 +339,12 @@ class VllmEngine:
 
         RuntimeError if the layers do not have exactly the manifest's tensors.
         """
-        self._state.require_held()
+        self._state.require_weights()
         if self._adapters:
-            return self._state.require_names(await self._adapters.checksums(), "vLLM")
+            return self._state.require_same_names(await self._adapters.checksums(), "vLLM")
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
         held = {name: checksum for part in parts for name, checksum in part.items()}
-        return self._state.require_names(held, "vLLM")
+        return self._state.require_same_names(held, "vLLM")
 
     async def health(self) -> None:
         """EngineDied if vLLM's own processes are gone."""
@@ -352,7 +352,7 @@ class VllmEngine:
             await self._llm.check_health()
         except EngineDeadError as error:
             raise _died(error) from error
-        self._state.require_whole()
+        self._state.require_not_broken()
 
     async def own_counters(self) -> Counters:
         return dict(self._counted.counters)

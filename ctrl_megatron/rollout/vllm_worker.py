@@ -81,7 +81,7 @@ class ChunkTransfer(WeightTransferEngine[NoInitInfo, ChunkInfo]):
     def start_weight_update(self) -> None:
         """Convert the model to the form in which checkpoints are loaded."""
         initialize_layerwise_reload(self.model)
-        vllm_cpu.pack_experts_again(self.model)
+        vllm_cpu.mark_experts_unpacked(self.model)
 
     def receive_weights(self, update_info: ChunkInfo) -> None:
         """Load a chunk; no tensor refers to its memory afterwards."""

@@ -143,21 +143,21 @@ class WeightState:
         """Count the present weights as none, until an update."""
         self._missing = "has no weights yet"
 
-    def require_whole(self) -> None:
+    def require_not_broken(self) -> None:
         """EngineBroken after an update that failed half-way."""
         if self._broken:
             raise EngineBroken(self._broken)
 
-    def require_held(self) -> None:
+    def require_weights(self) -> None:
         """Return if the engine has weights. EngineBroken after an update that failed half-way;
         EngineError if the weights sleep; EngineEmpty if they were dropped for a sleep or have not
         come yet."""
-        self.require_whole()
+        self.require_not_broken()
         self._require_awake({"weights"})
         if self._missing:
             raise EngineEmpty(f"the engine {self._missing}; update them first")
 
-    def require_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
+    def require_same_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
         """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are
         not exactly those of the manifest."""
         wanted = {spec.name for spec in self.manifest}
@@ -170,7 +170,7 @@ class WeightState:
 
     def require_ready(self) -> None:
         """Raise what keeps the engine from generating."""
-        self.require_held()
+        self.require_weights()
         self._require_awake(self._asleep)
 
     def _require_awake(self, memory: set[EngineMemory]) -> None:
@@ -179,7 +179,7 @@ class WeightState:
 
     def fall_asleep(self, level: SleepLevel) -> None:
         """Mark everything as asleep; EngineError if anything sleeps already."""
-        self.require_whole()
+        self.require_not_broken()
         self._require_awake(self._asleep)
         self._asleep = set(ENGINE_MEMORY)
         if level == 2:
@@ -206,7 +206,7 @@ class WeightState:
         first chunk leaves the engine unchanged.
         """
         async with self._one_update:
-            self.require_whole()
+            self.require_not_broken()
             self._require_awake({"weights"})
             check_specs(self.manifest, specs)
             due, touched = {spec.name: spec for spec in specs}, False

@@ -64,22 +64,22 @@ def build_worker(
     device = device_owner(
         run,
         services,
-        shared_proxy(config),
+        shared_proxy_directory(config),
         shared=family.rollout.engine_sleeps,
         offloaded_parts=parts_to_offload(config),
         critic_warmup=config.trainer.critic_warmup,
     )
     (policy, reference), *others = (
-        build_policies(own, groups, steps, device, role, with_reference=run.is_here("reference"))
+        build_policies(own, groups, steps, device, role, with_reference=run.has_role("reference"))
         for role, own in zip(AGENTS, config.agents, strict=False)
     )
     value = None
-    if run.is_here("critic"):
+    if run.has_role("critic"):
         value = build_value_model(config, groups, steps, device.free_for_trainer)
         if value is not None:
             device.register_model(value)
     reward_model = None
-    if run.is_here("reward_model"):
+    if run.has_role("reward_model"):
         reward_model = build_reward_model(config, groups, inputs, device.free_for_trainer)
         if reward_model is not None:
             device.register_model(reward_model.model)
@@ -100,7 +100,7 @@ def build_worker(
         owner=device,
         max_model_len=services.max_model_len,
         proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
-        rewards=reward_sum(run, services, inputs),
+        rewards=build_rank_reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
         actor=policy,
         reference=reference,
@@ -133,7 +133,7 @@ def build_worker(
     return worker, sampler, steps
 
 
-def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
+def build_worker_without_actor(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
     """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
     ranks of its world.
     """
@@ -141,12 +141,12 @@ def apart_worker(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, i
     sampler = row_sampler(config, train)
     steps = total_steps(config, len(train.rows))
     reference = value = None
-    if run.is_here("reference"):
+    if run.has_role("reference"):
         reference = build_reference(config, groups)
-    if run.is_here("critic"):
+    if run.has_role("critic"):
         value = build_value_model(config, groups, steps)
     reward_model = None
-    if run.is_here("reward_model"):
+    if run.has_role("reward_model"):
         reward_model = build_reward_model(config, groups, inputs)
     worker = GuideWorker(
         config=config,
@@ -182,7 +182,7 @@ def rollout_worker(
     codec, table = inputs.codec, inputs.validation
     services.wait()
     engine = services.connect() if groups.is_leader else None
-    device = device_owner(run, services, {"actor": critic, **shared_proxy(config)})
+    device = device_owner(run, services, {"actor": critic, **shared_proxy_directory(config)})
     return RolloutWorker(
         config=config,
         groups=groups,
@@ -194,12 +194,12 @@ def rollout_worker(
         owner=device,
         max_model_len=services.max_model_len,
         proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
-        rewards=reward_sum(run, services, inputs),
+        rewards=build_rank_reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
     )
 
 
-def reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
+def build_rank_reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
     """The reward functions of the run; None on ranks that are not leaders, and if no node of the
     pipeline reads rewards.
     """
@@ -559,6 +559,6 @@ def device_owner(
     )
 
 
-def shared_proxy(config: Config) -> dict[Role, str]:
+def shared_proxy_directory(config: Config) -> dict[Role, str]:
     """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
     return {"proxy": proxy_path(config)} if config.shares_engines_with_frozen_proxy else {}

@@ -21,7 +21,7 @@ from ctrl_megatron.generation.checked_tests import CheckedTests, TestChecks
 from ctrl_megatron.metrics.display import count_progress_bar
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards.build import code_judge
-from ctrl_megatron.run.inputs import RunInputs, require_a_step
+from ctrl_megatron.run.inputs import RunInputs, require_enough_rows
 from ctrl_megatron.run.session import Session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
 from ctrl_megatron.sandbox.cores import usable_cores
@@ -30,7 +30,7 @@ from ctrl_megatron.sandbox.kept import sandbox_options
 _WHAT = "the check of tests and references"
 
 
-def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
+def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
     """``inputs`` whose rows name the tests that do not count. Collective over all ranks.
 
     A row without a test that counts, or whose reference fails, is left out with
@@ -64,7 +64,7 @@ def checked_inputs(run: Session, inputs: RunInputs) -> RunInputs:
     if validation is not None and not same:
         validation = _checked("data.val_files", validation, results, drop=drop, aloud=first)
     if not same and len(train.rows) < len(inputs.train.rows):
-        require_a_step(len(train.rows), train.dropped, len(train.bad), config)
+        require_enough_rows(len(train.rows), train.dropped, len(train.bad), config)
     return replace(inputs, train=train, validation=validation)
 
 

@@ -34,12 +34,12 @@ from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.run.build import rollout_worker
-from ctrl_megatron.run.checked_rows import checked_inputs
+from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
 from ctrl_megatron.run.checks.models import check_model_files, check_proxy, check_tokenizers
 from ctrl_megatron.run.checks.rewards import check_rewards
 from ctrl_megatron.run.inputs import RunInputs, read_inputs
 from ctrl_megatron.run.session import session
-from ctrl_megatron.steps.conversation import converse, judge_pairs, pair_prompts
+from ctrl_megatron.steps.conversation import judge_pairs, pair_prompts, run_conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     Raises UserError, before any process starts, for every argument that cannot be used.
     """
     check_evaluation(config, job.critics)
-    out, settings = Path(config.trainer.run_dir), settings_of(config, job)
+    out, settings = Path(config.trainer.run_dir), transcript_settings(config, job)
     critics = {name: _weights(path) for name, path in job.critics.items()}
     anew = check_evaluation_folder(out, settings, critics, overwrite=job.overwrite)
     with convert_input_errors("--out"):
@@ -88,11 +88,16 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
         return True
     finished = False
     with session(config) as run:
-        first, inputs = run.groups.is_first, checked_inputs(run, inputs)
+        first, inputs = run.groups.is_first, inputs_with_checked_tests(run, inputs)
         if first:
             aside = begin_evaluation(out, settings, critics, anew=anew, overwrite=job.overwrite)
             _say_what_changed(anew, aside)
-            print(*inputs.left_out(), sep="\n", end="\n" * bool(inputs.left_out()), flush=True)
+            print(
+                *inputs.bad_row_warnings(),
+                sep="\n",
+                end="\n" * bool(inputs.bad_row_warnings()),
+                flush=True,
+            )
         services = run.start_services(
             max_model_len=inputs.max_model_len,
             proxy_model_len=inputs.proxy_model_len,
@@ -107,7 +112,9 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                     worker.device.set_directory("actor", loaded)
                 if first:
                     print(f"{critic}: {kind}, seed {seed}", flush=True)
-                draw: Callable[..., Sequence[Any]] = partial(converse, written=written.get(critic))
+                draw: Callable[..., Sequence[Any]] = partial(
+                    run_conversations, written=written.get(critic)
+                )
                 if kind == PAIRS_FOLDER:
                     draw = partial(judge_pairs, pairs=pairs)
                 records = draw(worker, plan=job.plan, critic=critic, seed=seed)
@@ -163,7 +170,7 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     )
 
 
-def settings_of(config: Config, job: EvaluationJob) -> dict[str, Any]:
+def transcript_settings(config: Config, job: EvaluationJob) -> dict[str, Any]:
     """The settings that all transcripts of a directory share, so that critics are comparable."""
     family, plan = config.actor_rollout_ref, job.plan
     tokenizer = family.model.tokenizer

@@ -20,13 +20,13 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.prompts import revision_messages
-from ctrl_megatron.record.recorder import config_changes, stages_of
+from ctrl_megatron.record.recorder import config_changes, read_stage_table
 from ctrl_megatron.rewards.build import row_check
 from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.rollout.weight_update import read_model_config
 from ctrl_megatron.run.checks.models import check_proxy, check_reward_model, check_tokenizer
-from ctrl_megatron.run.checks.rewards import check_rewarded
+from ctrl_megatron.run.checks.rewards import check_rows_rewardable
 
 _REENCODED_SHARE = 8
 """The text of a critique may encode to an eighth more tokens than were drawn; a longer one counts
@@ -50,7 +50,7 @@ class RunInputs:
     reward_codec: TextCodec | None = None
     """The reward model's tokenizer."""
 
-    def left_out(self) -> list[str]:
+    def bad_row_warnings(self) -> list[str]:
         """A warning for each table of which bad rows were left out."""
         tables = {"data.train_files": self.train, "data.val_files": self.validation}
         if self.validation is self.train:
@@ -81,7 +81,7 @@ def is_finished(
     checkpoint = store.find_undamaged(trainer.resume_mode, models)
     if checkpoint is None or checkpoint.step < steps:
         return False
-    stages = {None, *(row["stage"] for row in stages_of(run_dir))}
+    stages = {None, *(row["stage"] for row in read_stage_table(run_dir))}
     left = ("report.html", *files)
     if stage not in stages or not all((run_dir / name).exists() for name in left):
         return False
@@ -117,7 +117,7 @@ def read_inputs(
     reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
     if trains:
         train, validation = prompt_tables(config, codec, validates=validates, check=check)
-        require_a_step(len(train.rows), train.dropped, len(train.bad), config)
+        require_enough_rows(len(train.rows), train.dropped, len(train.bad), config)
     else:
         files = config.data.val_files
         train = validation = _table(config, codec, "data.val_files", files, check=check)
@@ -125,7 +125,7 @@ def read_inputs(
     rows = list(train.rows)
     if trains and validation is not None:
         rows += validation.rows
-    check_rewarded(rewards, rows)
+    check_rows_rewardable(rewards, rows)
     own = None
     if proxy_codec is not None:
         own = proxy_length(config, codec, proxy_codec, rows)
@@ -254,8 +254,8 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
                 else:
                     count, bad = len(file_rows), len(left_out or ())
     rows_by_id(rows)
-    require_a_step(count, 0, bad, config)
-    check_rewarded(rewards, rows)
+    require_enough_rows(count, 0, bad, config)
+    check_rows_rewardable(rewards, rows)
 
 
 def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
@@ -270,7 +270,7 @@ def _require_critiques(config: Config, validated: Sequence[Row]) -> None:
         )
 
 
-def require_a_step(count: int, dropped: int, bad: int, config: Config) -> None:
+def require_enough_rows(count: int, dropped: int, bad: int, config: Config) -> None:
     """UserError if ``count`` training rows are too few for a step; ``dropped`` and ``bad`` are left
     out.
     """

@@ -148,14 +148,18 @@ class TrainingLoop:
             self._set_step(self._saved)
         self.recorder.begin()
         for remark in loaded.remarks if loaded else ():
-            self.recorder.say(f"warning: {remark}")
+            self.recorder.show_line(f"warning: {remark}")
         checkpoint = loaded.checkpoint if loaded else None
         left = self.store.set_aside_later(mode, checkpoint) if first else []
         if left:
             names = ", ".join(path.name for path in left)
-            self.recorder.say(f"set aside in {left[0].parent}: {names}, ahead of where this starts")
+            self.recorder.show_line(
+                f"set aside in {left[0].parent}: {names}, ahead of where this starts"
+            )
         if checkpoint is not None:
-            self.recorder.say(f"continuing from {checkpoint.path} after step {self.worker.step}")
+            self.recorder.show_line(
+                f"continuing from {checkpoint.path} after step {self.worker.step}"
+            )
 
     def run(self) -> bool:
         """Train to the last step; False if a stop was requested. Saves in both cases, and before it
@@ -186,7 +190,7 @@ class TrainingLoop:
                 if not last and _due(worker.step, schedule.test_freq):
                     self._validate(f"step {worker.step}")
             if worker.step < schedule.total_steps:
-                self.recorder.say(
+                self.recorder.show_line(
                     f"{schedule.total_epochs} epochs of rows are drawn after step {worker.step}"
                 )
             self._validate(f"after {schedule.stage}")
@@ -200,7 +204,7 @@ class TrainingLoop:
             self.link.propagate(why, weights_changed=False)
             self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
-            self.recorder.say(f"stopped as asked{kept or ' before the first step ended'}")
+            self.recorder.show_line(f"stopped as asked{kept or ' before the first step ended'}")
             return False
         return True
 
@@ -311,7 +315,9 @@ class TrainingLoop:
         self._bad = [*self._bad, skipped[-1][1]] if skipped else []
         for name, one, rows in skipped:
             where = f"; rows: {', '.join(rows)}" if rows else ""
-            self.recorder.say(f"warning: step {step} does not update {name}: {one.reason}{where}")
+            self.recorder.show_line(
+                f"warning: step {step} does not update {name}: {one.reason}{where}"
+            )
         return {"update/skipped": float(len(skipped))} if skipped else {}
 
     def _require_good(self, step: int) -> None:
@@ -362,14 +368,14 @@ class TrainingLoop:
 
     def _report_save(self, saved: SaveReport | None) -> None:
         if saved is not None:
-            self.recorder.say(str(saved))
+            self.recorder.show_line(str(saved))
             self._metrics |= saved.metrics()
 
     def _export(self) -> None:
         with self.worker.timeline.phase("save_hf"):
             models = {n: m for agent in self.worker.agents for n, m in agent.trained.items()}
             path = self.store.export_hf(models, self.worker.step)
-        self.recorder.say(f"wrote {path}")
+        self.recorder.show_line(f"wrote {path}")
 
     def _validate(self, stage: str) -> None:
         validate = self.graph.report.validate

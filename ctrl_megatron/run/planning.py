@@ -21,13 +21,13 @@ _PARTS = ("kl_controller", "reserve")
 """Parts of the state in a checkpoint beside the sampler."""
 
 
-def saved_folders(config: Config) -> tuple[str, ...]:
+def checkpoint_model_folders(config: Config) -> tuple[str, ...]:
     others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
     saved = (folder for folder, is_saved in others.items() if is_saved)
     return (POLICY_FOLDER, *saved, *_further_policies(config))
 
 
-def saved_parts(config: Config) -> tuple[str, ...]:
+def checkpoint_state_parts(config: Config) -> tuple[str, ...]:
     """The parts of the state in a checkpoint beside the sampler."""
     others = (f"{agent}/{part}" for agent in _further_policies(config) for part in _PARTS)
     return (*_PARTS, *others)
@@ -37,7 +37,7 @@ def _further_policies(config: Config) -> tuple[Role, ...]:
     return AGENTS[1 : len(config.agents)]
 
 
-def counted_epochs(config: Config) -> int | None:
+def epoch_limit(config: Config) -> int | None:
     """The epochs after which dynamic sampling begins no further step. A step of it draws several
     batches of rows, so the number of steps does not follow from the rows. None if the number of
     steps is fixed.
@@ -49,17 +49,17 @@ def counted_epochs(config: Config) -> int | None:
 def planned_steps(config: Config, train: PromptTable) -> int:
     """Training steps of the run. Where epochs set the length it is an upper bound; a checkpoint
     that has drawn all rows ends the run at its own step."""
-    steps, epochs = total_steps(config, len(train.rows)), counted_epochs(config)
+    steps, epochs = total_steps(config, len(train.rows)), epoch_limit(config)
     trainer = config.trainer
     store = CheckpointStore(
         Path(trainer.run_dir) / "checkpoints", keep=-1, side_files=Path(trainer.run_dir)
     )
-    models = saved_folders(config)
+    models = checkpoint_model_folders(config)
     checkpoint = None if epochs is None else store.find_undamaged(trainer.resume_mode, models)
     if epochs is None or checkpoint is None:
         return steps
     with convert_input_errors():
-        state = read_trainer_state(checkpoint, models, ("sampler", *saved_parts(config)))
+        state = read_trainer_state(checkpoint, models, ("sampler", *checkpoint_state_parts(config)))
         sampler = row_sampler(config, train)
         sampler.load_state_dict(state["sampler"])
     through = sampler.is_exhausted(epochs, config.gen_batch_size)

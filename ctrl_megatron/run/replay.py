@@ -53,7 +53,7 @@ FOLDER, RESULT = "replay", "replay.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartWeights:
     """The weights that the step's update changed."""
 
     checkpoint: Checkpoint | None = None
@@ -66,7 +66,7 @@ class Start:
         return str(self.directory or "the models that the run began with")
 
 
-def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
+def find_start_weights(dump: Dump, config: Config, weights: Path | None) -> StartWeights:
     """Where the weights before the dumped step are; ``weights`` is what the user names.
 
     Raises UserError, with the steps that can be replayed, if there are none.
@@ -81,7 +81,7 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
                 key="--weights",
                 remedy=f"name the checkpoint global_step_{before}",
             )
-        return Start(checkpoint=Checkpoint(path=weights, step=before))
+        return StartWeights(checkpoint=Checkpoint(path=weights, step=before))
     if weights is not None:
         if config.needs_values:
             raise UserError(
@@ -101,14 +101,14 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
                 key="--weights",
                 remedy=f"name the checkpoint global_step_{before}, which holds the adapters",
             )
-        return Start(directory=weights)
+        return StartWeights(directory=weights)
     if before == 0:
-        return Start()
+        return StartWeights()
     folder = dump.run_dir / "checkpoints"
     store = CheckpointStore(folder, keep=-1, side_files=folder)
     known = {one.step: one for one in store.finished_checkpoints()} if folder.is_dir() else {}
     if before in known:
-        return Start(checkpoint=known[before])
+        return StartWeights(checkpoint=known[before])
     possible = ", ".join(str(step + 1) for step in (0, *known))
     raise UserError(
         f"step {dump.step} was computed from the weights after step {before}, of which {folder} "
@@ -119,7 +119,7 @@ def find_start(dump: Dump, config: Config, weights: Path | None) -> Start:
 
 
 def replay_update(
-    config: Config, graph: TaskGraph, dump: Dump, start: Start
+    config: Config, graph: TaskGraph, dump: Dump, start: StartWeights
 ) -> StepComparison | None:
     """Run the nodes for which ``follows_rewards`` is true over the dumped batch, on the ranks that
     the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None if a
@@ -145,7 +145,7 @@ def replay_update(
         )
         if run.groups.is_first:
             path = Path(config.trainer.run_dir) / RESULT
-            write_text_atomically(path, json.dumps(comparison.record(), indent=1))
+            write_text_atomically(path, json.dumps(comparison.to_json(), indent=1))
         comparisons.append(comparison)
         worker.close()
         run.watch.stop_watching_others()
@@ -158,7 +158,7 @@ def follows_rewards(node: Node) -> bool:
     return not (draws or node.is_async or node.node_type is NodeType.MODEL_INFERENCE)
 
 
-def _worker(run: Session, graph: TaskGraph, dump: Dump, start: Start) -> DAGWorker:
+def _worker(run: Session, graph: TaskGraph, dump: Dump, start: StartWeights) -> DAGWorker:
     config, groups = run.config, run.groups
     policy, reference = build_policies(config, groups, dump.total_steps, None)
     value = build_value_model(config, groups, dump.total_steps)

@@ -39,7 +39,7 @@ class FieldGap:
     """Number of the sample in the dump -> largest difference of its values, as ``largest_gaps``
     measures it."""
 
-    def differing(self, tolerance: float) -> list[tuple[int, float]]:
+    def samples_beyond(self, tolerance: float) -> list[tuple[int, float]]:
         """The samples beyond ``tolerance``, largest first."""
         beyond = [(sample, gap) for sample, gap in self.gaps.items() if not gap <= tolerance]
         return sorted(beyond, key=lambda one: (-one[1], one[0]))
@@ -55,17 +55,17 @@ class StepComparison:
     def agrees(self, tolerance: float) -> bool:
         """Whether no metric and no sample differs by more than ``tolerance``."""
         return all(pair.agrees(tolerance) for pair in self.metrics) and not any(
-            gap.differing(tolerance) for gap in self.fields
+            gap.samples_beyond(tolerance) for gap in self.fields
         )
 
-    def lines(self, tolerance: float, names: Sequence[str]) -> list[str]:
+    def report_lines(self, tolerance: float, names: Sequence[str]) -> list[str]:
         """The comparison as lines for the terminal; ``names`` are the names of the samples."""
         shown = [f"{'metric':34} {'recorded':>14} {'replayed':>14}"]
         for pair in self.metrics:
             mark = "" if pair.recorded is None or pair.agrees(tolerance) else "   differs"
             shown.append(f"{pair.name:34} {_words(pair.recorded)} {_words(pair.replayed)}{mark}")
         for field in self.fields:
-            beyond, largest = field.differing(tolerance), max(field.gaps.values(), default=0.0)
+            beyond, largest = field.samples_beyond(tolerance), max(field.gaps.values(), default=0.0)
             shown.append(
                 f"{field.name}: {len(beyond)} of {len(field.gaps)} samples differ; largest "
                 f"difference {largest:.3g}"
@@ -76,7 +76,7 @@ class StepComparison:
         end = "agree" if self.agrees(tolerance) else "do not all agree"
         return [*shown, f"recorded and replayed values {end} within {tolerance:g}"]
 
-    def record(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The same as JSON, with every sample."""
         return {
             "metrics": [asdict(pair) for pair in self.metrics],

@@ -65,7 +65,7 @@ class Session:
     def everyone(self) -> RankSet:
         return self.joined.everyone
 
-    def is_here(self, role: str) -> bool:
+    def has_role(self, role: str) -> bool:
         """Whether this rank's world has the model of a role."""
         return world_of_role(self.worlds, role) is self.joined.world
 

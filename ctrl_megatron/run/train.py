@@ -17,16 +17,21 @@ from ctrl_megatron.parallel.layout import World
 from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.record.dump import StepDump
-from ctrl_megatron.record.profile import profiles
+from ctrl_megatron.record.profile import step_profile_watchers
 from ctrl_megatron.record.recorder import Recorder, banner
 from ctrl_megatron.rollout.engine_specs import engine_keys
 from ctrl_megatron.rollout.fleet import Services
-from ctrl_megatron.run.build import apart_worker, build_worker
-from ctrl_megatron.run.checked_rows import checked_inputs
-from ctrl_megatron.run.checks.rl import check_run
+from ctrl_megatron.run.build import build_worker, build_worker_without_actor
+from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
+from ctrl_megatron.run.checks.rl import check_rl_run
 from ctrl_megatron.run.inputs import RunInputs, is_finished, read_inputs
 from ctrl_megatron.run.loop import Resumable, Schedule, TrainingLoop
-from ctrl_megatron.run.planning import counted_epochs, planned_steps, saved_folders, saved_parts
+from ctrl_megatron.run.planning import (
+    checkpoint_model_folders,
+    checkpoint_state_parts,
+    epoch_limit,
+    planned_steps,
+)
 from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.run.worlds import MultiWorldLink
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
@@ -41,7 +46,7 @@ def train(config: Config) -> bool:
 
     Raises UserError, before anything starts, for input that cannot be used.
     """
-    (graph, rewards), trainer, finished = check_run(config), config.trainer, False
+    (graph, rewards), trainer, finished = check_rl_run(config), config.trainer, False
     rollout = config.actor_rollout_ref.rollout
     inputs = read_inputs(
         config,
@@ -51,12 +56,14 @@ def train(config: Config) -> bool:
     )
     steps = planned_steps(config, inputs.train)
     stage = "after RL" if graph.report.validate else None
-    if is_finished(config, steps, models=saved_folders(config), stage=stage):
+    if is_finished(config, steps, models=checkpoint_model_folders(config), stage=stage):
         return True
     with session(config, apart=True) as run:
-        inputs = checked_inputs(run, inputs)
+        inputs = inputs_with_checked_tests(run, inputs)
         steps, before = planned_steps(config, inputs.train), steps
-        if steps < before and is_finished(config, steps, models=saved_folders(config), stage=stage):
+        if steps < before and is_finished(
+            config, steps, models=checkpoint_model_folders(config), stage=stage
+        ):
             run.watch.stop_watching_others()
             return True
         link = world_link(run, inputs)
@@ -70,16 +77,22 @@ def train(config: Config) -> bool:
                 )
                 worker, sampler, steps = build_worker(run, services, inputs)
                 run.raise_if_any_rank_stops()
-                isolation = worker.ask(lambda: isolation_level(worker), "the sandboxes to answer")
+                isolation = worker.run_on_leader(
+                    lambda: isolation_level(worker), "the sandboxes to answer"
+                )
                 proxy = worker.proxy
-                described = engines_and_sandbox(config, services, isolation)
-                servers = "" if proxy is None else worker.ask(proxy.describe_servers, "the proxy")
+                described = banner_services_line(config, services, isolation)
+                servers = (
+                    ""
+                    if proxy is None
+                    else worker.run_on_leader(proxy.describe_servers, "the proxy")
+                )
                 described += f"; {servers}" if servers else ""
             except StopRequested as why:
                 link.propagate(why, weights_changed=False)
                 raise
         else:
-            worker, sampler, steps = apart_worker(run, inputs)
+            worker, sampler, steps = build_worker_without_actor(run, inputs)
             graph.report = StepReport()
         link.synchronize()
         if run.served is not None:
@@ -107,7 +120,7 @@ def train(config: Config) -> bool:
             schedule=Schedule(
                 batch_size=config.gen_batch_size,
                 total_steps=steps,
-                total_epochs=counted_epochs(config),
+                total_epochs=epoch_limit(config),
                 save_freq=trainer.save_freq,
                 save_hf_freq=trainer.save_hf_freq,
                 test_freq=trainer.test_freq,
@@ -120,16 +133,16 @@ def train(config: Config) -> bool:
             everyone=run.everyone,
             passes=None if link.has_rank_zero else lambda: pass_flops_and_seconds(worker),
             on_world_reports=partial(_keep_flops, worker),
-            watchers=(dump, *profiles(config, worker)) if link.has_rank_zero else (),
+            watchers=(dump, *step_profile_watchers(config, worker)) if link.has_rank_zero else (),
             # A dump holds the batch of one policy.
-            keep_batch=dump.keep if link.has_rank_zero and len(worker.agents) == 1 else None,
+            keep_batch=dump.write_step if link.has_rank_zero and len(worker.agents) == 1 else None,
             checkpointed=_saved_parts(worker),
             optional_state={DRAWN_AHEAD: SavedDraws(worker)}
             if rollout.staleness and link.has_rank_zero
             else {},
             constant_metrics=isolation,
         )
-        bound = "" if counted_epochs(config) is None else " at most"
+        bound = "" if epoch_limit(config) is None else " at most"
         for line in banner(
             config,
             run.groups.layout,
@@ -141,13 +154,13 @@ def train(config: Config) -> bool:
                 "data.bad_rows=drop": len(inputs.train.bad),
             },
             validation=len(inputs.validation.rows) if inputs.validation else 0,
-            services=described + "".join(map(world_line, run.worlds[1:])),
+            services=described + "".join(map(banner_world_line, run.worlds[1:])),
         ):
-            recorder.say(line)
-        for line in inputs.left_out():
-            recorder.say(line)
+            recorder.show_line(line)
+        for line in inputs.bad_row_warnings():
+            recorder.show_line(line)
         dtype, on_gpu = config.actor_rollout_ref.model_dtype, run.groups.device.type == "cuda"
-        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
+        recorder.show_line(kernels_line(on_gpu=on_gpu, dtype=dtype))
         recorder.show_graph(graph)
         loop.resume()
         finished = loop.run()
@@ -162,10 +175,10 @@ def train(config: Config) -> bool:
 def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
     """The same with their names in a checkpoint."""
     parts = [part for agent in worker.agents for part in (agent.kl_controller, agent.leftover)]
-    return dict(zip(saved_parts(worker.config), parts, strict=True))
+    return dict(zip(checkpoint_state_parts(worker.config), parts, strict=True))
 
 
-def world_line(world: World) -> str:
+def banner_world_line(world: World) -> str:
     """For the banner: roles on ranks of their own."""
     layout, ranks = world.layout, ", ".join(map(str, world.ranks))
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
@@ -183,7 +196,7 @@ def _keep_flops(worker: DAGWorker, others: Sequence[WorldReport]) -> None:
     worker.elsewhere = [report.passes for report in others]
 
 
-def engines_and_sandbox(config: Config, services: Services, level: Mapping[str, float]) -> str:
+def banner_services_line(config: Config, services: Services, level: Mapping[str, float]) -> str:
     """For the banner: the engines, and the isolation of programs."""
     counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
     engines = ", ".join(

@@ -23,7 +23,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.steps.batch import pad_rows, tensor_fields
-from ctrl_megatron.steps.performance import tokens_of
+from ctrl_megatron.steps.performance import global_token_count
 
 Tokens = tuple[int, ...]
 _VALIDATION_ROWS = 64
@@ -36,7 +36,7 @@ class SftWorker:
     groups: ProcessGroups
     background: BackgroundLoop
     stop: StopFlag
-    waiting: WaitRules
+    wait_conditions: WaitRules
     policy: Policy
     codec: TextCodec
     examples: list[tuple[Tokens, Tokens]]
@@ -65,7 +65,7 @@ class SftWorker:
 
 def sft_pipeline(*, validates: bool) -> TaskGraph:
     """The graph: collate, then update."""
-    report = StepReport(metrics=performance, validate=held_out_loss if validates else None)
+    report = StepReport(metrics=sft_performance, validate=held_out_loss if validates else None)
     return (
         Pipeline("sft_pipeline", "supervised fine-tuning on critiques", report=report)
         .add_node("collate", collate, node_type=NodeType.DATA_LOAD)
@@ -122,11 +122,12 @@ def cross_entropy(
     return loss, {"sft/entropy": entropy.detach()[mask].sum() / counts.tokens}
 
 
-def performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
+def sft_performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
     """Tokens per second of the step, and MFU of its update. Collective."""
     _, update = worker.policy.take_flops()
     return {
-        "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
+        "perf/tokens_per_second": global_token_count(batch, worker.groups)
+        / worker.timeline.elapsed(),
         "perf/mfu": mfu(
             flops=sum(worker.groups.from_data_ranks(update)),
             seconds=seconds_by_name(worker.timeline.phases())["time/update"],

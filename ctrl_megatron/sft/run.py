@@ -15,7 +15,7 @@ from ctrl_megatron.errors import UserError, convert_input_errors, run_all_checks
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.waiting import WaitRules
-from ctrl_megatron.record.profile import profiles
+from ctrl_megatron.record.profile import step_profile_watchers
 from ctrl_megatron.record.recorder import Recorder, banner
 from ctrl_megatron.run.build import build_policy, optimizer_options
 from ctrl_megatron.run.checks.machine import (
@@ -23,8 +23,8 @@ from ctrl_megatron.run.checks.machine import (
     check_disk,
     check_gpu,
     check_loggers,
-    check_place,
     check_profile,
+    check_writable_run_directory,
 )
 from ctrl_megatron.run.checks.models import check_model_files, check_tokenizer, check_tokenizers
 from ctrl_megatron.run.inputs import is_finished
@@ -44,10 +44,10 @@ def train_sft(config: Config) -> bool:
     finished = False
     codec, given, kept = check_sft_rows(config)
     with convert_input_errors("sft.train_files"):
-        examples, dropped = tokenise(codec, given, config)
+        examples, dropped = tokenise_examples(codec, given, config)
         steps = sft_total_steps(config, len(examples))
     with convert_input_errors("sft.val_files"):
-        held_out, _ = tokenise(codec, kept, config)
+        held_out, _ = tokenise_examples(codec, kept, config)
     models, stage = (POLICY_FOLDER,), "after SFT" if held_out else None
     if is_finished(config, steps, models=models, stage=stage, files=("hf",)):
         return True
@@ -73,7 +73,7 @@ def train_sft(config: Config) -> bool:
             groups=groups,
             background=run.background,
             stop=run.stop,
-            waiting=WaitRules(
+            wait_conditions=WaitRules(
                 groups=groups, stop=run.stop, limit=config.trainer.distributed_timeout
             ),
             policy=policy,
@@ -96,7 +96,7 @@ def train_sft(config: Config) -> bool:
             ),
             recorder=recorder,
             memory=memory,
-            watchers=profiles(config, worker),
+            watchers=step_profile_watchers(config, worker),
             schedule=Schedule(
                 batch_size=config.sft.train_batch_size,
                 total_steps=steps,
@@ -114,9 +114,9 @@ def train_sft(config: Config) -> bool:
             dropped={"longer than sft.max_length or sft.canvas": dropped},
             validation=len(held_out),
         ):
-            recorder.say(line)
+            recorder.show_line(line)
         dtype, on_gpu = config.actor_rollout_ref.model_dtype, groups.device.type == "cuda"
-        recorder.say(kernels_line(on_gpu=on_gpu, dtype=dtype))
+        recorder.show_line(kernels_line(on_gpu=on_gpu, dtype=dtype))
         loop.resume()
         finished = loop.run()
         if finished:
@@ -134,7 +134,7 @@ def check_sft(config: Config) -> None:
         lambda: check_tokenizers(config, "sft"),
         lambda: check_loggers(config),
         lambda: check_profile(config),
-        lambda: check_place(config),
+        lambda: check_writable_run_directory(config),
         lambda: check_checkpoint(config, (POLICY_FOLDER,), ("sampler",)),
     )
     check_gpu(config, "sft")
@@ -161,7 +161,7 @@ def check_sft_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[Sf
         return codec, train, read_examples(config.sft.val_files)
 
 
-def tokenise(
+def tokenise_examples(
     codec: TextCodec, examples: Sequence[SftExample], config: Config
 ) -> tuple[list[tuple[Tokens, Tokens]], int]:
     """Return (prompt and response tokens of each example within ``sft.max_length``, the number of

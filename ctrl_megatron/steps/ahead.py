@@ -17,8 +17,8 @@ import torch
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.steps.draws import Draw
-from ctrl_megatron.steps.sample import completion_from_state, spans_of
+from ctrl_megatron.steps.draws import StepDraw
+from ctrl_megatron.steps.sample import completion_from_state, spans_from_versions_text
 from ctrl_megatron.steps.sampling import RowListener, begin_draw, share_prompts
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _STOP_ROUNDS = 10
 """Seconds that a stop waits for texts which are being drawn; then the save is made without them."""
 
 
-def begin_ahead(worker: DAGWorker, on_completion: RowListener | None) -> None:
+def begin_draws_ahead(worker: DAGWorker, on_completion: RowListener | None) -> None:
     """Start to draw the samples of the next ``rollout.staleness`` steps of the run, as far as they
     are not begun, from the actor's weights as they are now. ``on_completion`` as in ``begin_draw``.
     Collective.
@@ -42,14 +42,14 @@ def begin_ahead(worker: DAGWorker, on_completion: RowListener | None) -> None:
     """
     rollout = worker.config.actor_rollout_ref.rollout
     worker.ahead.forget_before(worker.step)
-    if not rollout.update_in_flight and worker.ahead.of(worker.step + 1) is not None:
+    if not rollout.update_in_flight and worker.ahead.draw_of_step(worker.step + 1) is not None:
         return
     # The step in hand has its samples, and none follows the last one.
     count = min(rollout.staleness, worker.total_steps - 1 - worker.step)
     assert worker.peek is not None
     batches = worker.peek(worker.config.data.train_batch_size, count)
     for step, rows in enumerate(batches, start=worker.step + 1):
-        if worker.ahead.of(step) is None:
+        if worker.ahead.draw_of_step(step) is None:
             draw = begin_draw(
                 worker,
                 rows,
@@ -67,7 +67,10 @@ def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     worker.device.version(worker.role, worker.step)
     rollout, lengths = worker.config.actor_rollout_ref.rollout, batch["response_mask"].sum(dim=1)
-    spans = [spans_of(*one) for one in zip(texts(batch["version"]), lengths.tolist(), strict=True)]
+    spans = [
+        spans_from_versions_text(*one)
+        for one in zip(texts(batch["version"]), lengths.tolist(), strict=True)
+    ]
     known = worker.device.versions[worker.role]
     behind = {span.version: known.versions_behind(span.version) for of in spans for span in of}
     if max(behind.values(), default=0) > rollout.staleness:
@@ -83,7 +86,7 @@ def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     values = {"rollout/staleness": torch.tensor(ages)}
     if rollout.update_in_flight:
         values["rollout/mixed_rate"] = torch.tensor([float(len(of) > 1) for of in spans])
-    return NodeOutput(metrics=worker.means(values))
+    return NodeOutput(metrics=worker.global_means(values))
 
 
 class SavedDraws:
@@ -101,7 +104,7 @@ class SavedDraws:
         the step in hand has begun is left out: the resumed run repeats that step.
         """
         worker = self._worker
-        begun = [d for d in worker.ahead.every() if d.begun < worker.step <= d.step]
+        begun = [d for d in worker.ahead.all_draws() if d.begun < worker.step <= d.step]
         limit = worker.config.actor_rollout_ref.rollout.staleness
         worker.device.version(worker.role, worker.step)  # has a name from now on
         return {
@@ -123,7 +126,7 @@ class SavedDraws:
             if samples == rollout.n and age <= rollout.staleness:
                 worker.ahead.keep(self._draw(saved))
 
-    def _state(self, draw: Draw) -> dict[str, Any]:
+    def _state(self, draw: StepDraw) -> dict[str, Any]:
         """The draw, whose completions are there, with the groups of all ranks in the order of its
         rows. Collective.
         """
@@ -139,14 +142,14 @@ class SavedDraws:
             "groups": [[dataclasses.asdict(c) for c in every[prompt]] for prompt in sorted(every)],
         }
 
-    def _draw(self, saved: dict[str, Any]) -> Draw:
+    def _draw(self, saved: dict[str, Any]) -> StepDraw:
         done: Future[list[list[Completion]]] | None = None
         if self._worker.groups.is_leader:
             # As a draw of this run, whose completions are there already.
             done = Future()
             mine = [saved["groups"][place] for place, _ in self._mine(saved["rows"])]
             done.set_result([[completion_from_state(c) for c in group] for group in mine])
-        return Draw(
+        return StepDraw(
             step=saved["step"],
             begun=saved["begun"],
             rows=tuple(saved["rows"]),
@@ -159,7 +162,7 @@ class SavedDraws:
         size = self._worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
         return share_prompts(len(rows), size, self._worker.groups)
 
-    def _there(self, draws: Sequence[Draw]) -> list[Draw]:
+    def _there(self, draws: Sequence[StepDraw]) -> list[StepDraw]:
         """Those of the draws whose completions all ranks have, for which they wait."""
         worker = self._worker
         if not draws:
@@ -169,7 +172,7 @@ class SavedDraws:
             for draw in draws:
                 try:
                     what = f"texts of {draw.version} from the engines"
-                    worker.waiting.wait_together(draw.groups, what)
+                    worker.wait_conditions.wait_together(draw.groups, what)
                 except ServiceLost:
                     continue
                 there.append(draw)
@@ -184,6 +187,6 @@ class SavedDraws:
         return [draw for draw, gone in zip(draws, lost, strict=True) if not gone]
 
 
-def _is_lost(draw: Draw) -> bool:
+def _is_lost(draw: StepDraw) -> bool:
     done = draw.groups
     return done is not None and (not done.done() or done.exception() is not None)

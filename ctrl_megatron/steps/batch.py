@@ -15,7 +15,7 @@ from tensordict import NonTensorStack, TensorDict
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.graph.columns import select_rows, texts
-from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, versions_of
+from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, weight_versions_text
 
 _TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
 """Fields that follow from the tokens of the samples."""
@@ -44,9 +44,9 @@ def make_batch(samples: Sequence[Sample], *, pad_token_id: int) -> TensorDict:
     batch["mini_batch"] = torch.tensor([s.mini_batch for s in samples])
     batch["uid"] = NonTensorStack(*[s.uid for s in samples])
     batch["problem_id"] = NonTensorStack(*[s.row_id for s in samples])
-    batch["version"] = NonTensorStack(*[versions_of(s.completion) for s in samples])
+    batch["version"] = NonTensorStack(*[weight_versions_text(s.completion) for s in samples])
     batch["sample"] = NonTensorStack(*samples)
-    for name, column in columns([s.fields for s in samples]).items():
+    for name, column in fields_from_rows([s.fields for s in samples]).items():
         batch[name] = column
     return batch
 
@@ -56,12 +56,12 @@ def samples_of(batch: TensorDict) -> list[Sample]:
     return batch["sample"].tolist()
 
 
-def filled_in(samples: Sequence[Sample], *makers: ColumnMaker) -> dict[str, Any]:
+def fields_of_samples(samples: Sequence[Sample], *makers: ColumnMaker) -> dict[str, Any]:
     """The fields of the batch for samples that a node has filled in: the column ``sample``, and the
     columns that ``makers`` make of each."""
     fields: dict[str, Any] = {"sample": NonTensorStack(*samples)}
     for make in makers:
-        fields |= columns([make(sample) for sample in samples])
+        fields |= fields_from_rows([make(sample) for sample in samples])
     return fields
 
 
@@ -76,7 +76,7 @@ def sample_sizes(batch: TensorDict) -> list[SampleSize]:
     ]
 
 
-def columns(rows: Sequence[Fields]) -> dict[str, Any]:
+def fields_from_rows(rows: Sequence[Fields]) -> dict[str, Any]:
     """The rows' fields as fields of the batch: texts become non-tensor data, truth values bool
     tensors, and numbers float32 tensors with NaN for None.
     """

@@ -17,17 +17,17 @@ from itertools import chain
 from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.prompts import parse_judgment, revision_messages
-from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
+from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.registry import MODEL_REWARD
 from ctrl_megatron.steps.sample import Outcome, Revision, Sample, outcomes_of
 from ctrl_megatron.steps.sampling import (
     RowListener,
     begin_judging,
-    by_row,
     generate,
+    per_row_listener,
     prepare_and_ask,
 )
-from ctrl_megatron.steps.worker import Answer, Failure, RolloutWorker
+from ctrl_megatron.steps.worker import ProxyAnswer, ProxyFailure, RolloutWorker
 from ctrl_megatron.types import Completion, Message, SamplingParams, Verdict
 
 _LEFT_OUT = "no revision: problem, solution and critique are too long for the proxy"
@@ -36,10 +36,10 @@ _LEFT_OUT = "no revision: problem, solution and critique are too long for the pr
 def read_response(worker: RolloutWorker, row: Row, completion: Completion) -> Sample:
     """The actor's response to the prompt of ``row``, with its text and judgment."""
     sample = Sample(row_id=row.id, task=row.task, completion=completion)
-    return with_text(worker, sample)
+    return with_decoded_text(worker, sample)
 
 
-def with_text(worker: RolloutWorker, sample: Sample) -> Sample:
+def with_decoded_text(worker: RolloutWorker, sample: Sample) -> Sample:
     """The sample with its text, and the judgment in it."""
     text = worker.codec.decode(sample.completion.token_ids)
     return dataclasses.replace(sample, text=text, judgment=parse_judgment(text))
@@ -67,7 +67,7 @@ class FollowUp:
 
     def begin_judging(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
         """Start to judge the revised critique, on the leader's event loop."""
-        if sample.rewardable:
+        if sample.can_have_reward:
             begin_judging(worker, lambda rewards: self.judge(rewards, sample, row))
 
     def listener(self, worker: RolloutWorker) -> RowListener | None:
@@ -90,7 +90,7 @@ class FollowUp:
         if name not in worker.pending:
             worker.pending[name] = asyncio.ensure_future(_answer(worker, messages))
 
-        def revised(task: asyncio.Task[Answer | Failure | None]) -> None:
+        def revised(task: asyncio.Task[ProxyAnswer | ProxyFailure | None]) -> None:
             # An error is raised by ``revise``, which awaits the task.
             if not task.cancelled() and task.exception() is None:
                 self.begin_judging(worker, _with_revision(sample, task.result()), row)
@@ -100,14 +100,14 @@ class FollowUp:
 
 async def _answer(
     worker: RolloutWorker, conversation: Sequence[Message]
-) -> Answer | Failure | None:
+) -> ProxyAnswer | ProxyFailure | None:
     assert worker.proxy is not None
     limit = worker.config.actor_rollout_ref.rollout.revision_max_tokens
     (answer,) = await worker.proxy.answer([conversation], limit, lambda place, answer: None)
     return answer
 
 
-TRAINED = FollowUp(judge=lambda rewards, sample, row: rewards.begin(sample.item(row)))
+TRAINED = FollowUp(judge=lambda rewards, sample, row: rewards.begin(sample.reward_item(row)))
 """The follow-up of a critique that is trained on."""
 
 
@@ -122,7 +122,7 @@ def criticise(
     ``then`` follows each of them; None where nothing does.
     """
     on_completion = None if then is None else then.listener(worker)
-    finished = by_row(rows, params.n, on_completion)
+    finished = per_row_listener(rows, params.n, on_completion)
     answers = generate(worker, worker.role, prompts, params, finished=finished)
     return [
         [read_response(worker, row, completion) for completion in group]
@@ -147,11 +147,11 @@ def revise(
         if request is not None:
             alike[request[0]].append((sample, row))
 
-    def on_answer(name: str, answer: Answer | Failure | None) -> None:
+    def on_answer(name: str, answer: ProxyAnswer | ProxyFailure | None) -> None:
         for sample, row in alike[name]:
             then.begin_judging(worker, _with_revision(sample, answer), row)
 
-    async def ask() -> list[Answer | Failure | None]:
+    async def ask() -> list[ProxyAnswer | ProxyFailure | None]:
         return await _revisions(worker, different, on_answer)
 
     assert worker.proxy is not None
@@ -167,8 +167,8 @@ def revise(
 async def _revisions(
     worker: RolloutWorker,
     conversations: Mapping[str, list[Message]],
-    on_answer: Callable[[str, Answer | Failure | None], None],
-) -> list[Answer | Failure | None]:
+    on_answer: Callable[[str, ProxyAnswer | ProxyFailure | None], None],
+) -> list[ProxyAnswer | ProxyFailure | None]:
     """The proxy's answers to the conversations, by their texts. ``on_answer`` is called with those
     that were not asked for before.
     """
@@ -183,7 +183,9 @@ async def _revisions(
         lambda place, answer: on_answer(new[place], answer),
     )
 
-    async def wait(task: asyncio.Task[Answer | Failure | None]) -> list[Answer | Failure | None]:
+    async def wait(
+        task: asyncio.Task[ProxyAnswer | ProxyFailure | None],
+    ) -> list[ProxyAnswer | ProxyFailure | None]:
         return [await task]
 
     parts = await gather_results([ask, *(partial(wait, task) for task in begun.values())])
@@ -191,10 +193,10 @@ async def _revisions(
     return [found[name] for name in conversations]
 
 
-def _with_revision(sample: Sample, answer: Answer | Failure | None) -> Sample:
+def _with_revision(sample: Sample, answer: ProxyAnswer | ProxyFailure | None) -> Sample:
     if answer is None:
         revision = Revision(fits=False)
-    elif isinstance(answer, Failure):
+    elif isinstance(answer, ProxyFailure):
         revision = Revision(failure=answer.error)
     else:
         revision = Revision(text=answer.text, tokens=answer.tokens, version=answer.version)
@@ -209,13 +211,13 @@ async def judge(
     """
     count_failures(worker, samples)
     pairs = list(zip(samples, rows, strict=True))
-    items = [sample.item(row) for sample, row in pairs if sample.rewardable]
+    items = [sample.reward_item(row) for sample, row in pairs if sample.can_have_reward]
     known = iter(outcomes_of(await worker.score(items)))
     names = (name for name in worker.reward_weights if name != MODEL_REWARD)
     unknown = Outcome(total=None, rewards=dict.fromkeys(names))
 
     def outcome(sample: Sample) -> Outcome:
-        if sample.rewardable:
+        if sample.can_have_reward:
             return next(known)
         failure = sample.revision.failure if sample.revision else ""
         return dataclasses.replace(unknown, detail=failure or _LEFT_OUT)
@@ -225,12 +227,12 @@ async def judge(
 
 def count_failures(worker: RolloutWorker, samples: Sequence[Sample]) -> None:
     """Count critiques without a revision, because the proxy failed, among the programs that could
-    not be judged (``RolloutWorker.take_judging``), on leaders.
+    not be judged (``RolloutWorker.judged_rate_metrics``), on leaders.
     """
     revisions = (sample.revision for sample in samples)
     failures = [f"the proxy: {r.failure}" for r in revisions if r is not None and r.failure]
     if failures and worker.rewards is not None:
-        worker.rewards.judging += Judging(
+        worker.rewards.judging += JudgeCounts(
             asked=len(failures), failed=len(failures), error=failures[-1]
         )
 
@@ -246,6 +248,8 @@ def judge_programs(
         assert worker.rewards is not None
         return await worker.rewards.judge_solutions(programs, rows)
 
-    verdicts = [outcome.verdict for outcome in worker.ask(run, "the judging of solutions")]
-    worker.take_judging()
+    verdicts = [
+        outcome.verdict for outcome in worker.run_on_leader(run, "the judging of solutions")
+    ]
+    worker.judged_rate_metrics()
     return verdicts

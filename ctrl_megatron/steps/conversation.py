@@ -65,11 +65,11 @@ def validate(worker: RolloutWorker) -> dict[str, float]:
     validation files, each has rates of its own too. Collective.
     """
     assert worker.validation is not None
-    turns = converse(worker, ChainPlan(), critic="", seed=0)
+    turns = run_conversations(worker, ChainPlan(), critic="", seed=0)
     return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], validation_rates)
 
 
-def converse(
+def run_conversations(
     worker: RolloutWorker,
     plan: ChainPlan,
     *,
@@ -194,7 +194,7 @@ def _judge(
     first = [chain for chain in chains if not chain.turns]
     count_failures(worker, [c for c in critiques if c is not None])
     both = list(zip(chains, critiques, strict=True))
-    revised = [(chain, c) for chain, c in both if c is not None and c.rewardable]
+    revised = [(chain, c) for chain, c in both if c is not None and c.can_have_reward]
     programs = [chain.row.solution for chain in first] + [revised_text(c) for _, c in revised]
     rows = [chain.row for chain in first] + [chain.row for chain, _ in revised]
     results = iter(judge_programs(worker, programs, rows))
@@ -203,7 +203,7 @@ def _judge(
     for chain, critique in both:
         row, asked = chain.row, critique.revision if critique is not None else None
         failed = asked is not None and bool(asked.failure)
-        judged = critique is not None and critique.rewardable
+        judged = critique is not None and critique.can_have_reward
         revision = (asked or Revision()) if judged else None
         turn = Turn(
             critic=critic,

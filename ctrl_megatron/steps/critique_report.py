@@ -48,14 +48,14 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     every = list(zip(samples_of(batch), data_rows_of(worker.train, batch), strict=True))
     critiques = [(sample, row) for sample, row in every if sample.task == CRITIQUE]
     before = [row.pass_rate for _, row in critiques]
-    rates = worker.means(
+    rates = worker.global_means(
         {
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["rewarded"] & batch["valid"]],
             "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
-            **reward_signal(batch["reward/critic"], texts(batch["uid"]), every),
-            **critique_signal(critiques),
+            **reward_signal_metrics(batch["reward/critic"], texts(batch["uid"]), every),
+            **critique_judgment_metrics(critiques),
             **task_metrics(worker, batch),
         }
     )
@@ -116,7 +116,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
     return list(examples.values())[:EXAMPLES_PER_STEP]
 
 
-def reward_signal(
+def reward_signal_metrics(
     rewards: torch.Tensor, uids: Sequence[str], every: Sequence[tuple[Sample, Row]]
 ) -> dict[str, torch.Tensor]:
     """Vectors whose means are metrics: of each group with several revisions (``uids`` name the
@@ -144,7 +144,7 @@ def reward_signal(
     }
 
 
-def critique_signal(critiques: Sequence[tuple[Sample, Row]]) -> dict[str, torch.Tensor]:
+def critique_judgment_metrics(critiques: Sequence[tuple[Sample, Row]]) -> dict[str, torch.Tensor]:
     """Vectors whose means are metrics: the judgment of critiques that contain one; and, for rows
     whose columns ``wrong`` and ``right`` name the fault, whether the critique quotes it.
 

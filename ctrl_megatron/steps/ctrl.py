@@ -53,10 +53,10 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.rewards.items import LARGEST_REWARD
-from ctrl_megatron.rewards.registry import MODEL_REWARD, refuse_without_rewards
-from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import data_rows_of, filled_in, samples_of, tensor_fields
-from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_text
+from ctrl_megatron.rewards.registry import MODEL_REWARD, raise_no_rewards
+from ctrl_megatron.steps.ahead import begin_draws_ahead, report_staleness
+from ctrl_megatron.steps.batch import data_rows_of, fields_of_samples, samples_of, tensor_fields
+from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_decoded_text
 from ctrl_megatron.steps.conversation import validate
 from ctrl_megatron.steps.critique_report import (
     critique_examples,
@@ -77,8 +77,8 @@ from ctrl_megatron.steps.losses import (
     mini_batches,
     select_tokens,
 )
-from ctrl_megatron.steps.masks import field_of_pass, scored_passes, seen_in_pass
-from ctrl_megatron.steps.model_reward import model_reward, needs_of_scores, total_rewards
+from ctrl_megatron.steps.masks import batch_for_pass, field_name_of_pass, scored_passes
+from ctrl_megatron.steps.model_reward import model_reward, required_score_fields, total_rewards
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
     critique_columns,
@@ -244,10 +244,10 @@ def add_update_nodes(
 
 def needs_old_log_prob(config: Config) -> bool:
     """Whether a setting needs ``old_log_probs`` before the update."""
-    return old_log_probs_setting(config) is not None
+    return setting_that_needs_old_log_probs(config) is not None
 
 
-def old_log_probs_setting(config: Config) -> str | None:
+def setting_that_needs_old_log_probs(config: Config) -> str | None:
     """The setting that needs ``old_log_probs`` before the update; None where there is none.
 
     It is a second optimizer step on the batch, a KL in the reward, a correction by the engine's
@@ -307,7 +307,7 @@ def _needs_of_update(config: Config) -> dict[str, str]:
     if config.actor_rollout_ref.actor.use_kl_loss:
         needs["ref_log_prob"] = "actor_rollout_ref.actor.use_kl_loss=true"
     try:
-        before = old_log_probs_setting(config)
+        before = setting_that_needs_old_log_probs(config)
     except ValueError:
         return needs  # the check of the key reports an unknown loss
     if before is not None:
@@ -329,13 +329,13 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     drawn = draw_samples(
         worker, **draw_arguments(worker, batch), on_completion=TRAINED.listener(worker)
     )
-    samples = [with_text(worker, sample) for sample in drawn]
+    samples = [with_decoded_text(worker, sample) for sample in drawn]
     return node_output_of_samples(worker, samples, measure_critiques, critique_columns)
 
 
 def begin_next_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's critiques, with the actor's weights before this step's update."""
-    begin_ahead(worker, TRAINED.listener(worker))
+    begin_draws_ahead(worker, TRAINED.listener(worker))
     return report_staleness(worker, batch)
 
 
@@ -346,8 +346,8 @@ def generate_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     samples = samples_of(batch)
     revised = revise(worker, samples, data_rows_of(worker.train, batch))
-    metrics = worker.means(revision_metrics(revised))
-    return NodeOutput(fields=filled_in(revised, revision_columns), metrics=metrics)
+    metrics = worker.global_means(revision_metrics(revised))
+    return NodeOutput(fields=fields_of_samples(revised, revision_columns), metrics=metrics)
 
 
 @node(writes=("sample", "score", "pass_rate", "cached", "detail"), uses=("rewards",))
@@ -357,7 +357,7 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     samples = samples_of(batch)
     judged = await judge(worker, samples, data_rows_of(worker.train, batch))
-    return NodeOutput(fields=filled_in(judged, reward_columns, verdict_columns))
+    return NodeOutput(fields=fields_of_samples(judged, reward_columns, verdict_columns))
 
 
 # Log-probs and values
@@ -370,12 +370,14 @@ def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """
     config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
     for number in scored_passes(batch, config):
-        rows = tensor_fields(seen_in_pass(batch, number, config))
-        fields[field_of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
+        rows = tensor_fields(batch_for_pass(batch, number, config))
+        fields[field_name_of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
             rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
         )
         entropies.append(entropy[batch["response_mask"]])
-    return NodeOutput(fields=fields, metrics=worker.means({"actor/entropy": torch.cat(entropies)}))
+    return NodeOutput(
+        fields=fields, metrics=worker.global_means({"actor/entropy": torch.cat(entropies)})
+    )
 
 
 @node(needs=always("input_ids", "response_mask"), writes=("ref_log_prob",))
@@ -387,9 +389,9 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     fields = {}
     for number in scored_passes(batch, worker.config):
-        rows = tensor_fields(seen_in_pass(batch, number, worker.config))
+        rows = tensor_fields(batch_for_pass(batch, number, worker.config))
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
-        fields[field_of_pass("ref_log_prob", number)] = log_probs
+        fields[field_name_of_pass("ref_log_prob", number)] = log_probs
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         worker.reference.offload("weights")
     return NodeOutput(fields=fields)
@@ -413,7 +415,9 @@ def value_model(worker: DAGWorker) -> ValueModel:
 # Rewards and advantages
 
 
-@node(needs=needs_of_scores, writes=("token_level_scores", "rewarded", "response_mask", "uid"))
+@node(
+    needs=required_score_fields, writes=("token_level_scores", "rewarded", "response_mask", "uid")
+)
 def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``token_level_scores`` (B, R) float32: the weighted sum of rewards (``total_rewards``) on the
     last token of each response that the model drew.
@@ -421,10 +425,10 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     The rewards of single functions are reported where the batch has them (``reward/NAME``). A row
     without a reward (its sandbox failed) leaves the loss and its group: ``rewarded`` (B,) is False,
     its mask is emptied, and its uid is made unique. Raises ServiceFault where the service that
-    judges failed too often (``RolloutWorker.take_judging``), and UserError where no row has a
-    reward.
+    judges failed too often (``RolloutWorker.judged_rate_metrics``), and UserError where no row has
+    a reward.
     """
-    judging = worker.take_judging()
+    judging = worker.judged_rate_metrics()
     mask, total = batch["response_mask"], total_rewards(worker, batch)
     if len(huge := total[total.abs() > LARGEST_REWARD]):
         raise UserError(
@@ -446,14 +450,14 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     first, *others = parts or {"score": total}
     measured = {"reward/mean": batch[first], "reward/masked_rate": (~rewarded).float()}
     measured |= {name: parts[name] for name in others}
-    measured |= reward_spread(batch[first] if parts else total, total, texts(batch["uid"]))
+    measured |= reward_spread_metrics(batch[first] if parts else total, total, texts(batch["uid"]))
     if others:
         measured["reward/total"] = total[rewarded]
-    metrics = {**worker.means(measured), **judging}
+    metrics = {**worker.global_means(measured), **judging}
     if metrics["reward/masked_rate"] == 1:
         known = {first: "reward/mean", **{name: name for name in others}}
         silent = [name for name in parts if known[name] not in metrics]
-        refuse_without_rewards([name.removeprefix("reward/") for name in silent])
+        raise_no_rewards([name.removeprefix("reward/") for name in silent])
     return NodeOutput(
         fields={
             "token_level_scores": torch.where(rewarded[:, None], scores, 0.0),
@@ -465,7 +469,7 @@ def place_scores(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     )
 
 
-def reward_spread(
+def reward_spread_metrics(
     rewards: torch.Tensor, scores: torch.Tensor, uids: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Vectors whose means are the shares of a histogram of ``rewards``, and the share of groups
@@ -532,7 +536,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             beta=beta,
             kl_penalty=algorithm.kl_penalty,
         )
-        mean = worker.means({"kl": kl[mask]})["kl"]
+        mean = worker.global_means({"kl": kl[mask]})["kl"]
         rows = worker.config.data.train_batch_size * worker.config.actor_rollout_ref.rollout.n
         worker.kl_controller.update(current_kl=mean, n_steps=rows)
         metrics |= {"actor/reward_kl_penalty": mean, "actor/kl_coef": beta}
@@ -546,7 +550,7 @@ def kl_to_reference(
     reference's.
     """
     gap = (log_probs - batch["ref_log_prob"])[batch["response_mask"]]
-    return worker.means({"actor/kl_to_reference": gap})
+    return worker.global_means({"actor/kl_to_reference": gap})
 
 
 @node(reads=ADVANTAGES, needs=_needs_of_advantages, writes=("advantages", "returns"))
@@ -576,7 +580,7 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     estimates, returns = estimate_advantages(
         algorithm.adv_estimator, offered, reduce=worker.groups.sum_over_data
     )
-    metrics = worker.means({"advantage/mean_abs": estimates[mask].abs()})
+    metrics = worker.global_means({"advantage/mean_abs": estimates[mask].abs()})
     return NodeOutput(fields={"advantages": estimates, "returns": returns}, metrics=metrics)
 
 
@@ -634,25 +638,25 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
                 "add the node old_log_prob to the pipeline"
             )
         # The step's own forward pass computes what the node ``old_log_prob`` would.
-        rows, policy = tensor_fields(seen_in_pass(batch, 0, worker.config)), worker.policy
+        rows, policy = tensor_fields(batch_for_pass(batch, 0, worker.config)), worker.policy
         results = policy.new_results(rows, 2)
         step = policy.step(rows, loss, worker.temperature, results=results)
         log_probs, entropy = policy.on_all_ranks(results)
-        metrics = means_over_steps([step], "actor") | first_kl([step])
-        metrics |= worker.means({"actor/entropy": entropy[batch["response_mask"]]})
+        metrics = means_over_steps([step], "actor") | first_step_kl_metric([step])
+        metrics |= worker.global_means({"actor/entropy": entropy[batch["response_mask"]]})
         if "ref_log_prob" in batch:
             metrics |= kl_to_reference(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for number in range(actor.ppo_epochs):
-        seen = seen_in_pass(batch, number, worker.config)
+        seen = batch_for_pass(batch, number, worker.config)
         for rows in mini_batches(seen, worker.groups):
             rows |= select_tokens(worker, batch, rows, draw=len(steps))
             steps.append(worker.policy.step(rows, loss, worker.temperature))
     metrics = means_over_steps(steps, "actor")
-    return NodeOutput(metrics=metrics | first_kl(steps))
+    return NodeOutput(metrics=metrics | first_step_kl_metric(steps))
 
 
-def first_kl(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def first_step_kl_metric(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """``actor/ppo_kl_first`` of the optimizer steps; nothing where the first one was skipped."""
     return {"actor/ppo_kl_first": steps[0]["actor/ppo_kl"]} if steps[0] else {}
 

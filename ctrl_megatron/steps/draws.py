@@ -12,7 +12,7 @@ from ctrl_megatron.types import Completion
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class StepDraw:
     """The samples of a training step that the engines are drawing or have drawn."""
 
     step: int
@@ -34,25 +34,25 @@ class DrawsAhead:
     """Draws that were begun before their step, by the number of steps before it."""
 
     def __init__(self) -> None:
-        self._draws: dict[int, Draw] = {}
+        self._draws: dict[int, StepDraw] = {}
 
-    def keep(self, draw: Draw) -> None:
+    def keep(self, draw: StepDraw) -> None:
         self._draws[draw.step] = draw
 
     def forget_before(self, step: int) -> None:
         self._draws = {number: draw for number, draw in self._draws.items() if number >= step}
 
-    def of(self, step: int) -> Draw | None:
+    def draw_of_step(self, step: int) -> StepDraw | None:
         """The draw for the step after ``step`` steps; None where none was begun."""
         return self._draws.get(step)
 
-    def take(self, step: int, rows: Sequence[int]) -> Draw | None:
+    def draw_of_rows(self, step: int, rows: Sequence[int]) -> StepDraw | None:
         """The draw for the step after ``step`` steps, if it is of ``rows``; None where there is
         none. It is kept: a run that is stopped within the step repeats it from a save."""
-        draw = self.of(step)
+        draw = self.draw_of_step(step)
         return draw if draw is not None and draw.rows == tuple(rows) else None
 
-    def every(self) -> list[Draw]:
+    def all_draws(self) -> list[StepDraw]:
         return list(self._draws.values())
 
 

@@ -25,9 +25,9 @@ from ctrl_megatron.graph.graph import Pipeline
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.rewards import weighted_sum
-from ctrl_megatron.rewards.registry import refuse_without_rewards
+from ctrl_megatron.rewards.registry import raise_no_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
-from ctrl_megatron.steps.batch import filled_in, make_batch, samples_of
+from ctrl_megatron.steps.batch import fields_of_samples, make_batch, samples_of
 from ctrl_megatron.steps.model_reward import with_model_rewards
 from ctrl_megatron.steps.sample import ColumnMaker, Group, Outcome, Sample
 from ctrl_megatron.steps.sampling import share_rows
@@ -69,10 +69,10 @@ class DynamicSampling:
             fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
             # Groups without rewards do not teach: a service that failed would pass for prompts that
             # are always or never solved.
-            worker.check_judging()
+            worker.count_judge_requests()
             everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
             require_rewards(everything, worker.reward_weights)
-            teaching = groups_that_teach(everything, worker.reward_weights)
+            teaching = groups_with_varied_rewards(everything, worker.reward_weights)
             useful += teaching
             new += len(teaching)
             sampled += len({row.uid for row in everything})
@@ -91,11 +91,13 @@ class DynamicSampling:
             "sampling/rounds": float(rounds),
             "sampling/reserve": float(len(useful) - wanted),
             **({"sampling/useful_rate": new / sampled} if sampled else {}),
-            **worker.means(self._measure(drawn)),
+            **worker.global_means(self._measure(drawn)),
         }
         samples = _shared(worker, useful[:wanted])
         batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
-        return NodeOutput(batch=batch, fields=filled_in(samples, *self._makers), metrics=metrics)
+        return NodeOutput(
+            batch=batch, fields=fields_of_samples(samples, *self._makers), metrics=metrics
+        )
 
     def draw(self, worker: DAGWorker, rows: Sequence[int], attempt: int) -> list[Sample]:
         """This data rank's judged samples of a round. Collective."""
@@ -105,7 +107,7 @@ class DynamicSampling:
         for one in self._nodes:
             if inspect.iscoroutinefunction(one.function):
                 judging = partial(one, worker, batch)
-                output = worker.ask(judging, "the judging of samples")
+                output = worker.run_on_leader(judging, "the judging of samples")
             else:
                 output = one(worker, batch)
             batch = batch if output.batch is None else output.batch
@@ -137,7 +139,7 @@ def add_dynamic_sampling(
     return name, [name]
 
 
-def counted_rewards(weights: Mapping[str, float]) -> dict[str, float]:
+def group_filter_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """``weights`` without the punishment of long responses and without those that are 0."""
     return {name: w for name, w in weights.items() if w and name not in OVERLONG}
 
@@ -146,9 +148,7 @@ def require_rewards(samples: Sequence[Sample], weights: Mapping[str, float]) -> 
     """Raise UserError where none of ``samples``, a draw of all data ranks, has a reward."""
     if samples and all(_outcome(sample).total is None for sample in samples):
         names = [name for name, weight in weights.items() if weight]
-        refuse_without_rewards(
-            [n for n in names if all(_outcome(s).rewards[n] is None for s in samples)]
-        )
+        raise_no_rewards([n for n in names if all(_outcome(s).rewards[n] is None for s in samples)])
 
 
 def _outcome(sample: Sample) -> Outcome:
@@ -156,11 +156,13 @@ def _outcome(sample: Sample) -> Outcome:
     return sample.outcome
 
 
-def groups_that_teach(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[Group]:
+def groups_with_varied_rewards(
+    samples: Sequence[Sample], weights: Mapping[str, float]
+) -> list[Group]:
     """The groups, whole and in order, whose judged samples earned different rewards: sums weighted
     by ``weights``, without the punishment of long responses.
     """
-    counted = counted_rewards(weights)
+    counted = group_filter_weights(weights)
     parts: dict[str, Any] = {
         name: [_outcome(sample).rewards[name] for sample in samples] for name in counted
     }

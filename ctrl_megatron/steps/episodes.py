@@ -43,7 +43,7 @@ from ctrl_megatron.steps.sampling import (
     node_output_of_samples,
     prepare_and_ask,
     rates_by_set,
-    require_version,
+    require_weight_version,
     sampling_params,
     share_prompts,
     validation_batches,
@@ -124,7 +124,7 @@ class Episode:
         return self.observations[-1]
 
     @property
-    def fields(self) -> Fields:
+    def sample_fields(self) -> Fields:
         first, count = self.observations[0], len(self.drawn)
         replies = [f"\n\n{seen.text}\n\n" for seen in self.observations[:-1]]
         return {
@@ -142,7 +142,7 @@ EPISODE_FIELDS = ("episode", "turns", "done", "observed_tokens", "first_score", 
 """The fields of the batch that every episode has, beside those of its environment."""
 
 
-async def play(
+async def play_episode(
     environment: Environment,
     engine: Engine,
     codec: TextCodec,
@@ -261,7 +261,9 @@ class Episodes:
             assert worker.engine is not None
             name = f"{row.id}/{number}"
             environment = self.make(worker, row, draw_seed(seed, f"{purpose}/{name}", *numbers))
-            return await play(environment, worker.engine, worker.codec, limits, params, name)
+            return await play_episode(
+                environment, worker.engine, worker.codec, limits, params, name
+            )
 
         async def ask() -> list[Episode]:
             return await gather_results(
@@ -275,7 +277,7 @@ class Episodes:
             ask,
             f"{len(rows) * params.n} episodes of the actor",
         )
-        require_version([[episode.response for episode in played]], version)
+        require_weight_version([[episode.response for episode in played]], version)
         _check_fields(played)
         return [played[i : i + params.n] for i in range(0, len(played), params.n)]
 
@@ -283,7 +285,7 @@ class Episodes:
         self, worker: DAGWorker, rows: Sequence[int], *, mini_batch_size: int, attempt: int = 0
     ) -> list[Sample]:
         """The samples of this data rank's share of ``rows`` (positions in ``worker.train``), with
-        ``Episode.fields``. Collective.
+        ``Episode.sample_fields``. Collective.
         """
         prompts = share_prompts(len(rows), mini_batch_size, worker.groups)
         table = [worker.train.rows[rows[prompt]] for prompt, _ in prompts]
@@ -297,7 +299,7 @@ class Episodes:
                 prompt=episode.prompt,
                 completion=episode.response,
                 drawn=episode.drawn,
-                fields=episode.fields,
+                fields=episode.sample_fields,
             )
             for (prompt, mini_batch), row, group in zip(prompts, table, played, strict=True)
             for episode in group
@@ -312,7 +314,7 @@ class Episodes:
         @node(reads=make.reads, writes=written, uses=make.uses)
         def generate_episodes(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             """From ``row`` (positions of the global batch) to the batch of this data rank's
-            episodes with the fields of ``Episode.fields``.
+            episodes with the fields of ``Episode.sample_fields``.
             """
             size = worker.config.actor_rollout_ref.actor.ppo_mini_batch_size
             samples = self.draw(worker, batch["row"].tolist(), mini_batch_size=size)
@@ -336,8 +338,8 @@ class Episodes:
                     rows = [table.rows[place] for place in places]
                     played = self.play_all(worker, rows, params, "validation")
                     episodes += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
-            worker.take_judging()
-            local = [(id_, episode.fields) for id_, episode in episodes]
+            worker.judged_rate_metrics()
+            local = [(id_, episode.sample_fields) for id_, episode in episodes]
             results = [result for part in worker.groups.from_data_ranks(local) for result in part]
             return rates_by_set(table.sets, results, mean_scores)
 

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.steps.batch import columns, data_rows_of, filled_in
+from ctrl_megatron.steps.batch import data_rows_of, fields_from_rows, fields_of_samples
 from ctrl_megatron.steps.chain import TRAINED, criticise, judge, revise
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
@@ -71,11 +71,13 @@ async def judge_greedy_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOu
     for sample in await judge(worker, samples, rows):
         reward = sample.outcome.rewards["critic"] if sample.outcome else None
         earned.append(None if reward is None else weight * reward)
-    per_row = columns([{"reward_baselines": earned[group]} for group in _group_of_rows(batch)])
+    per_row = fields_from_rows(
+        [{"reward_baselines": earned[group]} for group in _group_of_rows(batch)]
+    )
     return NodeOutput(fields=per_row)
 
 
-def group_heads(batch: TensorDict) -> list[int]:
+def first_rows_of_groups(batch: TensorDict) -> list[int]:
     """The number of the first row of each group of the batch."""
     heads: dict[str, int] = {}
     for row, uid in enumerate(texts(batch["uid"])):
@@ -84,12 +86,12 @@ def group_heads(batch: TensorDict) -> list[int]:
 
 
 def _of_groups(batch: TensorDict, per_row: Sequence[T]) -> list[T]:
-    return [per_row[head] for head in group_heads(batch)]
+    return [per_row[head] for head in first_rows_of_groups(batch)]
 
 
 def _group_of_rows(batch: TensorDict) -> list[int]:
     uids = texts(batch["uid"])
-    number = {uids[head]: group for group, head in enumerate(group_heads(batch))}
+    number = {uids[head]: group for group, head in enumerate(first_rows_of_groups(batch))}
     return [number[uid] for uid in uids]
 
 
@@ -97,5 +99,5 @@ def _over_rows(batch: TensorDict, per_group: Sequence[Sample], maker: ColumnMake
     """Each group's sample and its columns, with ``greedy_`` before their names, in all of its
     rows."""
     samples = [per_group[group] for group in _group_of_rows(batch)]
-    fields = filled_in(samples, maker)
+    fields = fields_of_samples(samples, maker)
     return NodeOutput(fields={f"{_PREFIX}{name}": column for name, column in fields.items()})

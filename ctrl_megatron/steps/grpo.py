@@ -25,25 +25,25 @@ from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeType
 from ctrl_megatron.rewards import RewardItem, RewardSum
-from ctrl_megatron.steps.ahead import begin_ahead, report_staleness
-from ctrl_megatron.steps.batch import data_rows_of, filled_in, number_or_none, samples_of
-from ctrl_megatron.steps.chain import with_text
+from ctrl_megatron.steps.ahead import begin_draws_ahead, report_staleness
+from ctrl_megatron.steps.batch import data_rows_of, fields_of_samples, number_or_none, samples_of
+from ctrl_megatron.steps.chain import with_decoded_text
 from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.steps.masks import seed_masks
-from ctrl_megatron.steps.model_reward import model_parts
+from ctrl_megatron.steps.model_reward import model_reward_parts
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Fields, Sample, outcomes_of, reward_columns
 from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
     begin_judging,
-    by_row,
     draw_arguments,
     draw_samples,
     generate,
     greedy_params,
     length_metrics,
     node_output_of_samples,
+    per_row_listener,
     rates_by_set,
     validation_batches,
 )
@@ -143,13 +143,13 @@ def generate_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     returns this data rank's samples, with the column ``completion`` (texts). Collective."""
     on_completion = partial(_begin_reward, worker)
     drawn = draw_samples(worker, **draw_arguments(worker, batch), on_completion=on_completion)
-    samples = [with_text(worker, sample) for sample in drawn]
+    samples = [with_decoded_text(worker, sample) for sample in drawn]
     return node_output_of_samples(worker, samples, measure_completions, completion_columns)
 
 
 def begin_next_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's completions, with the actor's weights before this step's update."""
-    begin_ahead(worker, partial(_begin_reward, worker))
+    begin_draws_ahead(worker, partial(_begin_reward, worker))
     return report_staleness(worker, batch)
 
 
@@ -162,7 +162,7 @@ async def reward_completions(worker: DAGWorker, batch: TensorDict) -> NodeOutput
     items = [completion_item(s.text, row, s.length) for s, row in zip(samples, rows, strict=True)]
     outcomes = outcomes_of(await worker.score(items))
     judged = [replace(s, outcome=outcome) for s, outcome in zip(samples, outcomes, strict=True)]
-    return NodeOutput(fields=filled_in(judged, reward_columns))
+    return NodeOutput(fields=fields_of_samples(judged, reward_columns))
 
 
 def completion_columns(sample: Sample) -> Fields:
@@ -239,16 +239,16 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
                 worker.role,
                 [table.prompts[row] for row in batch],
                 params,
-                finished=by_row(rows, params.n, partial(_begin_reward, worker)),
+                finished=per_row_listener(rows, params.n, partial(_begin_reward, worker)),
             )
             for row, (completion,) in zip(rows, drawn, strict=True):
                 text = worker.codec.decode(completion.token_ids)
                 items.append(completion_item(text, row, len(completion.token_ids)))
             ids += [row.id for row in rows]
     with worker.timeline.phase("validate_rewards"):
-        rewards = worker.ask(lambda: worker.score(items), "the judging of texts").parts
-        worker.take_judging()
-        rewards |= model_parts(worker, items)
+        rewards = worker.run_on_leader(lambda: worker.score(items), "the judging of texts").parts
+        worker.judged_rate_metrics()
+        rewards |= model_reward_parts(worker, items)
     local = [(id_, {name: rewards[name][i] for name in rewards}) for i, id_ in enumerate(ids)]
     results = [result for part in worker.groups.from_data_ranks(local) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)

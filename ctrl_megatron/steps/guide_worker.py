@@ -40,7 +40,7 @@ from ctrl_megatron.steps.worker import DAGWorker as BaseWorker
 Step = NodeFunction[..., NodeOutput]
 
 
-def one_after_another(*steps: Step) -> Step:
+def chain_node_functions(*steps: Step) -> Step:
     """A node's function that calls others in turn, each with the fields of those before it; it
     declares what they declare.
     """
@@ -80,10 +80,10 @@ def rewarded(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     """
     if "score" in batch:
         return NodeOutput()
-    return worker.ask(lambda: reward_completions(worker, batch), "the judging of texts")
+    return worker.run_on_leader(lambda: reward_completions(worker, batch), "the judging of texts")
 
 
-_REWARD = one_after_another(rewarded, model_reward, place_scores, token_rewards)
+_REWARD = chain_node_functions(rewarded, model_reward, place_scores, token_rewards)
 _REWARDED_LATER = "rewarded_later"
 """A field of an empty batch that asks for the work of ``_REWARD`` behind the draw."""
 
@@ -133,7 +133,7 @@ class GuideWorker(BaseWorker):
     compute_advantage = advantages
     compute_old_log_prob = old_log_prob
     compute_ref_log_prob = ref_log_prob
-    train_actor = one_after_another(update_actor, report_weight_sync)
+    train_actor = chain_node_functions(update_actor, report_weight_sync)
     train_critic = update_critic
 
 

@@ -99,7 +99,7 @@ class ActorLoss:
             approx_kl = whole(terms.approx_kl, "token-mean")
             clipped_lower = whole(terms.clipped_lower, "token-mean")
         else:
-            policy, clipped, approx_kl, clipped_lower = shares_of(terms, mode, mask, counts)
+            policy, clipped, approx_kl, clipped_lower = mini_batch_shares(terms, mode, mask, counts)
         scalars = {
             "actor/pg_loss": policy,
             "actor/ppo_kl": approx_kl,
@@ -117,7 +117,7 @@ class ActorLoss:
         return loss, {name: value.detach() for name, value in scalars.items()}
 
     def _checked(self, offered: Mapping[str, Any]) -> PolicyLossTerms | LossScalars:
-        """The result of a policy loss of the user's (``checked_loss``)."""
+        """The result of a policy loss of the user's (``check_user_loss``)."""
         mask, log_prob = offered["response_mask"], offered["log_prob"]
         if not mask.any():
             # A mean over no token is not a number.
@@ -125,10 +125,10 @@ class ActorLoss:
             return zero, zero, zero, zero
         with convert_user_code_errors(f"{self._who} failed"):
             found = self._function(**accepted_options(self._function, offered))
-            return checked_loss(self._who, found, mask, self._actor.loss_agg_mode)
+            return check_user_loss(self._who, found, mask, self._actor.loss_agg_mode)
 
 
-def checked_loss(
+def check_user_loss(
     who: str, found: Any, mask: torch.Tensor, loss_agg_mode: str
 ) -> PolicyLossTerms | LossScalars:
     """``found``, the result of a policy loss of the user's; ``who`` begins messages.
@@ -167,7 +167,7 @@ def checked_loss(
     return found
 
 
-def shares_of(
+def mini_batch_shares(
     scalars: LossScalars, loss_agg_mode: str, mask: torch.Tensor, counts: GlobalCounts
 ) -> LossScalars:
     """The share of the whole mini-batch's (loss, three shares of tokens) in those of a micro-batch,

@@ -45,11 +45,11 @@ def seed_masks(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     fields = {}
     for number in range(config.actor_rollout_ref.actor.ppo_epochs):
         seeds = [rule.row_seed(config.trainer.seed, worker.step, name, number) for name in names]
-        fields[field_of_pass(MASK_SEED, number)] = torch.tensor(seeds, dtype=torch.int64)
+        fields[field_name_of_pass(MASK_SEED, number)] = torch.tensor(seeds, dtype=torch.int64)
     return NodeOutput(fields=fields)
 
 
-def field_of_pass(field: str, number: int) -> str:
+def field_name_of_pass(field: str, number: int) -> str:
     """The name of the field that has ``field`` for pass ``number`` of the update; the first pass
     has the plain name."""
     return f"{field}@{number}" if number else field
@@ -61,7 +61,7 @@ def scored_passes(batch: TensorDict, config: Config) -> range:
     return range(config.actor_rollout_ref.actor.ppo_epochs if MASK_SEED in batch else 1)
 
 
-def seen_in_pass(batch: TensorDict, number: int, config: Config) -> TensorDict:
+def batch_for_pass(batch: TensorDict, number: int, config: Config) -> TensorDict:
     """The batch with the fields of pass ``number`` under their usual names, and with the masks of
     ``algorithms.coupled.CoupledMasks`` as ``masked`` and ``mask_share``. A batch without masks is
     returned as it is.
@@ -70,7 +70,7 @@ def seen_in_pass(batch: TensorDict, number: int, config: Config) -> TensorDict:
         return batch
     seen = batch.exclude(*(name for name, _ in batch.items() if "@" in str(name)))
     for field in _OF_PASSES:
-        if (own := field_of_pass(field, number)) in batch:
+        if (own := field_name_of_pass(field, number)) in batch:
             seen[field] = batch[own]
     width, seeds = batch["response_mask"].shape[1], seen[MASK_SEED].tolist()
     masks = draw_coupled_masks(batch["attention_mask"], width, seeds, coupled_mask_options(config))

@@ -26,7 +26,7 @@ from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
 
-def needs_of_scores(config: Config) -> dict[str, str]:
+def required_score_fields(config: Config) -> dict[str, str]:
     """The fields of ``total_rewards``, as ``node_fields.needs`` has them."""
     own = {OF_REWARD_MODEL: "reward_model.enable=true"} if config.needs_reward_model else {}
     return {"score": "", **own}
@@ -44,9 +44,9 @@ def model_reward(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     start = batch["prompts"].shape[1]
     tokens = attended_tokens(batch["input_ids"], batch["attention_mask"].bool(), start)[1]
     answers = [worker.codec.decode(answer.tolist()) for answer in tokens]
-    found, lengths = rewards_of(worker, data_rows_of(worker.train, batch), answers)
+    found, lengths = model_rewards_of_answers(worker, data_rows_of(worker.train, batch), answers)
     measured = {"reward_model/length": torch.tensor(lengths, dtype=torch.float32)}
-    return NodeOutput(fields={OF_REWARD_MODEL: found}, metrics=worker.means(measured))
+    return NodeOutput(fields={OF_REWARD_MODEL: found}, metrics=worker.global_means(measured))
 
 
 def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sample]:
@@ -57,7 +57,7 @@ def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sam
         return [*samples]
     rows = [worker.train.row(sample.row_id) for sample in samples]
     answers = [worker.codec.decode(sample.completion.token_ids) for sample in samples]
-    found, _ = rewards_of(worker, rows, answers)
+    found, _ = model_rewards_of_answers(worker, rows, answers)
     rewarded = []
     for sample, reward in zip(samples, found, strict=True):
         assert sample.outcome is not None
@@ -67,18 +67,18 @@ def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sam
     return rewarded
 
 
-def model_parts(worker: RolloutWorker, items: Sequence[RewardItem]) -> dict[str, Rewards]:
+def model_reward_parts(worker: RolloutWorker, items: Sequence[RewardItem]) -> dict[str, Rewards]:
     """The model's rewards of the items, as in ``Scores.parts``; nothing where this rank has no
     reward model. Collective.
     """
     if not isinstance(worker, DAGWorker) or worker.reward_model is None:
         return {}
     rows = [item.row for item in items if item.row is not None]
-    found, _ = rewards_of(worker, rows, [item.text for item in items])
+    found, _ = model_rewards_of_answers(worker, rows, [item.text for item in items])
     return {MODEL_REWARD: [number_or_none(reward) for reward in found]}
 
 
-def rewards_of(
+def model_rewards_of_answers(
     worker: DAGWorker, rows: Sequence[Row], answers: Sequence[str]
 ) -> tuple[torch.Tensor, list[int]]:
     """(the model's rewards of the answers to the rows' prompts (B,) float32, NaN where there is
@@ -92,9 +92,10 @@ def rewards_of(
             remedy="give it the role NodeRole.REWARD_MODEL, or leave the key out",
         )
     conversations = [
-        reader.tokens(row.prompt, answer) for row, answer in zip(rows, answers, strict=True)
+        reader.conversation_tokens(row.prompt, answer)
+        for row, answer in zip(rows, answers, strict=True)
     ]
-    found = reader.rewards(conversations)
+    found = reader.score_conversations(conversations)
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         reader.model.offload("weights")
     rewarded = _is_rewarded(worker, rows)

@@ -32,7 +32,7 @@ from ctrl_megatron.steps.worker import DAGWorker
 _GIB = 2**30
 
 
-def tokens_of(batch: TensorDict, groups: ProcessGroups) -> int:
+def global_token_count(batch: TensorDict, groups: ProcessGroups) -> int:
     """Tokens of all rows of the global batch. Collective."""
     return sum(groups.from_data_ranks(int(batch["attention_mask"].sum())))
 
@@ -48,7 +48,8 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
     """
     flops, seconds = map(sum, zip(pass_flops_and_seconds(worker), *worker.elsewhere, strict=True))
     return {
-        "perf/tokens_per_second": tokens_of(batch, worker.groups) / worker.timeline.elapsed(),
+        "perf/tokens_per_second": global_token_count(batch, worker.groups)
+        / worker.timeline.elapsed(),
         "perf/mfu": mfu(
             flops=flops,
             seconds=seconds,
@@ -85,7 +86,7 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
 
     try:
         # The step is done and will be recorded, also where a stop was requested meanwhile.
-        counted = worker.ask(ask, "the engines' counters", stoppable=False)
+        counted = worker.run_on_leader(ask, "the engines' counters", stoppable=False)
     except ServiceLost as lost:
         worker.device.mark_lost(lost)
         return {}
@@ -101,7 +102,7 @@ def api_proxy_metrics(worker: DAGWorker) -> dict[str, float]:
     proxy, groups = worker.proxy, worker.groups
     if not isinstance(proxy, ApiProxy):
         return {}
-    local = worker.ask(proxy.take_counts, "the proxy's counters", stoppable=False)
+    local = worker.run_on_leader(proxy.take_counts, "the proxy's counters", stoppable=False)
     every = groups.from_data_ranks(local)
     sent, spared = sum(one.runs for one in every), sum(one.hits + one.joined for one in every)
     rate = {"proxy/cached_rate": spared / (sent + spared)} if sent + spared else {}
@@ -131,7 +132,7 @@ def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, fl
     """``perf/engine_balance``: the fewest tokens that an engine drew since the last call, as a
     share of the most that one drew. Nothing where there is one engine. Collective.
     """
-    local = engine.take_drawn() if isinstance(engine, EnginePool) else []
+    local = engine.take_drawn_tokens() if isinstance(engine, EnginePool) else []
     drawn = [sum(parts) for parts in zip(*groups.from_data_ranks(local), strict=True)]
     return {"perf/engine_balance": min(drawn) / max(drawn)} if any(drawn) else {}
 

@@ -17,10 +17,10 @@ from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.generation.chat import Chat, ChatError, MultiServerChat
 from ctrl_megatron.resharding.device import DeviceOwner, Role
-from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, fingerprint
+from ctrl_megatron.rewards.cache import CacheCounters, ResultCache, json_fingerprint
 from ctrl_megatron.rollout.engine import INITIAL_VERSION, Engine
-from ctrl_megatron.steps.sampling import greedy_params, require_version
-from ctrl_megatron.steps.worker import Answer, Conversation, Failure, ProxyListener
+from ctrl_megatron.steps.sampling import greedy_params, require_weight_version
+from ctrl_megatron.steps.worker import Conversation, ProxyAnswer, ProxyFailure, ProxyListener
 from ctrl_megatron.types import Completion, Message, SamplingParams
 
 _LOOK_SECONDS = 0.5
@@ -29,7 +29,7 @@ _KNOWN = 100_000
 _ANSWERS_ID, _ANSWERS_LAYOUT = 0x43545241, 1
 """SQLite's application id of a file of answers, and the version of its content."""
 
-Reply = Answer | Failure | None
+Reply = ProxyAnswer | ProxyFailure | None
 
 
 class SharedProxy:
@@ -60,7 +60,7 @@ class SharedProxy:
 
     async def answer(
         self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
-    ) -> list[Answer | Failure | None]:
+    ) -> list[ProxyAnswer | ProxyFailure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
         version = self._version
@@ -111,7 +111,7 @@ class EngineProxy:
 
     async def answer(
         self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
-    ) -> list[Answer | Failure | None]:
+    ) -> list[ProxyAnswer | ProxyFailure | None]:
         assert self._engine is not None
         asked = _fitting(self._codec, conversations, max_tokens, self._longest)
         while True:
@@ -165,8 +165,8 @@ class ApiProxy:
 
     async def answer(
         self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
-    ) -> list[Answer | Failure | None]:
-        async def one(place: int, messages: Conversation) -> Answer | Failure | None:
+    ) -> list[ProxyAnswer | ProxyFailure | None]:
+        async def one(place: int, messages: Conversation) -> ProxyAnswer | ProxyFailure | None:
             answer = await self._remembered(messages, max_tokens)
             on_answer(place, answer)
             return answer
@@ -178,8 +178,8 @@ class ApiProxy:
     async def describe_servers(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]
         answers = [await self._ask(server, hello, 1) for server in self._servers.values()]
-        named = {answer.version for answer in answers if isinstance(answer, Answer)}
-        failed = [answer.error for answer in answers if isinstance(answer, Failure)]
+        named = {answer.version for answer in answers if isinstance(answer, ProxyAnswer)}
+        failed = [answer.error for answer in answers if isinstance(answer, ProxyFailure)]
         if not named:
             raise UserError(
                 f"no server of the proxy answers: {'; '.join(failed)}",
@@ -204,8 +204,8 @@ class ApiProxy:
             return await self._ask(self._dealt, messages, max_tokens)
 
         greedy = {"max_tokens": max_tokens, "temperature": 0.0, "seed": None}
-        key = fingerprint(self._model, list(messages), greedy, self._extra)
-        answer, _ = await self.cache.get(key, ask)
+        key = json_fingerprint(self._model, list(messages), greedy, self._extra)
+        answer, _ = await self.cache.get_or_run(key, ask)
         return answer
 
     async def _ask(self, chat: Chat, messages: Conversation, max_tokens: int) -> Reply:
@@ -213,11 +213,11 @@ class ApiProxy:
         try:
             (answers,) = await chat.complete([messages], params)
         except ChatError as error:
-            return Failure(error=str(error))
+            return ProxyFailure(error=str(error))
         if not answers:
             return None
         (answer,) = answers
-        return Answer(
+        return ProxyAnswer(
             text=answer.text,
             tokens=answer.completion_tokens,
             version=f"api:{answer.model or self._model}",
@@ -233,7 +233,7 @@ def answer_cache(path: str | PathLike[str] | None = None) -> ResultCache[Reply]:
         path,
         encode=_encoded,
         decode=_decoded,
-        keeps=lambda reply: isinstance(reply, Answer),
+        keeps=lambda reply: isinstance(reply, ProxyAnswer),
         application=_ANSWERS_ID,
         layout=_ANSWERS_LAYOUT,
         capacity=_KNOWN,
@@ -241,13 +241,13 @@ def answer_cache(path: str | PathLike[str] | None = None) -> ResultCache[Reply]:
 
 
 def _encoded(reply: Reply) -> str:
-    assert isinstance(reply, Answer)
+    assert isinstance(reply, ProxyAnswer)
     return json.dumps(asdict(reply))
 
 
 def _decoded(text: str) -> Reply:
     try:
-        return Answer(**json.loads(text))
+        return ProxyAnswer(**json.loads(text))
     except (TypeError, ValueError) as error:
         raise UserError(f"not an answer: {text[:100]!r}") from error
 
@@ -281,17 +281,17 @@ async def _answers(
     *,
     drawn_by: str,
     version: str,
-) -> list[Answer | Failure | None]:
+) -> list[ProxyAnswer | ProxyFailure | None]:
     """``Proxy.answer`` by ``engine``, with ``version`` in the answers. Raises RuntimeError where
     other weights than ``drawn_by`` drew one.
     """
-    answers: list[Answer | Failure | None] = [None] * len(prompts)
+    answers: list[ProxyAnswer | ProxyFailure | None] = [None] * len(prompts)
     places = [place for place, prompt in enumerate(prompts) if prompt is not None]
     for place in set(range(len(prompts))) - set(places):
         on_answer(place, None)
 
     def finished(number: int, completion: Completion) -> None:
-        answer = answers[places[number]] = Answer(
+        answer = answers[places[number]] = ProxyAnswer(
             text=codec.decode(completion.token_ids),
             tokens=len(completion.token_ids),
             version=version,
@@ -303,5 +303,5 @@ async def _answers(
         asked = [prompt for prompt in prompts if prompt is not None]
         params = greedy_params(codec, max_tokens)
         drawn = await engine.generate(asked, params, finished=finished)
-        require_version(drawn, drawn_by)
+        require_weight_version(drawn, drawn_by)
     return answers

@@ -39,7 +39,7 @@ class CodeRepair:
         """How many tests the program in ``action`` fails."""
         assert self._worker.rewards is not None
         items = [RewardItem(text=action, row=self._row)]
-        (outcome,) = await self._worker.rewards.verdicts(items)
+        (outcome,) = await self._worker.rewards.first_judge_outcomes(items)
         # The verdict is in the cache, so no program runs again.
         scores = await self._worker.score(items)
         (earned,), verdict = outcomes_of(scores), outcome.verdict

@@ -31,7 +31,7 @@ class RewardReader:
     longest: int
     """Tokens of the longest conversation that it reads."""
 
-    def tokens(
+    def conversation_tokens(
         self, prompt: Sequence[Mapping[str, str]], answer: str
     ) -> tuple[list[int], list[int]]:
         """The conversation up to the token at which the head is read, as the part that all answers
@@ -43,8 +43,10 @@ class RewardReader:
             shared.pop()
         return shared, rest
 
-    def rewards(self, conversations: Sequence[tuple[list[int], list[int]]]) -> list[float | None]:
-        """The rewards of what ``tokens`` returned; None for a conversation that is too long.
+    def score_conversations(
+        self, conversations: Sequence[tuple[list[int], list[int]]]
+    ) -> list[float | None]:
+        """The rewards of ``conversations`` (``conversation_tokens``); None for one that is too long.
 
         Every rank of the model copy calls this with the same conversations and gets the same
         result; data ranks call it together.

@@ -118,11 +118,11 @@ class Sample:
         return self.judgment is not None and self.task == CRITIQUE
 
     @property
-    def rewardable(self) -> bool:
+    def can_have_reward(self) -> bool:
         """False where the sample has no reward, whatever a judge would say."""
         return self.revision is None or (self.revision.fits and not self.revision.failure)
 
-    def item(self, row: Row) -> RewardItem:
+    def reward_item(self, row: Row) -> RewardItem:
         """The sample as the reward functions get it: a critique with its revision; of another task
         the response."""
         is_critique, revision = self.task == CRITIQUE, self.revision or Revision()
@@ -206,7 +206,7 @@ def outcomes_of(scores: Scores) -> list[Outcome]:
     ]
 
 
-def versions_of(completion: Completion) -> str:
+def weight_versions_text(completion: Completion) -> str:
     """The version of the weights that drew the completion; if there are several, each with its
     tokens: ``actor@2[0:17]+actor@3[17:40]``.
     """
@@ -215,8 +215,9 @@ def versions_of(completion: Completion) -> str:
     return "+".join(f"{span.version}[{span.start}:{span.end}]" for span in completion.spans)
 
 
-def spans_of(versions: str, tokens: int) -> list[VersionSpan]:
-    """The spans of which ``versions_of`` made ``versions``, for a completion of so many tokens."""
+def spans_from_versions_text(versions: str, tokens: int) -> list[VersionSpan]:
+    """The spans of which ``weight_versions_text`` made ``versions``, for a completion of so many
+    tokens."""
     found = _SPAN.findall(versions)
     if not found:
         return [VersionSpan(versions, 0, tokens)] if versions else []

@@ -17,9 +17,9 @@ from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import filled_in, join_samples, make_batch, sample_sizes
-from ctrl_megatron.steps.draws import Draw
-from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, versions_of
+from ctrl_megatron.steps.batch import fields_of_samples, join_samples, make_batch, sample_sizes
+from ctrl_megatron.steps.draws import StepDraw
+from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, weight_versions_text
 from ctrl_megatron.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def begin_draw(
     step: int | None = None,
     on_completion: RowListener | None = None,
     asks: Asks | None = None,
-) -> Draw:
+) -> StepDraw:
     """Start to draw the ``rollout.n`` samples of the worker's policy for this data rank's share of
     ``rows`` (positions in ``worker.train``), from its weights as they are now, and return.
     ``asks`` makes the prompt of a row, by default that of the data. Collective.
@@ -67,11 +67,11 @@ def begin_draw(
     async def ask_engine() -> list[list[Completion]]:
         assert worker.engine is not None
         return await worker.engine.generate(
-            prompts, params, finished=by_row(table, params.n, on_completion)
+            prompts, params, finished=per_row_listener(table, params.n, on_completion)
         )
 
-    groups = worker.begin(ask_engine)
-    return Draw(
+    groups = worker.begin_on_leader(ask_engine)
+    return StepDraw(
         step=number,
         begun=worker.step,
         rows=tuple(rows),
@@ -87,7 +87,7 @@ def _prompt_of(worker: DAGWorker, row: int, asks: Asks | None) -> Sequence[int]:
 
 def finish_draw(
     worker: DAGWorker,
-    draw: Draw,
+    draw: StepDraw,
     *,
     mini_batch_size: int,
     on_completion: RowListener | None = None,
@@ -102,7 +102,7 @@ def finish_draw(
     local = share_prompts(len(draw.rows), mini_batch_size, worker.groups)
     what = f"{len(local) * worker.config.actor_rollout_ref.rollout.n} texts of {draw.version}"
     try:
-        answers = worker.wait(draw.groups, f"{what} from the engines")
+        answers = worker.wait_for_leader(draw.groups, f"{what} from the engines")
     except ServiceLost as lost:
         worker.device.mark_lost(lost)
         worker.wait_for_draws()
@@ -119,7 +119,7 @@ def finish_draw(
             worker, again, mini_batch_size=mini_batch_size, on_completion=on_completion, asks=asks
         )
     if not worker.config.actor_rollout_ref.rollout.update_in_flight:
-        require_version(answers, draw.version)
+        require_weight_version(answers, draw.version)
     return [
         Sample(
             uid=group_uid(worker, draw.step, draw.attempt, prompt),
@@ -167,7 +167,7 @@ def draw_samples(
     if worker.config.actor_rollout_ref.rollout.update_in_flight:
         # What is being drawn goes on with the policy's weights as they are now.
         worker.device.to_engine(worker.role, worker.step)
-    draw = worker.ahead.take(worker.step, rows) or begin_draw(
+    draw = worker.ahead.draw_of_rows(worker.step, rows) or begin_draw(
         worker,
         rows,
         mini_batch_size=mini_batch_size,
@@ -180,7 +180,7 @@ def draw_samples(
     )
 
 
-def by_row(
+def per_row_listener(
     rows: Sequence[Row], n: int, on_completion: RowListener | None
 ) -> CompletionListener | None:
     """A listener for ``n`` completions of each of the rows, which calls ``on_completion``; None
@@ -226,7 +226,7 @@ def generate(
     version, answers = prepare_and_ask(
         worker, lambda: worker.device.to_engine(role, worker.step), ask_engine, what
     )
-    require_version(answers, version)
+    require_weight_version(answers, version)
     return answers
 
 
@@ -244,14 +244,14 @@ def prepare_and_ask(
     while True:
         ready = prepare()
         try:
-            return ready, worker.ask(ask, what)
+            return ready, worker.run_on_leader(ask, what)
         except ServiceLost as lost:
             worker.device.mark_lost(lost)
 
 
-def require_version(answers: Sequence[Sequence[Completion]], version: str) -> None:
+def require_weight_version(answers: Sequence[Sequence[Completion]], version: str) -> None:
     """RuntimeError if other weights than ``version`` drew any token."""
-    wrong = {v for group in answers for c in group if (v := versions_of(c)) != version}
+    wrong = {v for group in answers for c in group if (v := weight_versions_text(c)) != version}
     if wrong:
         raise RuntimeError(f"completions were drawn from {sorted(wrong)}, not from {version}")
 
@@ -317,9 +317,9 @@ def node_output_of_samples(
     """The output of a node that drew ``samples``, this rank's: their batch with the columns of
     ``makers``, and as metrics the means of ``measure`` over all ranks. Collective."""
     batch = make_batch(samples, pad_token_id=worker.codec.pad_token_id)
-    for name, column in filled_in(samples, *makers).items():
+    for name, column in fields_of_samples(samples, *makers).items():
         batch[name] = column
-    return NodeOutput(batch=batch, metrics=worker.means(measure(samples)))
+    return NodeOutput(batch=batch, metrics=worker.global_means(measure(samples)))
 
 
 def length_metrics(samples: Sequence[Sample], prefix: str) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import DeviceOwner, Role
-from ctrl_megatron.rewards import Judging, RewardItem, RewardSum, Scores
+from ctrl_megatron.rewards import JudgeCounts, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
@@ -38,7 +38,7 @@ Conversation = Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ProxyAnswer:
     """The proxy's answer to a conversation."""
 
     text: str
@@ -50,13 +50,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class ProxyFailure:
     """The proxy was asked and gave no answer, in any attempt."""
 
     error: str
 
 
-ProxyListener = Callable[[int, Answer | Failure | None], None]
+ProxyListener = Callable[[int, ProxyAnswer | ProxyFailure | None], None]
 """Called with every answer as soon as it is there: (the conversation's number, the answer)."""
 
 
@@ -82,7 +82,7 @@ class Proxy(Protocol):
 
     async def answer(
         self, conversations: Sequence[Conversation], max_tokens: int, on_answer: ProxyListener
-    ) -> list[Answer | Failure | None]:
+    ) -> list[ProxyAnswer | ProxyFailure | None]:
         """The likeliest answer of up to ``max_tokens`` tokens to each conversation; None where a
         conversation leaves no room for one in the proxy's context. Leaders only. ``on_answer`` has
         been called with every answer when it returns.
@@ -94,7 +94,7 @@ class Proxy(Protocol):
         ...
 
 
-def require_here(part: T | None, what: str) -> T:
+def require_on_rank(part: T | None, what: str) -> T:
     """``part``, which this rank has; UserError where it is None because the ranks of another world
     have it. ``what`` names it."""
     if part is None:
@@ -132,7 +132,9 @@ class RolloutWorker:
     reward_weights: Mapping[str, float]
     """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
     validation: PromptTable | None
-    pending: dict[str, asyncio.Task[Answer | Failure | None]] = field(default_factory=dict)
+    pending: dict[str, asyncio.Task[ProxyAnswer | ProxyFailure | None]] = field(
+        default_factory=dict
+    )
     """The proxy's answers that were asked for before ``chain.revise`` needs them, by the text of
     their conversation (leaders only)."""
     timeline: Timeline = field(default_factory=Timeline)
@@ -144,15 +146,15 @@ class RolloutWorker:
     @property
     def device(self) -> DeviceOwner:
         """``owner``; UserError on ranks of a world without engines."""
-        return require_here(self.owner, "the engines")
+        return require_on_rank(self.owner, "the engines")
 
     @property
-    def waiting(self) -> WaitRules:
+    def wait_conditions(self) -> WaitRules:
         """The conditions under which all ranks wait together."""
         limit = self.config.trainer.wait_timeout
         return WaitRules(groups=self.groups, stop=self.stop, limit=limit)
 
-    def ask(
+    def run_on_leader(
         self,
         work: Callable[[], Coroutine[Any, Any, T]],
         what: str = "work of the leaders",
@@ -166,16 +168,18 @@ class RolloutWorker:
         ranks, if the engines that it asks are lost, and WaitedTooLong after
         ``trainer.wait_timeout``.
         """
-        return self.wait(self.begin(work), what, stoppable=stoppable)
+        return self.wait_for_leader(self.begin_on_leader(work), what, stoppable=stoppable)
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
-        """Start ``work`` on the leader, which gets its future; None on other ranks. ``wait``
-        returns the result on all ranks."""
+    def begin_on_leader(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T] | None:
+        """Start ``work`` on the leader, which gets its future; None on other ranks.
+        ``wait_for_leader`` returns the result on all ranks."""
         return self.background.submit(work()) if self.groups.is_leader else None
 
-    def wait(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
-        """The result of what ``begin`` started; as ``ask`` otherwise."""
-        return self.groups.from_leader(self.waiting.wait_together(begun, what, stoppable=stoppable))
+    def wait_for_leader(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
+        """The result of what ``begin_on_leader`` started; as ``run_on_leader`` otherwise."""
+        return self.groups.from_leader(
+            self.wait_conditions.wait_together(begun, what, stoppable=stoppable)
+        )
 
     def wait_for_draws(self) -> None:
         """Wait until the engines draw nothing for a later step, so that their weights may change.
@@ -191,16 +195,16 @@ class RolloutWorker:
             )
         return await self.rewards.score(items)
 
-    def check_judging(self) -> Judging:
-        """Counts of requests to the services that judge since ``take_judging``, over all ranks.
-        Collective.
+    def count_judge_requests(self) -> JudgeCounts:
+        """Counts of requests to the services that judge since ``judged_rate_metrics``, over all
+        ranks. Collective.
 
         Raises ServiceFault, on all ranks, where they failed for all of it, or for more than
         ``reward.max_failed_share`` of it. What the cache answers they were not asked, and to refuse
         the tests of a row is no failure.
         """
-        local = Judging() if self.rewards is None else self.rewards.judging
-        judging = sum(self.groups.from_data_ranks(self.groups.from_leader(local)), Judging())
+        local = JudgeCounts() if self.rewards is None else self.rewards.judging
+        judging = sum(self.groups.from_data_ranks(self.groups.from_leader(local)), JudgeCounts())
         limit = self.config.reward.max_failed_share
         if judging.failed > limit * judging.asked or 0 < judging.failed == judging.asked:
             raise ServiceFault(
@@ -211,12 +215,12 @@ class RolloutWorker:
             )
         return judging
 
-    def take_judging(self) -> dict[str, float]:
-        """``reward/judged_rate``: of the programs that ``check_judging`` counts, that the cache
-        answered or whose row's tests were refused, the share that was judged; and
+    def judged_rate_metrics(self) -> dict[str, float]:
+        """``reward/judged_rate``: of the programs that ``count_judge_requests`` counts, that the
+        cache answered or whose row's tests were refused, the share that was judged; and
         ``reward/unjudgeable_rate``. {} where there was none of them. The count begins anew.
-        Collective; raises as ``check_judging``."""
-        judging = self.check_judging()
+        Collective; raises as ``count_judge_requests``."""
+        judging = self.count_judge_requests()
         if self.rewards is not None:
             self.rewards.take_judging()
         every = judging.asked + judging.cached + judging.refused
@@ -283,13 +287,15 @@ class DAGWorker(RolloutWorker):
     @property
     def policy(self) -> Policy:
         """``actor``; UserError where another world has it."""
-        return require_here(self.actor, "the actor")
+        return require_on_rank(self.actor, "the actor")
 
     def wait_for_draws(self) -> None:
-        for draw in self.ahead.every():
+        for draw in self.ahead.all_draws():
             # One whose engines are lost is begun anew when its step comes.
             with suppress(ServiceLost):
-                self.waiting.wait_together(draw.groups, f"texts of {draw.version} from the engines")
+                self.wait_conditions.wait_together(
+                    draw.groups, f"texts of {draw.version} from the engines"
+                )
 
     @property
     def temperature(self) -> float:
@@ -327,7 +333,7 @@ class DAGWorker(RolloutWorker):
         """False in the steps of ``trainer.critic_warmup``."""
         return self.step >= self.config.trainer.critic_warmup
 
-    def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+    def global_means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.
 
         A name without a value on any rank is left out.

@@ -43,7 +43,7 @@ class MyWorker(DAGWorker):
         output = self.compute_reward(batch)
         lengths = batch["response_mask"].sum(dim=1).float()
         share = lengths / config.data.max_response_length
-        metrics = {**output.metrics, **self.means({"guide/length_share": share})}
+        metrics = {**output.metrics, **self.global_means({"guide/length_share": share})}
         return NodeOutput(fields=output.fields, metrics=metrics)
 
 

@@ -41,8 +41,8 @@ from ctrl_megatron.preparation.mutants import (
     oracle_critique,
     proxy_examples,
 )
-from ctrl_megatron.preparation.selection import distinct_attempts, problems_in_turn
-from ctrl_megatron.prompts import critique_messages, fenced
+from ctrl_megatron.preparation.selection import distinct_attempts, round_robin_by_problem
+from ctrl_megatron.prompts import critique_messages, fence_code
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sft.examples import write_examples
 from ctrl_megatron.types import Attempt, Verdict
@@ -85,7 +85,7 @@ def fitting(codec: TextCodec, prompt: int, program: int) -> Callable[[Attempt], 
 
     def fits(attempt: Attempt) -> bool:
         asked = codec.encode_chat(critique_messages(attempt.problem, attempt.solution))
-        return len(asked) <= prompt and len(codec.encode(fenced(code_of(attempt)))) < program
+        return len(asked) <= prompt and len(codec.encode(fence_code(code_of(attempt)))) < program
 
     return fits
 
@@ -230,7 +230,7 @@ def _wrong(judged: Sequence[Attempt]) -> list[Attempt]:
 def _spread(attempts: Sequence[Attempt], most: int, seed: int) -> list[Attempt]:
     """Up to ``most`` attempts of as many problems as possible."""
     nothing = Verdict(passed=(), total=1)
-    return [a for a, _ in problems_in_turn(((a, nothing) for a in attempts), seed)][:most]
+    return [a for a, _ in round_robin_by_problem(((a, nothing) for a in attempts), seed)][:most]
 
 
 if __name__ == "__main__":

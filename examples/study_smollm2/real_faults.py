@@ -22,8 +22,8 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.evalplus import human_eval_problem
 from ctrl_megatron.preparation.mutants import Mutant, Split
 from ctrl_megatron.preparation.mutations import mutations, smallest_edit
-from ctrl_megatron.preparation.published import Dropped
-from ctrl_megatron.prompts import extract_code, fenced
+from ctrl_megatron.preparation.published import DroppedItems
+from ctrl_megatron.prompts import extract_code, fence_code
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.types import Attempt, Problem
 
@@ -43,14 +43,14 @@ class Programs:
     """Programs with a fault that a person made in HumanEval's references."""
     references: tuple[Attempt, ...]
     """References of HumanEval."""
-    dropped: Dropped
+    dropped: DroppedItems
 
 
 def read_programs(solutions: Path, humanevalpack: Path) -> Programs:
     """The programs of both files in tidy form (``tidy``); those that are no Python are dropped.
     UserError that names file and line of a mistake.
     """
-    dropped, problems = Dropped(), dict[str, Problem]()
+    dropped, problems = DroppedItems(), dict[str, Problem]()
     human, references = list[Attempt](), list[Attempt]()
     for place, record in read_json_lines_with_places(humanevalpack):
         _require_texts(record, _PACK, place)
@@ -136,12 +136,12 @@ def _can_be_judged(problem: Problem) -> bool:
     return True
 
 
-def _attempts(name: str, problem: Problem, code: str, dropped: Dropped) -> Iterator[Attempt]:
+def _attempts(name: str, problem: Problem, code: str, dropped: DroppedItems) -> Iterator[Attempt]:
     kept = tidy(code)
     if kept is None:
         dropped.add("no Python", name)
     else:
-        yield Attempt(id=name, problem=problem, solution=fenced(kept))
+        yield Attempt(id=name, problem=problem, solution=fence_code(kept))
 
 
 def parsed_program(code: str) -> ast.Module | None:
@@ -257,6 +257,8 @@ def mutants_of(right: Sequence[Attempt], seed: int, *, most: int) -> list[tuple[
     rng, found = Random(seed), []
     for name, of_code in changed.items():
         for mutant in rng.sample(list(of_code.values()), min(most, len(of_code))):
-            attempt = Attempt(id=mutant.id, problem=problems[name], solution=fenced(mutant.code))
+            attempt = Attempt(
+                id=mutant.id, problem=problems[name], solution=fence_code(mutant.code)
+            )
             found.append((attempt, mutant))
     return found

@@ -122,12 +122,12 @@ def test_a_run_that_its_gpu_cannot_hold_does_not_start(
         monkeypatch.setattr(starts, "session", lambda *_: started.append(1))
         monkeypatch.setattr(checks, "check_model_files", lambda *_: None)  # there are no weights
     train = run.train if purpose == "rl" else sft_run.train_sft
-    monkeypatch.setattr(machine, "this_gpu", lambda: ("NVIDIA Z100 next", 80 * 2**30))
+    monkeypatch.setattr(machine, "gpu_of_rank", lambda: ("NVIDIA Z100 next", 80 * 2**30))
     with pytest.raises(
         ValueError, match=r"trainer\.peak_tflops_per_device: .*Z100 next.* not known"
     ):
         train(config)
-    monkeypatch.setattr(machine, "this_gpu", lambda: ("NVIDIA H100 80GB HBM3", 24 * 2**30))
+    monkeypatch.setattr(machine, "gpu_of_rank", lambda: ("NVIDIA H100 80GB HBM3", 24 * 2**30))
     with pytest.raises(ValueError, match=r"needs .* GiB on rank 0 .*largest: "):
         train(config)
     assert not started

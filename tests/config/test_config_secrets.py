@@ -17,7 +17,7 @@ from ctrl_megatron.config.secrets import (
     secret_storage_advice,
 )
 from ctrl_megatron.errors import without_concealed
-from ctrl_megatron.record.recorder import config_changes, keep_config
+from ctrl_megatron.record.recorder import config_changes, write_config_keeping_earlier
 
 P, R = "actor_rollout_ref.proxy.api.", "actor_rollout_ref.rollout."
 SECRET = "correct-horse"
@@ -119,9 +119,9 @@ def test_a_resume_does_not_compare_secrets(tmp_path: Path) -> None:
         overrides = (s.replace(SECRET, secret) for s in SECRETIVE)
         return to_yaml(load_config(None, (*PATHS, *overrides, f"trainer.seed={seed}")))
 
-    assert keep_config(tmp_path, text(SECRET)) == []
-    assert keep_config(tmp_path, text("another-one")) == []
-    assert keep_config(tmp_path, text(SECRET, 2)) == ["trainer.seed: 1 -> 2"]
+    assert write_config_keeping_earlier(tmp_path, text(SECRET)) == []
+    assert write_config_keeping_earlier(tmp_path, text("another-one")) == []
+    assert write_config_keeping_earlier(tmp_path, text(SECRET, 2)) == ["trainer.seed: 1 -> 2"]
     # As an older version wrote it.
     (tmp_path / "config.yaml").write_text(text(SECRET).replace("'***'", SECRET))
     assert config_changes(tmp_path, text("another-one", 2)) == ["trainer.seed: 1 -> 2"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.sft.examples import SftExample
-from ctrl_megatron.sft.run import tokenise
+from ctrl_megatron.sft.run import tokenise_examples
 from ctrl_megatron.types import Message
 
 
@@ -131,7 +131,7 @@ def test_an_answer_ends_as_the_template_ends_it(
     taught = [*codec.encode("yo"), ids[end or "<s>"]]
     for canvas, filled in ((None, []), (5, [ids["<s>"]] * 2)):
         config: Any = SimpleNamespace(sft=SimpleNamespace(canvas=canvas, max_length=99))
-        ((_, response),), dropped = tokenise(codec, [example], config)
+        ((_, response),), dropped = tokenise_examples(codec, [example], config)
         assert [*response] == [*taught, *filled] and not dropped
 
 

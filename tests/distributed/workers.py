@@ -935,7 +935,9 @@ def reward_parity(
         shape = read_shape(directory, strategy)
         model = _filled(RewardModel(shape, groups, options), directory)
         reader = RewardReader(model=model, codec=TextCodec(directory), padding=0, longest=longest)
-        results[name] = reader.rewards([reader.tokens(prompt, answer) for prompt, answer in rows])
+        results[name] = reader.score_conversations(
+            [reader.conversation_tokens(prompt, answer) for prompt, answer in rows]
+        )
         save_hf(model, f"{out}/{name}", side_files=directory)
     return results
 
@@ -1072,14 +1074,14 @@ def long_waits(rank: int, directory: str, log: str, limit: float) -> dict[str, A
             os.kill(process.pid, signal.SIGSTOP)
             threading.Timer(1.4 * limit, os.kill, (process.pid, signal.SIGCONT)).start()
         prompts, params = [[1, 2], [3]], SamplingParams(max_tokens=5, seed=1)
-        answers = worker.ask(lambda: engine.generate(prompts, params))
+        answers = worker.run_on_leader(lambda: engine.generate(prompts, params))
         found["generation"] = time.monotonic() - began
         found["answers"] = [len(completion.token_ids) for (completion,) in answers]
         began = time.monotonic()
         if rank == 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(StopRequested):
-            worker.ask(lambda: asyncio.sleep(100))
+            worker.run_on_leader(lambda: asyncio.sleep(100))
         found["stop"] = time.monotonic() - began
         if engine:
             background.run(engine.close())

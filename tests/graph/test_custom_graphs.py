@@ -12,8 +12,8 @@ from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTR
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.pipeline import Pipeline
-from ctrl_megatron.run.checks.nodes import check_calls
-from ctrl_megatron.run.checks.rl import check_names, pipeline_of
+from ctrl_megatron.run.checks.nodes import check_node_parameters
+from ctrl_megatron.run.checks.rl import check_estimator_and_loss, configured_pipeline
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 OWN = """
@@ -70,7 +70,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def configure(*overrides: str, function: str = "build") -> Config:
         own = f"dag.custom_pipeline_fn=names_of_its_own:{function}"
         config = load_config(None, [own, *overrides], "none")
-        pipeline_of(config)
+        configured_pipeline(config)
         return config
 
     yield configure
@@ -79,8 +79,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 def test_names_that_the_module_registers_are_known(start: Callable[..., Config]) -> None:
     tau = f"{LOSS}_options.tau=1"
-    check_names(start("algorithm.adv_estimator=names_its_score", f"{LOSS}=names_its_loss", tau))
-    check_names(start())
+    check_estimator_and_loss(
+        start("algorithm.adv_estimator=names_its_score", f"{LOSS}=names_its_loss", tau)
+    )
+    check_estimator_and_loss(start())
 
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -122,7 +124,7 @@ def test_options_that_a_function_does_not_declare_are_refused(
     start: Callable[..., Config], overrides: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(UserError, match=said):
-        check_names(start(*overrides))
+        check_estimator_and_loss(start(*overrides))
 
 
 def test_a_wrong_option_of_a_file_is_named_with_its_line(
@@ -136,14 +138,17 @@ def test_a_wrong_option_of_a_file_is_named_with_its_line(
     file.write_text(f"trainer: {{seed: 2}}\n{actor}\n")
     config = load_config(file, ["dag.custom_pipeline_fn=names_of_its_own:build"], "none")
     with pytest.raises(UserError, match=r"run.yaml line 2: .*_options.tau must be a finite number"):
-        check_names(config)
+        check_estimator_and_loss(config)
 
 
 def test_a_pipeline_gets_the_options_that_it_declares(start: Callable[..., Config]) -> None:
     config = start("dag.options={threshold: 1, names: [a, b]}", function="tuned")
-    assert pipeline_of(config).nodes["only"].config == {"t": (1.0, ("a", "b"))}
-    assert pipeline_of(start(function="tuned")).nodes["only"].config == {"t": (0.5, ())}
-    assert pipeline_of(start("dag.options.depth=3", function="only_options")).graph_id == "depth 3"
+    assert configured_pipeline(config).nodes["only"].config == {"t": (1.0, ("a", "b"))}
+    assert configured_pipeline(start(function="tuned")).nodes["only"].config == {"t": (0.5, ())}
+    assert (
+        configured_pipeline(start("dag.options.depth=3", function="only_options")).graph_id
+        == "depth 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_options_that_a_pipeline_does_not_declare_are_refused(
 
 def test_the_built_in_pipeline_has_no_options() -> None:
     with pytest.raises(UserError, match=r"ctrl_pipeline .* has no option 'turns'"):
-        pipeline_of(load_config(None, ["dag.options.turns=2"], "none"))
+        configured_pipeline(load_config(None, ["dag.options.turns=2"], "none"))
 
 
 @pytest.mark.parametrize("key", ["algorithm.adv_estimator", LOSS])
@@ -181,7 +186,7 @@ def test_a_name_that_nothing_registers_ends_the_run_at_its_start(
     start: Callable[..., Config], key: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
-        check_names(start(f"{key}=grop"))
+        check_estimator_and_loss(start(f"{key}=grop"))
     said = str(caught.value)
     assert said.startswith(f"{key}=grop: unknown ")
     assert "known: " in said and "names_its_" in said
@@ -202,9 +207,9 @@ def test_a_node_that_cannot_be_called_ends_the_run_at_its_start() -> None:
 
     graph = Pipeline("own").add_node("draw", by_other_names).build()
     with pytest.raises(UserError, match="the node 'draw' cannot be called with worker and"):
-        check_calls(graph)
+        check_node_parameters(graph)
     for method in ("draw", "judge"):
-        check_calls(Pipeline("own").add_node("n", f"{__name__}:Tool.{method}").build())
+        check_node_parameters(Pipeline("own").add_node("n", f"{__name__}:Tool.{method}").build())
 
 
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
@@ -213,9 +218,9 @@ DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
 def test_a_graph_of_ones_own_may_take_the_configuration_or_nothing(
     start: Callable[..., Config],
 ) -> None:
-    assert "dynamic_sampling" in pipeline_of(start(*DAPO)).nodes
-    assert "generate_critiques" in pipeline_of(start()).nodes
-    assert list(pipeline_of(start(function="foreign")).nodes) == ["only"]
+    assert "dynamic_sampling" in configured_pipeline(start(*DAPO)).nodes
+    assert "generate_critiques" in configured_pipeline(start()).nodes
+    assert list(configured_pipeline(start(function="foreign")).nodes) == ["only"]
 
 
 def test_dynamic_sampling_without_a_node_for_it_is_refused(start: Callable[..., Config]) -> None:
@@ -244,9 +249,11 @@ def test_a_key_that_no_node_reads_is_refused(start: Callable[..., Config], overr
 
 
 def test_what_a_node_says_to_read_may_be_given(start: Callable[..., Config]) -> None:
-    graph = pipeline_of(start("reward.run_timeout=3", "data.val_files=[x]", function="asking"))
+    graph = configured_pipeline(
+        start("reward.run_timeout=3", "data.val_files=[x]", function="asking")
+    )
     assert graph.required_rewards == ()
-    assert pipeline_of(start(function="foreign")).required_rewards is None
+    assert configured_pipeline(start(function="foreign")).required_rewards is None
 
 
 def test_a_file_of_another_pipeline_may_be_used(
@@ -257,10 +264,10 @@ def test_a_file_of_another_pipeline_may_be_used(
     file = tmp_path / "run.yaml"
     file.write_text("reward: {run_timeout: 3}\n")
     own = "names_of_its_own:foreign"
-    pipeline_of(load_config(file, [f"dag.custom_pipeline_fn={own}"], "none"))
+    configured_pipeline(load_config(file, [f"dag.custom_pipeline_fn={own}"], "none"))
     file.write_text(f"reward: {{run_timeout: 3}}\ndag: {{custom_pipeline_fn: '{own}'}}\n")
     with pytest.raises(ValueError, match=r"run.yaml line 1: reward.run_timeout is not read"):
-        pipeline_of(load_config(file, [], "none"))
+        configured_pipeline(load_config(file, [], "none"))
 
 
 def test_keys_of_nodes_exist_and_every_built_in_pipeline_reads_its_own() -> None:
@@ -315,9 +322,9 @@ def test_pipelines_of_the_guide_are_those_of_completions_with_what_they_need(
     chosen = (*COMPLETIONS, f"dag.custom_pipeline_fn=ctrl_megatron.pipeline:{name}_pipeline")
     config = load_config(None, [*chosen, setting], "rl")
     assert not config.writes_revisions
-    graph = pipeline_of(config)
+    graph = configured_pipeline(config)
     assert graph.graph_id == f"{name}_training_pipeline" and node in graph.nodes
     grpo = load_config(None, [*chosen[:-1], chosen[-1].replace(name, "grpo"), setting], "rl")
-    assert list(graph.nodes) == list(pipeline_of(grpo).nodes)
+    assert list(graph.nodes) == list(configured_pipeline(grpo).nodes)
     with pytest.raises(UserError, match=said):
-        pipeline_of(load_config(None, list(chosen), "rl"))
+        configured_pipeline(load_config(None, list(chosen), "rl"))

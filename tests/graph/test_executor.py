@@ -40,7 +40,7 @@ def worker() -> Iterator[Any]:
         background=background,
         timeline=Timeline(),
         stop=stop,
-        waiting=WaitRules(groups=groups, stop=stop, limit=60.0),
+        wait_conditions=WaitRules(groups=groups, stop=stop, limit=60.0),
     )
     background.close()
 
@@ -66,7 +66,9 @@ def test_a_stop_drops_a_step_until_it_changes_weights_and_then_waits_for_its_end
     def wait(worker: Any, batch: TensorDict) -> NodeOutput:
         done: Future[float] = Future()
         done.set_result(7.0)
-        return NodeOutput(metrics={"waited": worker.waiting.wait_together(done, "an engine")})
+        return NodeOutput(
+            metrics={"waited": worker.wait_conditions.wait_together(done, "an engine")}
+        )
 
     kind, train = NodeType.COMPUTE, NodeType.MODEL_TRAIN
     asked, waits = Node("ask", kind, func=ask), Node("wait", kind, func=wait)

@@ -55,7 +55,7 @@ def test_rewards_are_those_of_all_data_ranks_together(rank: int) -> None:
         ),
         train=SimpleNamespace(row=lambda id_: Row(id=id_, problem_id="t")),
     )
-    worker.means = lambda values: DAGWorker.means(worker, values)
+    worker.global_means = lambda values: DAGWorker.global_means(worker, values)
     output = ProgressReward(vectors)(worker, halves[rank])
     whole = progress_rewards(torch.cat([p[0] for p in points]), torch.tensor(WON), ["t"] * 6)
     assert output.fields["score"].tolist() == pytest.approx(whole.split([2, 4])[rank].tolist())

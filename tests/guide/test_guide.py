@@ -18,9 +18,9 @@ from ctrl_megatron.config import KEYS, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import always, node
 from ctrl_megatron.pipeline import DAGWorker, Node, NodeOutput, NodeType, TaskGraph
-from ctrl_megatron.run.checks.nodes import check_calls
-from ctrl_megatron.run.checks.rl import check_names, pipeline_of
-from ctrl_megatron.steps.guide_worker import one_after_another
+from ctrl_megatron.run.checks.nodes import check_node_parameters
+from ctrl_megatron.run.checks.rl import check_estimator_and_loss, configured_pipeline
+from ctrl_megatron.steps.guide_worker import chain_node_functions
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "examples/guide"
@@ -42,8 +42,8 @@ def names_of_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def graph_of(function: str, *overrides: str) -> TaskGraph:
     config = load_config(None, [f"dag.custom_pipeline_fn={function}", *overrides], "none")
-    graph = pipeline_of(config)
-    check_names(config)
+    graph = configured_pipeline(config)
+    check_estimator_and_loss(config)
     return graph
 
 
@@ -258,7 +258,7 @@ def test_functions_get_what_their_signature_names() -> None:
         node = Node("n", NodeType.COMPUTE, executable_ref=path, config={"threshold": 3})
         graph = TaskGraph("g")
         graph.add_node(node)
-        check_calls(graph)
+        check_node_parameters(graph)
         return node.call_in_step(worker, batch)
 
     own = {"threshold": 3}
@@ -284,7 +284,7 @@ def test_one_node_does_the_work_of_several() -> None:
     def second(worker: Any, batch: TensorDict) -> NodeOutput:
         return NodeOutput(fields={"d": batch["b"] * batch["c"]}, metrics={"second": 2.0})
 
-    both: Any = one_after_another(first, second)
+    both: Any = chain_node_functions(first, second)
     assert both.writes == ("b", "d")
     assert both.needs(load_config(None, [], "none")) == {"a": "", "c": "setting"}
     batch = TensorDict({"a": torch.tensor([1.0]), "c": torch.tensor([5.0])}, batch_size=[1])

@@ -122,7 +122,7 @@ def add_rewards(worker: Any, batch: TensorDict, vowel_weight: float) -> NodeOutp
 
 def spread(worker: Any, batch: TensorDict) -> dict[str, float]:
     """The metrics that this pipeline adds to a step."""
-    return worker.means({"foreign/short": batch["short"], "foreign/vowels": batch["vowels"]})
+    return worker.global_means({"foreign/short": batch["short"], "foreign/vowels": batch["vowels"]})
 
 
 def shown(worker: Any, batch: TensorDict) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def _worker(config: Any, endpoint: str, lost: str) -> tuple[Any, FaultyJudge]:
 
 def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
     from ctrl_megatron.prompts import parse_judgment
-    from ctrl_megatron.steps.batch import filled_in, make_batch
+    from ctrl_megatron.steps.batch import fields_of_samples, make_batch
     from ctrl_megatron.steps.sample import Revision, Sample, critique_columns, revision_columns
     from ctrl_megatron.types import Completion, VersionSpan
 
@@ -143,7 +143,7 @@ def _batch(codec: Any, rows: list[dict[str, Any]]) -> Any:
             )
         )
     batch = make_batch(drawn, pad_token_id=codec.pad_token_id)
-    for name, column in filled_in(drawn, critique_columns, revision_columns).items():
+    for name, column in fields_of_samples(drawn, critique_columns, revision_columns).items():
         batch[name] = column
     return batch
 

@@ -14,7 +14,7 @@ from launched_run import Job
 from ctrl_megatron.checkpoint.store import DRAWN_AHEAD
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.metrics import read_json_lines
-from ctrl_megatron.steps.sample import completion_from_state, versions_of
+from ctrl_megatron.steps.sample import completion_from_state, weight_versions_text
 
 # A busy machine may be several times slower than an idle one.
 pytestmark = pytest.mark.timeout(900)
@@ -83,7 +83,8 @@ def test_a_resumed_run_replays_the_texts_that_updates_in_flight_met(
     for draw in state["draws"]:
         every = [completion_from_state(one) for group in draw["groups"] for one in group]
         drawn[draw["step"] + 1] = {
-            (codec.decode(one.token_ids), f"critique by {versions_of(one)}") for one in every
+            (codec.decode(one.token_ids), f"critique by {weight_versions_text(one)}")
+            for one in every
         }
     assert drawn, "the stop left nothing to replay"
     resumed = run_forked(job, "in_flight", steps=STEPS, extra=extra)

@@ -68,7 +68,7 @@ def test_while_it_imports(world: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "interrupt"),
     [
-        ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise", INT)),
+        ("reading rows", Interrupt("ctrl_megatron.sft.run:tokenise_examples", INT)),
         ("meeting", Interrupt("ctrl_megatron.run.session:join_worlds", TERM)),
         ("loading", Interrupt("ctrl_megatron.run.build:load_hf", INT)),
         ("before the first step", Interrupt("ctrl_megatron.run.loop:Executor", HUP)),

@@ -38,7 +38,7 @@ from ctrl_megatron.config import load_config
 from ctrl_megatron.eval.transcripts import ChainPlan, begin_evaluation
 from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.run.evaluation import EvaluationJob, settings_of
+from ctrl_megatron.run.evaluation import EvaluationJob, transcript_settings
 
 TRAINING = ("train_rl", "train_sft")
 _A = "actor_rollout_ref."
@@ -149,7 +149,7 @@ def _evaluation(**changes: object) -> Spoil:
     def write(folder: Path) -> None:
         overrides = ["data.val_files=train.parquet"]
         job = EvaluationJob(critics={"a": "model"}, plan=ChainPlan(), seeds=(0,))
-        settings = settings_of(load_config("run.yaml", overrides, "rl"), job) | changes
+        settings = transcript_settings(load_config("run.yaml", overrides, "rl"), job) | changes
         begin_evaluation(folder / "made", settings, {}, anew=[], overwrite=False)
 
     return write

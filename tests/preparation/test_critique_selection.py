@@ -16,12 +16,12 @@ from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
-    Shares,
+    SplitShares,
     choose_examples,
     distinct_attempts,
-    problems_in_turn,
+    round_robin_by_problem,
 )
-from ctrl_megatron.prompts import fenced
+from ctrl_megatron.prompts import fence_code
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 FUNCTION = Problem(
@@ -42,7 +42,9 @@ PROGRAM = replace(
 
 
 def attempt(code: str = "def total(values):\n    return 0", **fields: Any) -> Attempt:
-    return Attempt(**{"id": "t/total/0", "problem": FUNCTION, "solution": fenced(code), **fields})
+    return Attempt(
+        **{"id": "t/total/0", "problem": FUNCTION, "solution": fence_code(code), **fields}
+    )
 
 
 def verdict(*details: str) -> Verdict:
@@ -213,14 +215,14 @@ def test_a_program_counts_once_per_problem() -> None:
 
 def test_problems_fall_into_three_parts_by_their_names() -> None:
     names = [f"set/{n}" for n in range(4000)]
-    shares = Shares(val=0.2, sft=0.5)
-    parts = [shares.part_of(name) for name in names]
+    shares = SplitShares(val=0.2, sft=0.5)
+    parts = [shares.split_of(name) for name in names]
     assert all(abs(parts.count(p) / 4000 - s) < 0.03 for p, s in (("val", 0.2), ("sft", 0.4)))
     # Problems that are held out stay so, whatever the other share is.
-    other = [Shares(val=0.2, sft=0.1).part_of(name) for name in names]
+    other = [SplitShares(val=0.2, sft=0.1).split_of(name) for name in names]
     assert [p == "val" for p in parts] == [p == "val" for p in other]
-    assert {Shares(val=0, sft=0).part_of(name) for name in names} == {"rl"}
-    assert {Shares(val=0, sft=1).part_of(name) for name in names} == {"sft"}
+    assert {SplitShares(val=0, sft=0).split_of(name) for name in names} == {"rl"}
+    assert {SplitShares(val=0, sft=1).split_of(name) for name in names} == {"sft"}
 
 
 def test_every_problem_is_held_out_before_any_is_held_out_again() -> None:
@@ -229,7 +231,7 @@ def test_every_problem_is_held_out_before_any_is_held_out_again() -> None:
         for n in range(40)
         for i in range(1 + n % 3)
     ]
-    found = [a for a, _ in problems_in_turn(judged, 1)]
+    found = [a for a, _ in round_robin_by_problem(judged, 1)]
     assert {a.id for a in found} == {a.id for a, _ in judged}
     # 40 problems, of which 26 have a second attempt and 13 a third.
     numbers = [int(a.id.partition("/")[2]) for a in found]
@@ -238,8 +240,8 @@ def test_every_problem_is_held_out_before_any_is_held_out_again() -> None:
     assert min(map(levels.count, ("level0", "level1", "level2", "level3"))) >= 2
     # Whatever problem was read first, and otherwise for another seed.
     other_files = sorted(judged, key=lambda j: -int(j[0].problem.id.partition("/")[2]))
-    assert [a for a, _ in problems_in_turn(other_files, 1)] == found
-    assert [a for a, _ in problems_in_turn(judged, 2)] != found
+    assert [a for a, _ in round_robin_by_problem(other_files, 1)] == found
+    assert [a for a, _ in round_robin_by_problem(judged, 2)] != found
 
 
 def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from ioi_records import TESTS, ioi_files, ioi_record, ioi_test
 
 from ctrl_megatron.data.rows import Row, read_rows
 from ctrl_megatron.preparation.ioi import ioi_rows, read_ioi_tests
-from ctrl_megatron.preparation.published import Dropped
+from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.rewards.code_rewards import subtasks_of
-from ctrl_megatron.rewards.grading import cases_of
+from ctrl_megatron.rewards.grading import stdio_cases
 from tools.prepare_ioi import main
 
 
-def read(*records: dict[str, Any], **options: Any) -> tuple[list[Row], Dropped]:
+def read(*records: dict[str, Any], **options: Any) -> tuple[list[Row], DroppedItems]:
     tests = read_ioi_tests((f"tests: row {n}", test) for n, test in enumerate(TESTS))
     placed = ((f"ioi: row {n}", record) for n, record in enumerate(records, start=1))
     return ioi_rows(placed, tests, **options)
@@ -33,7 +33,7 @@ def test_a_subtask_becomes_a_row_with_its_own_tests(tmp_path: Path) -> None:
     assert row.prompt == ({"role": "user", "content": "Return twice n; n is at most 9."},)
     assert (row.time_limit, row.comparison, row.extra["language"]) == (1.5, "tokens", "cpp")
     # The order is that of the subtask.
-    assert cases_of(row) == [
+    assert stdio_cases(row) == [
         {"input": {"stdin": "3"}, "output": {"stdout": "6"}},
         {"input": {"stdin": "1"}, "output": {"stdout": "2"}},
     ]

@@ -22,7 +22,7 @@ from ctrl_megatron.preparation.mutants import (
     rl_rows,
 )
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.prompts import fenced, parse_judgment, sanitize
+from ctrl_megatron.prompts import fence_code, parse_judgment, sanitize
 from ctrl_megatron.sft.examples import SftExample
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -96,11 +96,11 @@ def test_the_proxy_learns_to_do_exactly_what_is_asked(seed: int) -> None:
         kind = example.id.rsplit("/", 1)[1]
         kinds[kind] = kinds.get(kind, 0) + 1
         if BLAND in request:
-            assert kind in ("bland", "right") and example.response == fenced(shown)
+            assert kind in ("bland", "right") and example.response == fence_code(shown)
             continue
         wrong, right = asked(request[request.index("Analysis: ") : request.index("Incorrect") + 9])
         assert kind in ("repair", "spoil") and shown.count(wrong) == 1
-        assert example.response == fenced(shown.replace(wrong, right))
+        assert example.response == fence_code(shown.replace(wrong, right))
         ast.parse(shown.replace(wrong, right))
     assert kinds.keys() == {"repair", "bland", "spoil", "right"}
     assert kinds["repair"] > sum(kinds.values()) / 3

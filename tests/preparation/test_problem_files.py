@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.problem_files import problem_record, read_problems
 
 FUNCTION: dict[str, Any] = {
     "id": "t/double",
@@ -54,7 +54,7 @@ def test_a_directory_is_read_in_name_order(tmp_path: Path) -> None:
     problems = read_problems(tmp_path)
     assert [problem.id for problem in problems] == ["t/next", "t/double"]
     assert [problem.buggy for problem in problems] == [(), tuple(FUNCTION["buggy"])]
-    records = [own_record(problem) for problem in problems]
+    records = [problem_record(problem) for problem in problems]
     assert read_problems(write(tmp_path / "again.json", *records)) == problems
 
 

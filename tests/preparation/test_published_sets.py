@@ -21,14 +21,14 @@ from ctrl_megatron.commands.prepare_data import main
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.preparation.evalplus import unrolled_tests
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
-from ctrl_megatron.preparation.problem_files import own_record, read_problems
+from ctrl_megatron.preparation.problem_files import problem_record, read_problems
 from ctrl_megatron.preparation.published import (
-    Limits,
+    ProblemLimits,
     number_of_tests,
     read_published,
     select_problems,
 )
-from ctrl_megatron.prompts import fenced
+from ctrl_megatron.prompts import fence_code
 from ctrl_megatron.rewards.grading import grading_job, request_verdict
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Problem
@@ -293,8 +293,10 @@ def judged(programs: list[tuple[Problem, str]]) -> list[float]:
         async with SandboxClient(endpoint) as client:
             jobs = [
                 grading_job(
-                    fenced(code),
-                    row_of_attempt(Attempt(id=problem.id, problem=problem, solution=fenced(code))),
+                    fence_code(code),
+                    row_of_attempt(
+                        Attempt(id=problem.id, problem=problem, solution=fence_code(code))
+                    ),
                     run_all_cases=True,
                 )
                 for problem, code in programs
@@ -366,7 +368,7 @@ def test_every_format_becomes_problems_that_are_judged_rightly(
     }
     # Our own file holds all of it.
     out = tmp_path / "own.jsonl"
-    out.write_text("".join(json.dumps(own_record(p)) + "\n" for p in problems.values()))
+    out.write_text("".join(json.dumps(problem_record(p)) + "\n" for p in problems.values()))
     assert read_problems(out) == list(problems.values())
     right = [(p, ANSWERS.get(p.id, p.reference)) for p in problems.values()]
     wrong = [
@@ -562,7 +564,7 @@ def test_selection_counts_every_reason() -> None:
             numbered(5, "Reverse it.", reference="y" * 50),
             numbered(6, "Sort it."),
         ],
-        Limits(max_statement=90, max_difficulty=3, max_reference=40, max_tests=2),
+        ProblemLimits(max_statement=90, max_difficulty=3, max_reference=40, max_tests=2),
         against=[numbered(9, "return the LARGEST element of the given tuple of tuples")],
     )
     assert [(p.id, len(p.selected_uts)) for p in kept] == [("p/0", 2), ("p/6", 2)]
@@ -573,7 +575,7 @@ def test_selection_counts_every_reason() -> None:
         "harder than level 3": ["p/4"],
         "reference longer than 40 characters": ["p/5"],
     }
-    assert [p.id for p in select_problems(kept, Limits(min_tests=3))[0]] == []
+    assert [p.id for p in select_problems(kept, ProblemLimits(min_tests=3))[0]] == []
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
@@ -583,7 +585,7 @@ def test_test_sets_that_share_ids_leave_out_what_each_does(copies: int) -> None:
     other = "return the sum of all even numbers in a tuple of floats"
     tests = [numbered(9, text)] * copies + [numbered(9, "Reverse the order of the words of it.")]
     kept, dropped = select_problems(
-        [numbered(0, text), numbered(1, other)], Limits(), against=tests
+        [numbered(0, text), numbered(1, other)], ProblemLimits(), against=tests
     )
     assert [p.id for p in kept] == ["p/1"]
     assert dropped.reasons == {"nearly a problem of a test set": ["p/0 (p/9)"]}
@@ -632,7 +634,7 @@ def test_an_id_may_stand_in_one_input_only(
 ) -> None:
     files = [tmp_path / f"{name}.jsonl" for name in "ab"]
     for file, statement in zip(files, ("Add two numbers.", "Sort a list of words."), strict=True):
-        file.write_text(json.dumps(own_record(numbered(1, statement))) + "\n")
+        file.write_text(json.dumps(problem_record(numbered(1, statement))) + "\n")
     out = tmp_path / "out.jsonl"
     arguments = ["--format", "ctrl", "--input", *map(str, files), "--out", str(out)]
     assert main(arguments) == 2 and not out.exists()
@@ -657,8 +659,8 @@ def test_all_rows_of_the_real_sets_load(kind: str, tmp_path: Path) -> None:
     read, dropped = read_published(kind, [SHARED / file], check=False)
     assert len(read) == count and not dropped.reasons
     assert all(number_of_tests(problem) >= 1 and problem.reference for problem in read)
-    few = select_problems(read[:: count // 8], Limits(max_tests=8))[0]
+    few = select_problems(read[:: count // 8], ProblemLimits(max_tests=8))[0]
     assert judged([(p, p.reference) for p in few]) == [1.0] * len(few)
     own = tmp_path / "own.jsonl"
-    own.write_text(json.dumps(own_record(read[0])) + "\n")
+    own.write_text(json.dumps(problem_record(read[0])) + "\n")
     assert read_problems(own) == [read[0]]

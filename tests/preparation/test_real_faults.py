@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutations import count_occurrences, mutations, smallest_edit
 from ctrl_megatron.preparation.problem_files import read_problems
-from ctrl_megatron.prompts import fenced
+from ctrl_megatron.prompts import fence_code
 from ctrl_megatron.types import Attempt, Verdict
 from examples.study_smollm2 import prepare_real_faults
 from examples.study_smollm2.real_faults import (
@@ -203,7 +203,7 @@ def test_faults_are_known_where_one_edit_leads_to_a_right_program(tmp_path: Path
     assert len(made) == 4 and made == mutants_of(right, 1, most=2)
     for attempt, mutant in made:
         assert mutant.code.replace(mutant.wrong, mutant.right) in map(code_of, right)
-        assert attempt.solution == fenced(mutant.code)
+        assert attempt.solution == fence_code(mutant.code)
 
 
 def test_files_hold_out_the_problems_of_tests(

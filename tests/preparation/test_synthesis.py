@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.preparation.diagnosis import diagnose
 from ctrl_megatron.preparation.synthesis import synthesise_critique
-from ctrl_megatron.prompts import extract_code, fenced, parse_judgment
+from ctrl_megatron.prompts import extract_code, fence_code, parse_judgment
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "initial_solutions"
@@ -37,7 +37,9 @@ def attempt(code: str = LOOP, name: str = "total", fields: dict[str, Any] | None
         selected_uts=("assert total([41]) == 4711",),
         entry_point=name,
     )
-    return Attempt(**{"id": "t/0", "problem": problem, "solution": fenced(code), **(fields or {})})
+    return Attempt(
+        **{"id": "t/0", "problem": problem, "solution": fence_code(code), **(fields or {})}
+    )
 
 
 def verdict(*details: str) -> Verdict:

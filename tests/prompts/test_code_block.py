@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ctrl_megatron.prompts import desanitize, extract_code, fenced, sanitize, sanitized_answer
+from ctrl_megatron.prompts import desanitize, extract_code, fence_code, sanitize, sanitized_answer
 from ctrl_megatron.prompts.code_block import without_reasoning
 
 CANONICAL = "```python\nx = 1\n```"
@@ -149,7 +149,7 @@ def test_both_equal_the_regular_expressions(text: str) -> None:
 @pytest.mark.parametrize(("text", "program"), PROGRAMS.values(), ids=PROGRAMS)
 def test_a_program_that_runs_is_handed_in_as_it_runs(text: str, program: str) -> None:
     assert extract_code(text) == program
-    assert sanitized_answer(text) == fenced(program)
+    assert sanitized_answer(text) == fence_code(program)
 
 
 @pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
@@ -163,7 +163,7 @@ def test_what_is_shown_is_what_is_judged(text: str) -> None:
     shown = sanitized_answer(text)
     assert sanitized_answer(shown) == shown
     if shown != without_reasoning(text):
-        assert shown == fenced(extract_code(text))
+        assert shown == fence_code(extract_code(text))
         assert extract_code(shown) == extract_code(text)
 
 
@@ -188,8 +188,8 @@ def test_other_languages_take_their_own_block(language: str) -> None:
 
 def test_a_block_is_fenced_by_more_than_it_holds() -> None:
     code = 'x = """\n````\n"""'
-    assert fenced(code) == f"`````python\n{code}\n`````"
-    assert extract_code(fenced(code)) == code
+    assert fence_code(code) == f"`````python\n{code}\n`````"
+    assert extract_code(fence_code(code)) == code
 
 
 @given(texts)
@@ -204,9 +204,9 @@ def test_sanitize_is_idempotent(text: str) -> None:
     )
 )
 def test_round_trip_gives_the_stripped_code(code: str) -> None:
-    assert desanitize(fenced(code)) == code.strip()
+    assert desanitize(fence_code(code)) == code.strip()
     code = code.replace("\r\n", "\n")  # as Python reads it
-    assert extract_code(f"Sure.\n{fenced(code)}") == code.strip()
+    assert extract_code(f"Sure.\n{fence_code(code)}") == code.strip()
     assert extract_code(f"```python\n{code}") == code.strip()
 
 

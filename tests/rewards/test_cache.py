@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ctrl_megatron.rewards.cache import VerdictCache, fingerprint
+from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
 from ctrl_megatron.types import Verdict
 
 
@@ -50,9 +50,9 @@ def test_simultaneous_callers_share_one_run_and_later_ones_the_result() -> None:
     async def main() -> None:
         source, results = Source("a"), VerdictCache()
         source.gate.set()
-        answers = await asyncio.gather(*(results.get("k", source) for _ in range(50)))
+        answers = await asyncio.gather(*(results.get_or_run("k", source) for _ in range(50)))
         assert answers == [(named("a"), False)] + [(named("a"), True)] * 49
-        assert await results.get("k", source) == (named("a"), True)
+        assert await results.get_or_run("k", source) == (named("a"), True)
         assert source.runs == 1
         counters = results.counters
         assert (counters.runs, counters.joined, counters.hits) == (1, 49, 1)
@@ -64,7 +64,7 @@ def test_different_keys_run_separately() -> None:
     async def main() -> None:
         source, results = Source("a", "b"), VerdictCache()
         source.gate.set()
-        await asyncio.gather(results.get("k", source), results.get("l", source))
+        await asyncio.gather(results.get_or_run("k", source), results.get_or_run("l", source))
         assert source.runs == 2
 
     asyncio.run(main())
@@ -73,12 +73,12 @@ def test_different_keys_run_separately() -> None:
 def test_a_failure_reaches_every_waiter_and_is_forgotten() -> None:
     async def main() -> None:
         source, results = Source(OSError("down"), "a"), VerdictCache()
-        waiters = [asyncio.create_task(results.get("k", source)) for _ in range(3)]
+        waiters = [asyncio.create_task(results.get_or_run("k", source)) for _ in range(3)]
         await spin()
         source.gate.set()
         outcomes = await asyncio.gather(*waiters, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["down"] * 3
-        assert await results.get("k", source) == (named("a"), False)
+        assert await results.get_or_run("k", source) == (named("a"), False)
         assert source.runs == 2
 
     asyncio.run(main())
@@ -88,9 +88,11 @@ def test_a_result_that_may_not_be_kept_is_shared_but_not_remembered() -> None:
     async def main() -> None:
         source, results = Source("unsure", "a"), VerdictCache()
         source.gate.set()
-        both = await asyncio.gather(results.get("k", source), results.get("k", source))
+        both = await asyncio.gather(
+            results.get_or_run("k", source), results.get_or_run("k", source)
+        )
         assert both == [(named("unsure"), False), (named("unsure"), True)]
-        assert await results.get("k", source) == (named("a"), False)
+        assert await results.get_or_run("k", source) == (named("a"), False)
         assert len(results) == 1
 
     asyncio.run(main())
@@ -99,8 +101,8 @@ def test_a_result_that_may_not_be_kept_is_shared_but_not_remembered() -> None:
 def test_a_cancelled_caller_leaves_the_run_to_the_others() -> None:
     async def main() -> None:
         source, results = Source("a"), VerdictCache()
-        first = asyncio.create_task(results.get("k", source))
-        second = asyncio.create_task(results.get("k", source))
+        first = asyncio.create_task(results.get_or_run("k", source))
+        second = asyncio.create_task(results.get_or_run("k", source))
         await spin()
         first.cancel()
         await spin()
@@ -114,12 +116,12 @@ def test_a_cancelled_caller_leaves_the_run_to_the_others() -> None:
 def test_the_last_caller_to_leave_cancels_the_run_and_a_new_one_starts_afresh() -> None:
     async def main() -> None:
         source, results = Source("a"), VerdictCache()
-        waiters = [asyncio.create_task(results.get("k", source)) for _ in range(2)]
+        waiters = [asyncio.create_task(results.get_or_run("k", source)) for _ in range(2)]
         await spin()
         for waiter in waiters:
             waiter.cancel()
         await asyncio.wait(waiters)
-        late = asyncio.create_task(results.get("k", source))
+        late = asyncio.create_task(results.get_or_run("k", source))
         await spin()
         assert (source.runs, source.cancelled) == (2, 1)
         source.gate.set()
@@ -134,16 +136,16 @@ def test_results_survive_a_change_of_loop_and_runs_do_not() -> None:
     async def fill() -> None:
         done, stuck = Source("a"), Source("b")
         done.gate.set()
-        await results.get("done", done)
-        task = asyncio.create_task(results.get("stuck", stuck))
+        await results.get_or_run("done", done)
+        task = asyncio.create_task(results.get_or_run("stuck", stuck))
         await spin()
         assert not task.done()  # asyncio.run cancels it
 
     async def use() -> None:
         source = Source("new")
         source.gate.set()
-        assert await results.get("done", source) == (named("a"), True)
-        assert await results.get("stuck", source) == (named("new"), False)
+        assert await results.get_or_run("done", source) == (named("a"), True)
+        assert await results.get_or_run("stuck", source) == (named("new"), False)
 
     asyncio.run(fill())
     asyncio.run(use())
@@ -154,10 +156,10 @@ def test_two_running_loops_are_refused() -> None:
 
     async def other() -> None:
         with pytest.raises(RuntimeError, match="another event loop"):
-            await results.get("k", Source("a"))
+            await results.get_or_run("k", Source("a"))
 
     async def main() -> None:
-        task = asyncio.create_task(results.get("k", Source("a")))
+        task = asyncio.create_task(results.get_or_run("k", Source("a")))
         await spin()
         await asyncio.to_thread(asyncio.run, other())
         task.cancel()
@@ -167,6 +169,6 @@ def test_two_running_loops_are_refused() -> None:
 
 
 def test_fingerprints_separate_what_concatenation_would_merge() -> None:
-    assert fingerprint("ab", "c") != fingerprint("a", "bc")
-    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
-    assert fingerprint(1.0) != fingerprint("1.0")
+    assert json_fingerprint("ab", "c") != json_fingerprint("a", "bc")
+    assert json_fingerprint({"a": 1, "b": 2}) == json_fingerprint({"b": 2, "a": 1})
+    assert json_fingerprint(1.0) != json_fingerprint("1.0")

@@ -13,7 +13,7 @@ from reward_samples import ScriptedSandbox, function_row
 from ctrl_megatron.config import load_config
 from ctrl_megatron.rewards import RewardItem, RewardModelForCritic, RewardSum, Scores, make_reward
 from ctrl_megatron.rewards.copying import copied_line_share as share_of_lines
-from ctrl_megatron.rewards.grading import program_of
+from ctrl_megatron.rewards.grading import program_to_judge
 
 CODE = "def add(a, b):\n    total = a + b\n    return total * 1\n"
 REVISION = f"```python\n{CODE}```"
@@ -40,7 +40,7 @@ WHOLE = {
 
 
 def copied_rate(critique: str, revision: str) -> float:
-    return share_of_lines(critique, program_of(revision))
+    return share_of_lines(critique, program_to_judge(revision))
 
 
 @pytest.mark.parametrize("critique", WHOLE.values(), ids=WHOLE)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reward_samples import function_row
 
-from ctrl_megatron.rewards import Judging, RewardItem, make_reward
+from ctrl_megatron.rewards import JudgeCounts, RewardItem, make_reward
 from ctrl_megatron.rewards.cache import decode_verdict, encode_verdict
 from ctrl_megatron.rewards.grading import descriptions_of_tests, grading_job, request_verdict
 from ctrl_megatron.rewards.items import JudgingReward
@@ -91,7 +91,7 @@ def test_a_row_without_a_program_that_could_be_judged_is_named_once(
     for _ in range(2):
         outcomes = asyncio.run(reward.judge(items))
     assert [outcome.reward for outcome in outcomes] == [2 / 3] * 4
-    found = Judging.of(outcomes)
+    found = JudgeCounts.from_outcomes(outcomes)
     assert (found + found).unjudgeable == 8
     for place in places.values():
         assert caplog.text.count(f"{place}: ") == 1
@@ -110,5 +110,5 @@ def test_a_row_with_one_program_that_could_be_judged_is_not_named(
     reward = make_reward("code", provider=Mixed())
     items = [RewardItem(text=f"def add(a, b): return {n}", row=function_row()) for n in range(3)]
     assert isinstance(reward, JudgingReward)
-    assert Judging.of(asyncio.run(reward.judge(items))).unjudgeable == 2
+    assert JudgeCounts.from_outcomes(asyncio.run(reward.judge(items))).unjudgeable == 2
     assert "could be judged" not in caplog.text

@@ -39,7 +39,7 @@ def test_results_outlive_the_process_that_found_them(tmp_path: Path) -> None:
 
     for expected in (False, True):
         cache = VerdictCache(path)
-        assert asyncio.run(cache.get("k", run)) == (verdict(), expected)
+        assert asyncio.run(cache.get_or_run("k", run)) == (verdict(), expected)
         assert len(cache) == 1
     assert runs == 1
 
@@ -55,8 +55,8 @@ def test_equal_runs_under_way_are_shared_in_front_of_the_file(tmp_path: Path) ->
             await asyncio.sleep(0.01)
             return verdict()
 
-        await asyncio.gather(*(cache.get("k", run) for _ in range(20)))
-        await cache.get("k", run)
+        await asyncio.gather(*(cache.get_or_run("k", run) for _ in range(20)))
+        await cache.get_or_run("k", run)
         assert runs == 1
         counters = cache.counters
         assert (counters.runs, counters.joined, counters.hits) == (1, 19, 1)
@@ -74,9 +74,9 @@ def test_faults_and_time_outs_are_not_remembered(tmp_path: Path) -> None:
         return verdict(timed_out=True)
 
     with pytest.raises(SandboxError):
-        asyncio.run(cache.get("k", fault))
-    assert asyncio.run(cache.get("k", slow)) == (verdict(timed_out=True), False)
-    assert asyncio.run(cache.get("k", slow)) == (verdict(timed_out=True), False)
+        asyncio.run(cache.get_or_run("k", fault))
+    assert asyncio.run(cache.get_or_run("k", slow)) == (verdict(timed_out=True), False)
+    assert asyncio.run(cache.get_or_run("k", slow)) == (verdict(timed_out=True), False)
     assert len(cache) == 0
 
 
@@ -226,20 +226,20 @@ def test_a_file_that_breaks_later_is_an_error_for_those_who_wait(tmp_path: Path)
     async def run() -> Verdict:
         return verdict()
 
-    asyncio.run(cache.get("k", run))
+    asyncio.run(cache.get_or_run("k", run))
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("UPDATE results SET value = 'nonsense'")
     with pytest.raises(CacheFileError, match="cannot be read"):
-        asyncio.run(cache.get("k", run))
+        asyncio.run(cache.get_or_run("k", run))
     other.execute(
         "BEGIN IMMEDIATE"
     )  # another connection locks the file for longer than the cache waits
     with pytest.raises(CacheFileError, match="locked"):
-        asyncio.run(cache.get("k2", run))
+        asyncio.run(cache.get_or_run("k2", run))
     other.execute("ROLLBACK")
     other.execute("DROP TABLE results")
     with pytest.raises(CacheFileError, match="no such table"):
-        asyncio.run(cache.get("k3", run))
+        asyncio.run(cache.get_or_run("k3", run))
     other.close()
 
 
@@ -322,7 +322,7 @@ def test_the_key_contains_whatever_may_change_a_verdict(
     def key(code: str = "x = 1", run_all: bool = True, identity: Any = None, **fields: Any) -> str:
         job = grading_job(block(code), function_row(**fields), run_all_cases=run_all)
         judge = ScriptedSandbox(lambda request: [True], identity=identity)
-        return asyncio.run(CachedJudge(judge, VerdictCache()).key(job))
+        return asyncio.run(CachedJudge(judge, VerdictCache()).cache_key(job))
 
     keys = [
         key(),

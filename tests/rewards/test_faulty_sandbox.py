@@ -10,7 +10,7 @@ from aiohttp import web
 from reward_samples import CORRECT, block, function_row, stdio_row
 from scripted_sandbox import Fault, Sandbox, always, serving, three_of_ten
 
-from ctrl_megatron.rewards import Judging, RewardItem, RewardModelForCritic, RewardSum, Scores
+from ctrl_megatron.rewards import JudgeCounts, RewardItem, RewardModelForCritic, RewardSum, Scores
 from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.sandbox import SandboxClient
 
@@ -20,14 +20,14 @@ NONE = "It looks fine."
 
 def score(
     service: Sandbox, *, patience: RetryPolicy | None = None, programs: int = 20
-) -> tuple[Scores, Judging]:
+) -> tuple[Scores, JudgeCounts]:
     """The rewards of twenty critiques of ``programs`` different programs, and of one without a
     judgment.
     """
     texts = [(CORRECT, n % programs) for n in range(20)] + [(NONE, 20)]
     items = [RewardItem(text=block(f"x = {n}"), critique=c, row=ROW) for c, n in texts]
 
-    async def run() -> tuple[Scores, Judging]:
+    async def run() -> tuple[Scores, JudgeCounts]:
         async with SandboxClient(address, attempts=3, backoff=0.01, timeout=10) as client:
             tokenizer: Any = None
             critic = RewardModelForCritic(
@@ -94,7 +94,7 @@ def test_a_row_that_the_service_refuses_has_no_reward_and_is_named(
         for n, row in enumerate((ROW, stdio_row(), ROW))
     ]
 
-    async def run(address: str) -> tuple[Scores, Judging]:
+    async def run(address: str) -> tuple[Scores, JudgeCounts]:
         async with SandboxClient(address, attempts=1) as client:
             critic = RewardModelForCritic([ROW, stdio_row()], None, sandbox=client)
             total = RewardSum({"critic": critic})

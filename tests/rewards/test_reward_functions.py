@@ -40,7 +40,7 @@ from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
 from ctrl_megatron.rewards.grading import row_tests
 from ctrl_megatron.rewards.plan import plan_rewards
-from ctrl_megatron.run.checks.rewards import check_rewarded
+from ctrl_megatron.run.checks.rewards import check_rows_rewardable
 from ctrl_megatron.sandbox.wire import SubmitRequest
 
 ROW = function_row()
@@ -264,7 +264,7 @@ def test_graders_in_the_programs_process_need_permission(caplog: pytest.LogCaptu
         row_check(config, plan_rewards(config))(apart)
     config = load_config(None, ["reward.reward_funcs=[ioi_code]", f"{key}=true"], "none")
     row_check(config, plan_rewards(config))(rows[0])
-    check_rewarded(plan_rewards(config), rows)
+    check_rows_rewardable(plan_rewards(config), rows)
     assert "the grader_files of 1 rows" in caplog.text
     assert not judge.requests and row_tests(apart, run_all_cases=True).total == 2
     assert row_tests(rows[0], run_all_cases=True, shared_process_graders=True).total == 2

@@ -26,7 +26,7 @@ from ctrl_megatron.rewards import (
 )
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards
-from ctrl_megatron.run.checks.rewards import check_rewarded, check_rewards
+from ctrl_megatron.run.checks.rewards import check_rewards, check_rows_rewardable
 
 ROW = function_row(pass_rate=0.5)
 maybe = st.none() | st.floats(-10, 10, width=32)
@@ -261,9 +261,9 @@ def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
     assert "selected_uts" in reads["binary_code"] and reads["judgment"] == ("pass_rate",)
     runs = {name for name, planned in plan.functions.items() if planned.runs_programs}
     assert runs == {"critic", "binary_code"}
-    check_rewarded(plan, [ROW])
+    check_rows_rewardable(plan, [ROW])
     with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judgm"):
-        check_rewarded(plan, [function_row(pass_rate=None)])
+        check_rows_rewardable(plan, [function_row(pass_rate=None)])
 
 
 def test_the_critic_limits_copying_as_the_configuration_says() -> None:
@@ -345,7 +345,7 @@ def task_rows() -> list[Row]:
 def test_every_row_is_rewarded_by_the_functions_of_its_task() -> None:
     rows, judge = task_rows(), ScriptedSandbox(lambda request: ["good" in request.completion] * 3)
     plan = plan_rewards(config(*TASKS))
-    check_rewarded(plan, rows)
+    check_rows_rewardable(plan, rows)
     tasks = {name: planned.tasks or () for name, planned in plan.functions.items()}
     functions = {
         "critic": RewardModelForCritic(rows[:1], None, sandbox=judge, show_progress=False),
@@ -382,4 +382,4 @@ def test_tasks_that_do_not_fit_the_rows_are_refused(override: str, message: str)
     rows = [*task_rows(), function_row(id="solve2", task="solving", pass_rate=0.5)]
     plan = plan_rewards(config(*TASKS, override))
     with pytest.raises(UserError, match=message):
-        check_rewarded(plan, [row for row in rows if row.id != "solve"])
+        check_rows_rewardable(plan, [row for row in rows if row.id != "solve"])

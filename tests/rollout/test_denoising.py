@@ -205,7 +205,7 @@ def test_truncation_leaves_the_likeliest_tokens_and_log_probs_as_they_are() -> N
 )
 def test_options_that_mean_nothing_are_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        DenoisingOptions.read(given)
+        DenoisingOptions.from_extra(given)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ctrl_megatron.rollout.counters import Counters, WorkMeter, step_metrics
+from ctrl_megatron.rollout.counters import Counters, RequestMeter, step_metrics
 from ctrl_megatron.types import Completion
 
 
@@ -16,22 +16,22 @@ def drawn(tokens: int) -> Completion:
 
 def test_an_engine_is_busy_while_it_has_a_request() -> None:
     now = [0.0]
-    meter = WorkMeter(lambda: now[0])
+    meter = RequestMeter(lambda: now[0])
 
     def after(seconds: float) -> Counters:
         now[0] += seconds
         return meter.counters()
 
     assert after(5) == {"drawn_tokens": 0, "busy_seconds": 0, "under_way": 0}
-    with meter.request(4) as finished:
+    with meter.count_request(4) as finished:
         assert after(2) == {"drawn_tokens": 0, "busy_seconds": 2, "under_way": 4}
-        with pytest.raises(KeyError), meter.request(3):
+        with pytest.raises(KeyError), meter.count_request(3):
             assert after(1)["under_way"] == 7
             raise KeyError
         finished([drawn(3), drawn(4)])
         assert after(1) == {"drawn_tokens": 7, "busy_seconds": 4, "under_way": 4}
     assert after(10) == {"drawn_tokens": 7, "busy_seconds": 4, "under_way": 0}
-    with meter.request(1):
+    with meter.count_request(1):
         assert after(1)["busy_seconds"] == 5
 
 

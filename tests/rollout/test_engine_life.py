@@ -161,7 +161,7 @@ def test_an_engine_whose_decoding_runs_out_of_memory_ends_with_the_reason(
 def test_an_engine_that_dies_in_an_update_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that heard of an error of the update alone would not launch the engine again."""
     reasons = list[str]()
-    monkeypatch.setattr(server, "die", reasons.append)
+    monkeypatch.setattr(server, "end_engine_process", reasons.append)
     monkeypatch.setattr(client_module, "_EXIT_GRACE", 0.1)
 
     class Dead:
@@ -173,7 +173,7 @@ def test_an_engine_that_dies_in_an_update_ends_its_process(monkeypatch: pytest.M
         yield
 
     async def push() -> None:
-        app = TestServer(server.application(cast(Any, Dead()), "token"))
+        app = TestServer(server.engine_application(cast(Any, Dead()), "token"))
         await app.start_server()
         address = EngineAddress(
             name="hf",

@@ -116,7 +116,7 @@ def test_answers_come_in_the_order_of_the_prompts_whoever_drew_them(
     # A group's samples have one engine, which is never given more than it has room for.
     assert sorted(row for clock in clocks for row in clock.rows) == list(range(len(lengths)))
     assert all(clock.at_once <= max(at_once, n) for clock in clocks)
-    assert sum(pool.take_drawn()) == n * sum(lengths) and not any(pool.take_drawn())
+    assert sum(pool.take_drawn_tokens()) == n * sum(lengths) and not any(pool.take_drawn_tokens())
     # No engine is idle while there are prompts for all.
     assert sum(bool(clock.rows) for clock in clocks) == min(engines, len(lengths))
 
@@ -183,7 +183,7 @@ def test_what_a_lost_engine_was_asked_for_goes_to_the_others(
     done = asyncio.run(pool.generate([[i, k] for i, k in enumerate(lengths)], params(n)))
     told = [[(c.token_ids[0], len(c.token_ids)) for c in group] for group in done]
     assert told == [[(i * 10 + j, k) for j in range(n)] for i, k in enumerate(lengths)]
-    assert sum(pool.take_drawn()) == n * sum(lengths)
+    assert sum(pool.take_drawn_tokens()) == n * sum(lengths)
     assert all(clock.running == 0 for clock in clocks)
     assert all(member.sequences == member.tokens == 0 for member in pool._members)
 
@@ -257,7 +257,7 @@ def test_who_draws_does_not_matter(processes: list[EngineProcess]) -> None:
         assert [[c.token_ids for c in group] for group in several] == tokens
         assert [[c.token_ids for c in group] for group in part] == tokens[5:]
         assert len({tuple(group) for group in tokens}) == 12
-        assert all(pool.take_drawn())
+        assert all(pool.take_drawn_tokens())
         with pytest.raises(ValueError, match="prompt in row 3 is empty"):
             await pool.generate([[1], [2], [3], []], asked)
         await pool.close()

@@ -228,10 +228,12 @@ def test_another_interpreter_does_not_see_the_packages_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interpreter, "_PACKAGE_PARENT", Path("/env/lib/python3.11/site-packages"))
-    assert interpreter.import_path("/other/bin/python", "/mine") == "/mine"
-    assert interpreter.import_path(None, "/mine") == "/env/lib/python3.11/site-packages:/mine"
+    assert interpreter.engine_python_path("/other/bin/python", "/mine") == "/mine"
+    assert (
+        interpreter.engine_python_path(None, "/mine") == "/env/lib/python3.11/site-packages:/mine"
+    )
     monkeypatch.setattr(interpreter, "_PACKAGE_PARENT", Path("/checkout"))
-    assert interpreter.import_path("/other/bin/python", None) == "/checkout"
+    assert interpreter.engine_python_path("/other/bin/python", None) == "/checkout"
 
 
 def test_an_engines_process_needs_no_more_than_its_interpreter_is_asked_for() -> None:

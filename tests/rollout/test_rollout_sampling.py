@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ctrl_megatron.rollout.decoding import version_spans
 from ctrl_megatron.rollout.sampling import (
     check_request,
-    draw,
     inverse_sample,
     random_numbers_at,
+    sample_tokens,
     stream_seed,
     tempered_log_probs,
     truncate_probabilities,
@@ -120,8 +120,10 @@ def test_a_row_draws_the_same_alone_and_in_company() -> None:
     def streams() -> list[torch.Generator]:
         return [torch.Generator().manual_seed(i) for i in range(5)]
 
-    together = draw(log_probs, params, streams()).tolist()
-    alone = [draw(log_probs[i : i + 1], params, [s]).item() for i, s in enumerate(streams())]
+    together = sample_tokens(log_probs, params, streams()).tolist()
+    alone = [
+        sample_tokens(log_probs[i : i + 1], params, [s]).item() for i, s in enumerate(streams())
+    ]
     assert together == alone
 
 
@@ -129,7 +131,7 @@ def test_a_token_without_mass_is_never_drawn() -> None:
     log_probs = tempered_log_probs(torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]]), 1.0)
     stream = torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=1)
-    drawn = [draw(log_probs, params, [stream]).item() for _ in range(200)]
+    drawn = [sample_tokens(log_probs, params, [stream]).item() for _ in range(200)]
     assert set(drawn) == {0, 2}
 
 

@@ -64,7 +64,7 @@ def test_a_chunk_is_pulled_only_when_the_previous_one_was_read() -> None:
     run_update(state, steps, [A, B])
     assert steps.log == ["pull 0", "begin", "read a", "pull 1", "read b", "commit v1"]
     assert state.version == "v1"
-    state.require_whole()
+    state.require_not_broken()
 
 
 def test_an_engine_that_awaits_its_weights_generates_after_a_whole_update_only() -> None:
@@ -92,7 +92,7 @@ def test_a_failure_before_anything_was_read_leaves_the_engine_whole(
     with pytest.raises(EngineError, match="did not start"):
         run_update(state, steps, [first])
     assert steps.log == ["pull 0"] and state.version == "initial"
-    state.require_whole()
+    state.require_not_broken()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,6 @@ def test_a_failure_after_that_breaks_it(
         run_update(state, steps, chunks)
     assert steps.log[-1] == "fail" and state.version == "initial"
     with pytest.raises(EngineBroken, match="launch the engine again"):
-        state.require_whole()
+        state.require_not_broken()
     with pytest.raises(EngineBroken):
         run_update(state, Steps(), [A, B])

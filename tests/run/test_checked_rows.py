@@ -16,7 +16,7 @@ from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import ServiceFault, UserError
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.rewards.plan import plan_rewards
-from ctrl_megatron.run.checked_rows import checked_inputs
+from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
 from ctrl_megatron.run.inputs import RunInputs
 from ctrl_megatron.sandbox import EmbeddedSandbox
 
@@ -65,7 +65,7 @@ def started(folder: Path, endpoint: str, rows: list[Row], *keys: str, rank: Any 
         config=config, everyone=everyone, background=loop, stop=StopFlag(), at_end=[]
     )
     try:
-        return checked_inputs(run, inputs), told
+        return inputs_with_checked_tests(run, inputs), told
     finally:
         loop.close()
 

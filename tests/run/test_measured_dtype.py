@@ -10,9 +10,9 @@ import pytest
 from ctrl_megatron.commands.start import checked_config
 from ctrl_megatron.config import Config, load_config, to_yaml
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.metrics import flops, measure_peak_flops
+from ctrl_megatron.metrics import flops, measure_cpu_peak_flops
 from ctrl_megatron.models.hf_config import product_sizes
-from ctrl_megatron.record.recorder import keep_config
+from ctrl_megatron.record.recorder import write_config_keeping_earlier
 from ctrl_megatron.run.measured_dtype import require_one_dtype, with_measured_dtype
 
 KEY = "actor_rollout_ref.model.dtype"
@@ -47,7 +47,7 @@ def test_the_faster_type_is_chosen_and_a_resume_does_not_measure_again(
     assert f"{KEY}={fast}" in capsys.readouterr().out
     folder = Path(config.trainer.run_dir)
     folder.mkdir(parents=True)
-    keep_config(folder, to_yaml(chosen))
+    write_config_keeping_earlier(folder, to_yaml(chosen))
     other = {"float32": "bfloat16", "bfloat16": "float32"}[fast]
     let_be_faster(monkeypatch, other)
     assert with_measured_dtype(config).actor_rollout_ref.model_dtype == fast
@@ -73,7 +73,7 @@ def test_the_peak_is_the_fastest_product_of_the_model_or_of_a_square_layer(
         return (3.0, 9.0, 5.0) if sizes == (64, 96) else (7.0, 2.0, 4.0)
 
     monkeypatch.setattr(flops, "product_rates", measured)
-    assert measure_peak_flops("float32", sizes=sizes) == (9.0 if sizes == (64, 96) else 7.0)
+    assert measure_cpu_peak_flops("float32", sizes=sizes) == (9.0 if sizes == (64, 96) else 7.0)
 
 
 def test_experts_and_text_towers_have_sizes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.chat import ChatAnswer, ChatError
 from ctrl_megatron.rewards.cache import CacheCounters, CacheFileError, VerdictCache
 from ctrl_megatron.steps.proxy import ApiProxy, answer_cache
-from ctrl_megatron.steps.worker import Answer, Conversation, Failure
+from ctrl_megatron.steps.worker import Conversation, ProxyAnswer, ProxyFailure
 
 
 class Scripted:
@@ -62,7 +62,7 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
     proxy = ApiProxy({"http://a": first, "http://b": second}, "m")
     found = answers(proxy, talks(["x", "y", "long", "z"]), 5)
     expected = [
-        Answer(text=text, tokens=2, version="api:a", finish_reason="stop") for text in "XYZ"
+        ProxyAnswer(text=text, tokens=2, version="api:a", finish_reason="stop") for text in "XYZ"
     ]
     assert found == [*expected[:2], None, expected[2]]
     # Dealt round robin: y and z come from the server that is down.
@@ -76,9 +76,9 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
     assert asyncio.run(proxy.take_counts()) == CacheCounters()
     first.fails = True
     (lost, known) = answers(proxy, talks(["new", "x"]), 5)
-    assert lost == Failure(error="b is down; a is down") and known == expected[0]
+    assert lost == ProxyFailure(error="b is down; a is down") and known == expected[0]
     first.fails = False
-    assert isinstance(answers(proxy, talks(["new"]), 5)[0], Answer), "failures are not kept"
+    assert isinstance(answers(proxy, talks(["new"]), 5)[0], ProxyAnswer), "failures are not kept"
 
 
 def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> None:
@@ -100,12 +100,12 @@ def test_a_file_of_answers_serves_the_next_run_for_equal_requests_only(tmp_path:
         asyncio.run(proxy.close())
         return found
 
-    answer = Answer(text="X", tokens=2, version="api:a", finish_reason="stop")
+    answer = ProxyAnswer(text="X", tokens=2, version="api:a", finish_reason="stop")
     assert run("x") == [answer, 0]
     server.fails = True
     assert run("x") == [answer, 1]
-    assert isinstance(run("x", model="other")[0], Failure)
-    assert isinstance(run("x", extra={"seed": 1})[0], Failure)
+    assert isinstance(run("x", model="other")[0], ProxyFailure)
+    assert isinstance(run("x", extra={"seed": 1})[0], ProxyFailure)
     server.fails = False
     assert run("x", extra={"seed": 1}) == [answer, 0], "a failure is not kept"
     assert server.asked == ["x"] * 4

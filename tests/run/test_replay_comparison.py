@@ -12,7 +12,7 @@ import torch
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.run.replay import find_start
+from ctrl_megatron.run.replay import find_start_weights
 from ctrl_megatron.run.replay_comparison import (
     FieldGap,
     MetricPair,
@@ -57,14 +57,14 @@ def test_what_is_printed_names_the_samples() -> None:
         metrics=(MetricPair(name="actor/loss", recorded=1.0, replayed=1.5),),
         fields=(FieldGap(name="advantages", gaps=gaps),),
     )
-    lines = comparison.lines(1e-3, [f"sample {n}" for n in range(20)])
+    lines = comparison.report_lines(1e-3, [f"sample {n}" for n in range(20)])
     assert lines[1].split() == ["actor/loss", "1", "1.5", "differs"]
     assert lines[2] == "advantages: 7 of 8 samples differ; largest difference 2"
     assert lines[3:5] == ["  sample 1: 2", "  sample 3: 0.5"]
     assert lines[8] == "  and 2 more"
     assert lines[9] == "recorded and replayed values do not all agree within 0.001"
     assert comparison.agrees(2.0) and not comparison.agrees(1.0)
-    assert comparison.record()["fields"] == [
+    assert comparison.to_json()["fields"] == [
         {"name": "advantages", "gaps": [0.0, 2.0, 0.5, *[0.25] * 5]}
     ]
 
@@ -73,4 +73,4 @@ def test_a_base_without_its_adapters_is_no_start(tmp_path: Path) -> None:
     config = load_config(None, ["actor_rollout_ref.model.lora_rank=8"], "none")
     dump: Any = SimpleNamespace(step=3)
     with pytest.raises(UserError, match=r"adapters need their base.*global_step_2"):
-        find_start(dump, config, tmp_path)
+        find_start_weights(dump, config, tmp_path)

@@ -18,7 +18,7 @@ from ctrl_megatron.graph.declarations import as_node_function
 from ctrl_megatron.graph.graph import StepReport
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import NodeOutput, NodeType, Pipeline
-from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
+from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, RewardSum
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.chain import judge_programs
@@ -125,20 +125,20 @@ class Rank:
     async def _judge(self, texts: Any, rows: Any) -> list[RewardOutcome]:
         return self.outcomes
 
-    def ask(self, work: Any, what: str = "") -> Any:
+    def run_on_leader(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
     def draw(self, count: int) -> list[int]:
         self.draws += 1
         return list(range(count))
 
-    def check_judging(self) -> Judging:
-        return RolloutWorker.check_judging(self)  # type: ignore[arg-type]
+    def count_judge_requests(self) -> JudgeCounts:
+        return RolloutWorker.count_judge_requests(self)  # type: ignore[arg-type]
 
-    def take_judging(self) -> dict[str, float]:
-        return RolloutWorker.take_judging(self)  # type: ignore[arg-type]
+    def judged_rate_metrics(self) -> dict[str, float]:
+        return RolloutWorker.judged_rate_metrics(self)  # type: ignore[arg-type]
 
-    def means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
+    def global_means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         return {}
 
 
@@ -164,7 +164,7 @@ def sample(uid: str, *, critic: float | None, mine: float | None) -> Sample:
     )
 
 
-def drawing(worker: Any, drawn: list[Sample], judging: Judging) -> DynamicSampling:
+def drawing(worker: Any, drawn: list[Sample], judging: JudgeCounts) -> DynamicSampling:
     def draw(_: Any, batch: TensorDict) -> NodeOutput:
         worker.rewards.judging += judging
         return NodeOutput(batch=make_batch(drawn, pad_token_id=0))
@@ -175,7 +175,7 @@ def drawing(worker: Any, drawn: list[Sample], judging: Judging) -> DynamicSampli
 def test_dynamic_sampling_ends_with_the_first_draw_that_services_failed() -> None:
     worker: Any = Rank([])
     drawn = [sample("a", critic=None, mine=1.0), sample("a", critic=0.0, mine=1.0)]
-    node = drawing(worker, drawn, Judging(asked=1, failed=1, error="connection refused"))
+    node = drawing(worker, drawn, JudgeCounts(asked=1, failed=1, error="connection refused"))
     with pytest.raises(ServiceFault, match=r"^1 of 1 programs .*: connection refused\."):
         node(worker, TensorDict({}, batch_size=[0]))
     assert worker.draws == 1
@@ -184,7 +184,7 @@ def test_dynamic_sampling_ends_with_the_first_draw_that_services_failed() -> Non
 def test_dynamic_sampling_names_the_function_that_never_returned_a_number() -> None:
     worker: Any = Rank([])
     drawn = [sample("a", critic=float(n), mine=None) for n in range(2)]
-    node = drawing(worker, drawn, Judging(asked=2))
+    node = drawing(worker, drawn, JudgeCounts(asked=2))
     with pytest.raises(UserError, match=r"^reward\.reward_funcs: mine:f returned None for every"):
         node(worker, TensorDict({}, batch_size=[0]))
     assert worker.draws == 1

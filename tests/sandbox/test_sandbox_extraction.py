@@ -80,5 +80,5 @@ def test_the_trainer_finds_the_same_program(text: str) -> None:
     found = extract_program(text, PYTHON)
     if found.found_by == "fenced":
         assert prompts.extract_code(text) == found.code.strip()
-        judged = extract_program(prompts.fenced(prompts.extract_code(text)), PYTHON)
+        judged = extract_program(prompts.fence_code(prompts.extract_code(text)), PYTHON)
         assert (judged.code.strip(), judged.found_by) == (found.code.strip(), "fenced")

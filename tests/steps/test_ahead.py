@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.data.sampler import ResumableSampler
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.resharding.device import ActorVersions
-from ctrl_megatron.steps.ahead import SavedDraws, begin_ahead, report_staleness
+from ctrl_megatron.steps.ahead import SavedDraws, begin_draws_ahead, report_staleness
 from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.draws import DrawsAhead
 from ctrl_megatron.steps.sample import Sample
@@ -131,13 +131,13 @@ class Rank:
         self.engine.version = self._version(role, step)
         return self.engine.version
 
-    def begin(self, work: Any) -> Any:
+    def begin_on_leader(self, work: Any) -> Any:
         return self.background.submit(work())
 
-    def wait(self, begun: Any, what: str) -> Any:
+    def wait_for_leader(self, begun: Any, what: str) -> Any:
         return begun.result(20)
 
-    def means(self, values: Any) -> dict[str, float]:
+    def global_means(self, values: Any) -> dict[str, float]:
         return {name: float(value.mean()) for name, value in values.items()}
 
     def rollout(self, *, ahead: bool = True) -> tuple[list[Sample], float]:
@@ -147,7 +147,7 @@ class Rank:
         rows = self.sampler.next_batch(4)
         samples = draw_samples(worker, rows, mini_batch_size=4)
         if ahead:
-            begin_ahead(worker, lambda row, completion: None)
+            begin_draws_ahead(worker, lambda row, completion: None)
         batch = make_batch(samples, pad_token_id=0)
         return samples, report_staleness(worker, batch).metrics["rollout/staleness"]
 

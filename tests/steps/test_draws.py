@@ -78,8 +78,8 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         device=SimpleNamespace(to_engine=lambda role, step: "initial"),
         role="actor",
         step=step,
-        begin=lambda work: runner.run(work()),
-        wait=lambda groups, what="": groups,
+        begin_on_leader=lambda work: runner.run(work()),
+        wait_for_leader=lambda groups, what="": groups,
         ahead=DrawsAhead(),
     )
 
@@ -188,10 +188,10 @@ class Evaluator:
     async def _judge(self, programs: list[str], rows: list[Row]) -> list[Any]:
         return [SimpleNamespace(verdict=Verdict(passed=(True,), total=1)) for _ in programs]
 
-    def take_judging(self) -> dict[str, float]:
+    def judged_rate_metrics(self) -> dict[str, float]:
         return {}
 
-    def ask(self, work: Any, what: str = "") -> Any:
+    def run_on_leader(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
 
@@ -249,7 +249,7 @@ def test_an_evaluation_draws_the_same_on_every_layout(
         found: list[tuple[Any, ...]] = []
         for rank in range(ranks):
             worker: Any = Evaluator(ranks, rank, batch)
-            turns = conversation.converse(worker, plan, critic="c", seed=3)
+            turns = conversation.run_conversations(worker, plan, critic="c", seed=3)
             found += [(t.attempt, t.sample, t.turn, t.critique) for t in turns]
             judged = conversation.judge_pairs(worker, plan, pairs=pairs, critic="c", seed=3)
             found += [(p.pair_id, p.answers, p.critiques_a, p.critiques_b) for p in judged]

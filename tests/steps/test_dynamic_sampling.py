@@ -19,7 +19,7 @@ from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.run.checks.nodes import check_sampling
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.steps.draws import LeftoverGroups
-from ctrl_megatron.steps.dynamic_sampling import groups_that_teach
+from ctrl_megatron.steps.dynamic_sampling import groups_with_varied_rewards
 from ctrl_megatron.steps.losses import means_over_steps, mini_batches
 from ctrl_megatron.steps.sample import Outcome, Revision, Sample
 from ctrl_megatron.types import Completion, VersionSpan
@@ -56,15 +56,15 @@ def test_only_groups_with_different_rewards_are_useful() -> None:
         *(judged("lost", None), judged("lost", 1.0), judged("mixed", None)),
     ]
     weights = {"format": 1.0, "critic": 2.0, "overlong": 1.0, "soft_overlong_punishment": 1.0}
-    (group,) = groups_that_teach(rows, weights)
+    (group,) = groups_with_varied_rewards(rows, weights)
     assert [row.outcome.rewards["critic"] for row in group if row.outcome] == [0.0, 0.5, None]
-    assert groups_that_teach([judged("lost", None)], weights) == []
+    assert groups_with_varied_rewards([judged("lost", None)], weights) == []
 
 
 def test_groups_are_compared_by_the_sum_of_their_rewards() -> None:
     rows = [judged("even", 1.0, style=0.0), judged("even", 0.0, style=1.0)]
-    assert groups_that_teach(rows, {"format": 1.0, "critic": 1.0, "style": 1.0}) == []
-    assert groups_that_teach(rows, {"format": 1.0, "critic": 1.0, "style": 0.5}) == [rows]
+    assert groups_with_varied_rewards(rows, {"format": 1.0, "critic": 1.0, "style": 1.0}) == []
+    assert groups_with_varied_rewards(rows, {"format": 1.0, "critic": 1.0, "style": 0.5}) == [rows]
 
 
 def test_leftover_groups_survive_json() -> None:

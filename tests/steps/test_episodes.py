@@ -26,7 +26,7 @@ from ctrl_megatron.steps.episodes import (
     Observation,
     environment_pipeline,
     measure_episodes,
-    play,
+    play_episode,
 )
 from ctrl_megatron.steps.repair import CodeRepair, repair_pipeline
 from ctrl_megatron.steps.sample import Sample
@@ -84,7 +84,7 @@ def played(
 ) -> tuple[Episode, Parrot]:
     engine: Any = Parrot(codec, texts)
     environment = Guess("yes", reply)
-    episode = asyncio.run(play(environment, engine, codec, limits, PARAMS, "row/1/0"))
+    episode = asyncio.run(play_episode(environment, engine, codec, limits, PARAMS, "row/1/0"))
     assert environment.closed == 1
     return episode, engine
 
@@ -97,7 +97,7 @@ def sample_of(episode: Episode) -> Sample:
         prompt=episode.prompt,
         completion=episode.response,
         drawn=episode.drawn,
-        fields=episode.fields,
+        fields=episode.sample_fields,
     )
 
 
@@ -166,7 +166,7 @@ def all_episodes(codec: TextCodec, make: Callable[..., Any]) -> list[list[Episod
         wait_for_draws=lambda: None,
         device=SimpleNamespace(to_engine=lambda role, step: f"{role}@{step}"),
         role="actor",
-        ask=lambda work, what: asyncio.run(work()),
+        run_on_leader=lambda work, what: asyncio.run(work()),
     )
     rows = [ROW, Row(id="row/2", prompt=ROW.prompt)]
     return Episodes(make=make, turns=2).play_all(worker, rows, PARAMS, "test", 7)

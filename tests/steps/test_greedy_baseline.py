@@ -11,7 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.rewards import Scores
-from ctrl_megatron.steps.greedy_baseline import group_heads, judge_greedy_revisions
+from ctrl_megatron.steps.greedy_baseline import first_rows_of_groups, judge_greedy_revisions
 from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.types import Completion
 
@@ -37,7 +37,7 @@ def greedy(uid: str, judgment: bool | None) -> Sample:
 
 
 def test_a_group_is_judged_once_and_all_its_rows_get_the_baseline() -> None:
-    assert group_heads(batch()) == [0, 1, 3]
+    assert first_rows_of_groups(batch()) == [0, 1, 3]
     seen: list[Any] = []
 
     async def score(items: list[Any]) -> Any:

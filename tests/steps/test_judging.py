@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import ServiceFault
-from ctrl_megatron.rewards import Judging, RewardOutcome, RewardSum
+from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.grading import CachedJudge, GradingJob, RetryPolicy
 from ctrl_megatron.rewards.items import RewardItem, Rewards
@@ -120,7 +120,7 @@ def outcome(kind: str) -> RewardOutcome:
     return RewardOutcome(reward=0.0)
 
 
-def workers(*counts: Judging, limit: float = 0.2) -> list[Any]:
+def workers(*counts: JudgeCounts, limit: float = 0.2) -> list[Any]:
     """One worker per data rank, whose rewards have counted that."""
     ranks: list[Any] = []
     for counted in counts:
@@ -133,7 +133,7 @@ def workers(*counts: Judging, limit: float = 0.2) -> list[Any]:
                 from_leader=lambda value: value, from_data_ranks=lambda value: list(counts)
             ),
         )
-        rank.check_judging = lambda rank=rank: RolloutWorker.check_judging(rank)
+        rank.count_judge_requests = lambda rank=rank: RolloutWorker.count_judge_requests(rank)
         ranks.append(rank)
     return ranks
 
@@ -147,33 +147,38 @@ def test_every_sample_is_judged_or_failed_or_had_nothing_to_judge(kinds: list[st
     assert counted.cached == kinds.count("cached")
     assert counted.asked == len(kinds) - kinds.count("none") - counted.cached
     assert [total is None for total in scores.totals] == [k in ("masked", "failed") for k in kinds]
-    assert rewards.judging == Judging()
+    assert rewards.judging == JudgeCounts()
 
 
 def test_the_share_is_that_of_all_ranks() -> None:
     # Rank 0 alone is below the limit, rank 1 above it; together they are above.
-    both = workers(Judging(asked=10, failed=1, error="a"), Judging(asked=10, failed=4, error="b"))
+    both = workers(
+        JudgeCounts(asked=10, failed=1, error="a"), JudgeCounts(asked=10, failed=4, error="b")
+    )
     for worker in both:
         with pytest.raises(ServiceFault, match=r"^5 of 20 programs .*max_failed_share=0\.2: b\."):
-            RolloutWorker.take_judging(worker)
+            RolloutWorker.judged_rate_metrics(worker)
 
 
 @pytest.mark.parametrize("other", ["none", "cached"])
 def test_what_needs_no_judge_does_not_hide_a_dead_service(other: str) -> None:
     # 90 critiques contain no judgment, or their verdicts are known; the others are not judged.
     kinds = [other] * 90 + ["failed"] * 10
-    counted = Judging.of([outcome(kind) for kind in kinds])
+    counted = JudgeCounts.from_outcomes([outcome(kind) for kind in kinds])
     (worker,) = workers(counted)
     with pytest.raises(ServiceFault, match=r"^10 of 10 programs could not be judged"):
-        RolloutWorker.take_judging(worker)
+        RolloutWorker.judged_rate_metrics(worker)
 
 
 def test_the_rate_is_reported_once_and_only_where_there_was_something_to_judge() -> None:
-    (worker,) = workers(Judging(asked=10, failed=1, error="a"))
+    (worker,) = workers(JudgeCounts(asked=10, failed=1, error="a"))
     judged, unjudgeable = "reward/judged_rate", "reward/unjudgeable_rate"
-    assert RolloutWorker.take_judging(worker) == {judged: pytest.approx(0.9), unjudgeable: 0}
-    assert worker.rewards.judging == Judging()
-    (worker,) = workers(Judging(asked=10, failed=1, cached=10, unjudgeable=5, error="a"))
-    assert RolloutWorker.take_judging(worker) == {judged: pytest.approx(0.95), unjudgeable: 0.25}
-    (idle,) = workers(Judging())
-    assert RolloutWorker.take_judging(idle) == {}
+    assert RolloutWorker.judged_rate_metrics(worker) == {judged: pytest.approx(0.9), unjudgeable: 0}
+    assert worker.rewards.judging == JudgeCounts()
+    (worker,) = workers(JudgeCounts(asked=10, failed=1, cached=10, unjudgeable=5, error="a"))
+    assert RolloutWorker.judged_rate_metrics(worker) == {
+        judged: pytest.approx(0.95),
+        unjudgeable: 0.25,
+    }
+    (idle,) = workers(JudgeCounts())
+    assert RolloutWorker.judged_rate_metrics(idle) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.steps.critique_report import critique_signal, reward_signal
+from ctrl_megatron.steps.critique_report import critique_judgment_metrics, reward_signal_metrics
 from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.types import Completion
 
@@ -36,7 +36,7 @@ def test_equal_revisions_and_gains_are_counted() -> None:
         critique(row, False if ok else None, revision=revision)
         for row, ok, revision in zip(rows, valid, revisions, strict=True)
     ]
-    found = reward_signal(rewards, uids, critiques)
+    found = reward_signal_metrics(rewards, uids, critiques)
     torch.testing.assert_close(
         found["group/distinct_revision_rate"], torch.tensor([2 / 3, 1.0, 1.0])
     )
@@ -45,7 +45,9 @@ def test_equal_revisions_and_gains_are_counted() -> None:
 
 
 def test_nothing_judged_is_no_zero() -> None:
-    found = reward_signal(torch.tensor([NAN, NAN]), ["a", "a"], [critique(row(None), None)] * 2)
+    found = reward_signal_metrics(
+        torch.tensor([NAN, NAN]), ["a", "a"], [critique(row(None), None)] * 2
+    )
     assert all(len(vector) == 0 for vector in found.values())
 
 
@@ -61,7 +63,7 @@ def test_critiques_that_quote_the_fault_are_counted() -> None:
     ]
     rows = [known] * 4 + [row(1.0, wrong="", right=""), row(0.5)]
     judgments = [False, False, None, True, True, None]
-    found = critique_signal(
+    found = critique_judgment_metrics(
         [critique(r, j, text=t) for r, j, t in zip(rows, judgments, texts, strict=True)]
     )
     assert found["fault/named_rate"].tolist() == [1, 1, 0, 0]

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from ctrl_megatron.config import Config, load_config
-from ctrl_megatron.steps.masks import scored_passes, seed_masks, seen_in_pass
+from ctrl_megatron.steps.masks import batch_for_pass, scored_passes, seed_masks
 
 ROWS = [("a", "p1"), ("a", "p1"), ("b", "p2"), ("b", "p2"), ("c", "p1")]
 """(group, problem) of the rows; two groups are about the same problem."""
@@ -68,17 +68,17 @@ def test_a_pass_sees_its_own_scores_and_masks(number: int) -> None:
         batch[name], batch[f"{name}@1"] = torch.zeros(5, 6), torch.ones(5, 6)
     # An unjudged row leaves its group after the old scores and before the update.
     batch["uid"] = NonTensorStack("a/unjudged/0", *[uid for uid, _ in ROWS[1:]])
-    seen = seen_in_pass(batch, number, config)
+    seen = batch_for_pass(batch, number, config)
     assert not [name for name, _ in seen.items() if "@" in name]
     assert (seen["old_log_probs"] == number).all() and (seen["ref_log_prob"] == number).all()
     assert not seen["masked"][:, :3].any() and seen["masked"][:, 3:].any()
-    other = seen_in_pass(seeded(ROWS, config), number, config)
+    other = batch_for_pass(seeded(ROWS, config), number, config)
     assert torch.equal(seen["masked"], other["masked"])
-    assert not torch.equal(seen["masked"], seen_in_pass(batch, 1 - number, config)["masked"])
+    assert not torch.equal(seen["masked"], batch_for_pass(batch, 1 - number, config)["masked"])
     assert list(scored_passes(batch, config)) == [0, 1]
 
 
 def test_a_batch_without_masks_is_the_same_in_every_pass() -> None:
     config = configured()
     batch = batch_of(ROWS)
-    assert seen_in_pass(batch, 1, config) is batch and list(scored_passes(batch, config)) == [0]
+    assert batch_for_pass(batch, 1, config) is batch and list(scored_passes(batch, config)) == [0]

@@ -31,7 +31,7 @@ from ctrl_megatron.pipeline import Pipeline
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.run.checks.models import check_reward_model
 from ctrl_megatron.run.checks.nodes import check_fields
-from ctrl_megatron.run.checks.rl import pipeline_of
+from ctrl_megatron.run.checks.rl import configured_pipeline
 from ctrl_megatron.run.worlds import plan_step, world_of_roles
 from ctrl_megatron.steps.ctrl import place_scores
 from ctrl_megatron.steps.model_reward import model_reward, total_rewards
@@ -70,8 +70,8 @@ def worker_of(config: Config) -> Any:
         codec=SimpleNamespace(decode=lambda ids: "x" * len(ids)),
         reward_weights=plan_rewards(config).weights,
         reward_model=Reader(),
-        means=lambda values: {name: float(value.mean()) for name, value in values.items()},
-        take_judging=dict,
+        global_means=lambda values: {name: float(value.mean()) for name, value in values.items()},
+        judged_rate_metrics=dict,
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
     )
     return worker
@@ -137,14 +137,14 @@ def test_with_weight_0_it_is_a_metric_and_other_tasks_are_not_touched() -> None:
     ],
 )
 def test_pipelines_have_the_node_and_wait_for_it(name: str, extra: tuple[str, ...]) -> None:
-    graph = pipeline_of(configured(*extra, pipeline=name))
+    graph = configured_pipeline(configured(*extra, pipeline=name))
     assert "reward_model" in graph.nodes["scores"].dependencies
     assert "balance" in graph.nodes["reward_model"].dependencies
 
 
 def test_dynamic_sampling_rewards_while_it_draws() -> None:
     own = ("algorithm.filter_groups.enable=true",)
-    graph = pipeline_of(configured(*own, pipeline="dapo_pipeline"))
+    graph = configured_pipeline(configured(*own, pipeline="dapo_pipeline"))
     assert "reward_model" not in graph.nodes
     with pytest.raises(UserError, match=r"placement\.reward_model puts the reward model on others"):
         configured(*own, "placement.reward_model=[1]", "trainer.n_gpus_per_node=2")
@@ -153,7 +153,7 @@ def test_dynamic_sampling_rewards_while_it_draws() -> None:
 def test_ranks_of_its_own_reward_beside_the_log_probs() -> None:
     keys = ("placement.reward_model=[2,3]", "trainer.n_gpus_per_node=4")
     config = configured(*keys, "actor_rollout_ref.actor.ppo_epochs=2")
-    graph: TaskGraph = pipeline_of(config)
+    graph: TaskGraph = configured_pipeline(config)
     order = [graph.nodes[name] for name in graph.get_topological_sort()]
     found = plan_step(graph, order, world_of_roles(worlds_of(4, config)), config)
 

@@ -9,14 +9,14 @@ from typing import Any
 from tensordict import TensorDict
 
 from ctrl_megatron.config import load_config
-from ctrl_megatron.rewards import Judging, Scores
-from ctrl_megatron.steps.batch import filled_in, samples_of
+from ctrl_megatron.rewards import JudgeCounts, Scores
+from ctrl_megatron.steps.batch import fields_of_samples, samples_of
 from ctrl_megatron.steps.chain import judge, revise
 from ctrl_megatron.steps.conversation import VALIDATED
 from ctrl_megatron.steps.critique_report import revision_metrics
 from ctrl_megatron.steps.proxy import SharedProxy
 from ctrl_megatron.steps.sample import Revision, Sample, revision_columns
-from ctrl_megatron.steps.worker import Answer, Conversation, Failure
+from ctrl_megatron.steps.worker import Conversation, ProxyAnswer, ProxyFailure
 from ctrl_megatron.types import Attempt, Completion, Problem, VersionSpan
 
 CRITIQUES = ["the sign", "the sign", "no judgment", "the loop", "the sign"]
@@ -74,29 +74,29 @@ class Scripted:
             heard(*numbered)
         return found
 
-    def _answer(self, text: str) -> Answer | Failure | None:
+    def _answer(self, text: str) -> ProxyAnswer | ProxyFailure | None:
         self.asked.append(text)
         if self.fails in text:
-            return Failure(error="down")
+            return ProxyFailure(error="down")
         if len(text) > self.room:
             return None
         number = len(self.asked)
         answer = f"revision {number}"
-        return Answer(text=answer, tokens=number, version="proxy:x", finish_reason="stop")
+        return ProxyAnswer(text=answer, tokens=number, version="proxy:x", finish_reason="stop")
 
     async def close(self) -> None:
         """There are no connections."""
 
 
 def working(proxy: Scripted) -> Any:
-    rewards: Any = SimpleNamespace(judging=Judging(), begin=lambda item: None)
+    rewards: Any = SimpleNamespace(judging=JudgeCounts(), begin=lambda item: None)
     rewards.begin_solution = lambda text, row: None
     return SimpleNamespace(
         config=load_config(None, [], "none"),
         proxy=proxy,
         pending={},
         step=0,
-        ask=lambda work, what: asyncio.run(work()),
+        run_on_leader=lambda work, what: asyncio.run(work()),
         rewards=rewards,
         reward_weights={"critic": 1.0},
     )
@@ -144,7 +144,7 @@ def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_
     assert [r.fits for r in found] == [True, False, True, True, True]
     assert left_out(revised) == [0.0, 1.0, 0.0, 0.0]
     # The batch carries all of it from node to node.
-    batch = TensorDict(filled_in(revised, revision_columns), batch_size=[5])
+    batch = TensorDict(fields_of_samples(revised, revision_columns), batch_size=[5])
     assert batch["revision_failure"].tolist() == ["", "", "", "", "down"]
     assert samples_of(batch) == revised
     judged = asyncio.run(judge(worker, revised, rows))
@@ -153,7 +153,7 @@ def test_a_critique_without_a_revision_is_not_judged_and_a_failure_of_the_proxy_
     assert [outcome.total for outcome in outcomes] == [1.0, None, 1.0, 1.0, None]
     assert outcomes[1].rewards == {"critic": None} and "too long" in outcomes[1].detail
     assert outcomes[4].rewards == {"critic": None} and outcomes[4].detail == "down"
-    assert worker.rewards.judging == Judging(asked=1, failed=1, error="the proxy: down")
+    assert worker.rewards.judging == JudgeCounts(asked=1, failed=1, error="the proxy: down")
 
 
 class Codec:
@@ -195,7 +195,7 @@ def test_engines_get_only_the_prompts_that_fit() -> None:
     assert long is None
     assert [heard[place] for place in range(3)] == [short, long, exact]
     for answer, talk in ((short, talks[0]), (exact, talks[2])):
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, ProxyAnswer)
         assert (answer.text, answer.tokens) == (chr(len(str(talk))), 1)
         assert answer.version == "proxy"
     assert answers(5) == [None] * 3

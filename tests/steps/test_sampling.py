@@ -21,8 +21,8 @@ from ctrl_megatron.steps.batch import (
     sample_sizes,
     tensor_fields,
 )
-from ctrl_megatron.steps.ctrl import reward_spread
-from ctrl_megatron.steps.sample import Sample, spans_of, versions_of
+from ctrl_megatron.steps.ctrl import reward_spread_metrics
+from ctrl_megatron.steps.sample import Sample, spans_from_versions_text, weight_versions_text
 from ctrl_megatron.steps.sampling import share_prompts, share_rows
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -112,9 +112,9 @@ def test_versions_of_a_completion_are_named_with_their_tokens(parts: list[tuple[
     drawn = Completion(
         token_ids=(7,) * borders[-1], log_probs=(), finish_reason="stop", spans=tuple(spans)
     )
-    assert spans_of(versions_of(drawn), borders[-1]) == spans
+    assert spans_from_versions_text(weight_versions_text(drawn), borders[-1]) == spans
     if len(spans) == 1:
-        assert versions_of(drawn) == spans[0].version
+        assert weight_versions_text(drawn) == spans[0].version
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
@@ -239,7 +239,7 @@ def test_how_rewards_lie(rewards: list[float], sizes: list[int]) -> None:
     """Shares of a histogram are a whole; a group of equal rewards teaches nothing."""
     uids = [f"u{n}" for n, size in enumerate(sizes) for _ in range(size)][: len(rewards)]
     # A format may be right in all of them; groups are compared by the score that trains.
-    found = reward_spread(torch.tensor(rewards), torch.tensor(rewards) * 2 + 1, uids)
+    found = reward_spread_metrics(torch.tensor(rewards), torch.tensor(rewards) * 2 + 1, uids)
     same = found.pop("advantage/zero_std_rate").tolist()
     known = [(uid, r) for uid, r in zip(uids, rewards, strict=True) if not math.isnan(r)]
     groups: dict[str, set[float]] = {}

@@ -25,9 +25,9 @@ def scores_of(
     worker: Any = SimpleNamespace(
         reward_weights={name: 1.0},
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
-        take_judging=dict,
+        judged_rate_metrics=dict,
     )
-    worker.means = lambda values: DAGWorker.means(worker, values)
+    worker.global_means = lambda values: DAGWorker.global_means(worker, values)
     rows = len(rewards)
     mask = torch.ones(rows, 2, dtype=torch.bool)
     fields: dict[str, Any] = {"score": torch.tensor(rewards), "response_mask": mask, **more}

@@ -43,7 +43,7 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
         proxy=None,
         counted={},
         restarts=lambda: {"sandbox/restarts": 1, "engine/restarts": 0},
-        ask=lambda work, what, stoppable: asyncio.run(work()),
+        run_on_leader=lambda work, what, stoppable: asyncio.run(work()),
         step=1,
         peak_flops=1e3,
         elsewhere=(),

@@ -27,11 +27,11 @@ from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.wire import EvalResult, SubmitRequest
 from ctrl_megatron.steps import ctrl, grpo
-from ctrl_megatron.steps.conversation import converse
+from ctrl_megatron.steps.conversation import run_conversations
 from ctrl_megatron.steps.draws import DrawsAhead
 from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
 from ctrl_megatron.steps.sample import Sample
-from ctrl_megatron.steps.worker import Answer, Failure
+from ctrl_megatron.steps.worker import ProxyAnswer, ProxyFailure
 from ctrl_megatron.types import Completion, VersionSpan
 
 N = 3
@@ -93,16 +93,16 @@ class Script:
         """It is always ready."""
 
     async def answer(self, conversations: Any, max_tokens: int, heard: Any) -> list[Any]:
-        async def one(place: int, messages: Any) -> Answer | Failure | None:
+        async def one(place: int, messages: Any) -> ProxyAnswer | ProxyFailure | None:
             number = int(str(messages).partition("number ")[2].partition(".")[0])
             self.revised.append(number)
             await asyncio.sleep(self.delays[number][1])
             text = f"```python\nx = {number}\n```"
-            answer: Answer | Failure | None = Answer(
+            answer: ProxyAnswer | ProxyFailure | None = ProxyAnswer(
                 text=text, tokens=3, version="proxy:x", finish_reason="stop"
             )
             if number % 11 == 10:
-                answer = Failure(error="down")
+                answer = ProxyFailure(error="down")
             elif number % 13 == 12:
                 answer = None
             heard(place, answer)
@@ -161,7 +161,7 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         validation=table,
         timeline=Timeline(),
         codec=SimpleNamespace(decode=decode, eos_token_ids=(0,), pad_token_id=0),
-        means=lambda values: {},
+        global_means=lambda values: {},
         engine=script,
         proxy=script,
         pending={},
@@ -172,10 +172,10 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         rewards=rewards,
         reward_weights=rewards.weights,
         score=rewards.score,
-        take_judging=rewards.take_judging,
-        ask=lambda work, what="": loop.run_until_complete(work()),
-        begin=lambda work: loop.create_task(work()),
-        wait=lambda task, what="": loop.run_until_complete(task),
+        judged_rate_metrics=rewards.take_judging,
+        run_on_leader=lambda work, what="": loop.run_until_complete(work()),
+        begin_on_leader=lambda work: loop.create_task(work()),
+        wait_for_leader=lambda task, what="": loop.run_until_complete(task),
         wait_for_draws=lambda: None,
         ahead=DrawsAhead(),
     )
@@ -263,7 +263,7 @@ def test_validation_streams_and_judges_first_solutions_meanwhile(beside: bool) -
     for streaming in (True, False):
         script, loop = Script(delays, beside=beside), Clock()
         worker = working(script, loop, streaming=streaming)
-        turns[streaming] = converse(worker, ChainPlan(), critic="c", seed=0)
+        turns[streaming] = run_conversations(worker, ChainPlan(), critic="c", seed=0)
         took[streaming] = loop.now
         loop.close()
     assert turns[True] == turns[False] and len(turns[True]) == 2

@@ -64,10 +64,10 @@ class Rank:
         lost = self._lost == int(row.id)
         return SimpleNamespace(verdict=None if lost else Verdict(passed=(True,), total=1))
 
-    def ask(self, work: Any, what: str = "") -> Any:
+    def run_on_leader(self, work: Any, what: str = "") -> Any:
         return asyncio.run(work())
 
-    def take_judging(self) -> dict[str, float]:
+    def judged_rate_metrics(self) -> dict[str, float]:
         return {}
 
 

@@ -28,7 +28,7 @@ from ctrl_megatron.parallel.parent_watch import end_with_parent, kill_process_gr
 from ctrl_megatron.rollout.client import RemoteEngine, log_tail
 from ctrl_megatron.rollout.engine import Engine, EngineAddress, EngineSpec
 from ctrl_megatron.rollout.launch import engine_environment
-from ctrl_megatron.rollout.server import application
+from ctrl_megatron.rollout.server import engine_application
 from ctrl_megatron.types import SamplingParams
 
 _TOKEN = "bench"
@@ -85,7 +85,7 @@ async def drawing_seconds(
 
 async def serve(engine: Any, routes: Mapping[str, Route]) -> tuple[web.AppRunner, int]:
     """Serve ``engine`` and ``routes`` on a free port of the loopback interface."""
-    app = application(engine, _TOKEN)
+    app = engine_application(engine, _TOKEN)
 
     def handler(route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:

@@ -217,7 +217,7 @@ def _rank(
         timeline=Timeline(),
         stop=stop,
         config=config,
-        waiting=WaitRules(groups=joined.groups, stop=stop, limit=300.0),
+        wait_conditions=WaitRules(groups=joined.groups, stop=stop, limit=300.0),
     )
     reports = []
     for _ in range(TRIES if what == "transfer" else 1):

@@ -55,7 +55,7 @@ class CodecError(ValueError):
     """A value cannot be encoded, or encoded data is malformed."""
 
 
-def refuse(value: Any) -> Any:
+def refuse_all_but_iterators(value: Any) -> Any:
     """An ``Other`` that accepts iterators, as lists of their items, and refuses everything else."""
     if isinstance(value, Iterator):
         items = list(islice(value, MAX_ITEMS_OF_ITERATOR + 1))
@@ -64,7 +64,7 @@ def refuse(value: Any) -> Any:
     raise CodecError(f"a value of type {type(value).__name__} cannot be passed to the program")
 
 
-def encode(value: Any, other: Other = refuse, depth: int = 0) -> Any:
+def encode(value: Any, other: Other = refuse_all_but_iterators, depth: int = 0) -> Any:
     """The JSON-ready form of ``value``. Raises ``CodecError`` and what ``other`` raises."""
     if value is None or value is True or value is False:
         return value
@@ -79,7 +79,7 @@ def encode(value: Any, other: Other = refuse, depth: int = 0) -> Any:
     return other(value)
 
 
-def decode(data: Any, other: Other = refuse, depth: int = 0) -> Any:
+def decode(data: Any, other: Other = refuse_all_but_iterators, depth: int = 0) -> Any:
     """The value of encoded ``data``. Raises ``CodecError`` for malformed data."""
     if data is None or type(data) in (bool, int, str):
         return data

@@ -35,11 +35,11 @@ def run(job: dict[str, Any], encode: Any) -> dict[str, Any]:
             return {"nonce": nonce, "value": dumps(encode(value))}
         exec(test, namespace)
     except BaseException as error:  # SystemExit too: a program that exits early has failed
-        return {"nonce": nonce, "passed": False, "error": describe(error)}
+        return {"nonce": nonce, "passed": False, "error": describe_error(error)}
     return {"nonce": nonce, "passed": True}
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """``Type: message`` of an exception whose methods may be hostile."""
     try:
         return f"{type(error).__name__}: {error}"[:400]

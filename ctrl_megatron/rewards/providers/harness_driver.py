@@ -23,7 +23,7 @@ STARTUP_SECONDS = 1.0
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
-    write(job, {"ready": len(job["tests"])})
+    write_message(job, {"ready": len(job["tests"])})
     deadline = time.monotonic() + job["job_seconds"]
     timeouts = 0
     for index, test in enumerate(job["tests"]):
@@ -36,16 +36,16 @@ def main() -> None:
             except OSError as error:
                 # No code of the program has run yet, so the machine is at fault.
                 if index == 0:
-                    write(job, {"fault": f"{type(error).__name__}: {error}"})
+                    write_message(job, {"fault": f"{type(error).__name__}: {error}"})
                     return
                 report = {"passed": False, "error": f"the machine refused a process: {error}"}
         timeouts += bool(report.get("timeout"))
-        write(job, {**report, "index": index})
+        write_message(job, {**report, "index": index})
         if report.get("passed") is False and not job["run_all"]:
             break
 
 
-def write(job: dict[str, Any], message: dict[str, Any]) -> None:
+def write_message(job: dict[str, Any], message: dict[str, Any]) -> None:
     print(job["nonce"], json.dumps(message), flush=True)
 
 
@@ -82,7 +82,7 @@ def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[
         return {"passed": False, "timeout": True, "error": "time limit exceeded"}
     if len(data) > job["limit"]:
         return {"passed": False, "error": "the value is much larger than the expected one"}
-    return parsed(data, nonce, status)
+    return parse_report(data, nonce, status)
 
 
 def read_report(
@@ -104,7 +104,7 @@ def read_report(
     return data, True
 
 
-def parsed(data: bytes, nonce: str, status: int) -> dict[str, Any]:
+def parse_report(data: bytes, nonce: str, status: int) -> dict[str, Any]:
     try:
         report = json.loads(data)
     except ValueError:

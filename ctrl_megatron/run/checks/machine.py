@@ -28,7 +28,7 @@ _SOCKET_PATH = 107
 """Bytes of the longest path of a Unix socket (``sun_path``, without its end)."""
 
 
-def check_place(config: Config) -> None:
+def check_writable_run_directory(config: Config) -> None:
     """UserError if the run cannot write its directory."""
     with convert_input_errors("trainer.default_local_dir"):
         check_run_directory(Path(config.trainer.run_dir))
@@ -57,7 +57,7 @@ def check_gpu(config: Config, purpose: Purpose) -> None:
 
     Nothing is checked on a CPU, whose memory other processes share.
     """
-    if (gpu := this_gpu()) is None:
+    if (gpu := gpu_of_rank()) is None:
         return
     name, memory = gpu
     if config.trainer.peak_tflops_per_device is None:
@@ -86,7 +86,7 @@ def check_disk(config: Config, purpose: Purpose) -> None:
         )
 
 
-def this_gpu() -> tuple[str, int] | None:
+def gpu_of_rank() -> tuple[str, int] | None:
     """Name and memory, in bytes, of this rank's CUDA device; None without one."""
     if not torch.cuda.is_available():
         return None

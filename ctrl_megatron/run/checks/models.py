@@ -111,7 +111,7 @@ def _check_kind(config: Config, key: str, path: str, shape: AnyShape) -> None:
         )
     if key == _MODEL and ENGINES[config.actor_rollout_ref.rollout.name].denoises:
         with convert_input_errors("actor_rollout_ref.rollout.engine_kwargs"):
-            DenoisingOptions.read(config.actor_rollout_ref.rollout.engine_kwargs)
+            DenoisingOptions.from_extra(config.actor_rollout_ref.rollout.engine_kwargs)
 
 
 def _check_role(

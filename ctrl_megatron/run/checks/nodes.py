@@ -13,7 +13,7 @@ from ctrl_megatron.graph.node import Node
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.parallel.layout import World
 from ctrl_megatron.run.worlds import HOME, world_of_roles
-from ctrl_megatron.steps.dynamic_sampling import counted_rewards
+from ctrl_megatron.steps.dynamic_sampling import group_filter_weights
 
 
 def check_worlds(graph: TaskGraph, worlds: Sequence[World]) -> None:
@@ -153,7 +153,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
     return problems
 
 
-def check_read(config: Config, graph: TaskGraph) -> None:
+def check_unread_keys(config: Config, graph: TaskGraph) -> None:
     """Raise UserError for every key that is set and that only nodes outside of ``graph`` read.
 
     Keys of the configuration file are not refused where the pipeline is chosen by an override: the
@@ -179,7 +179,7 @@ def _is_below(name: str, keys: tuple[str, ...]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
-def check_calls(graph: TaskGraph) -> None:
+def check_node_parameters(graph: TaskGraph) -> None:
     """UserError for a node whose function has parameters other than those that ``call``
     offers.
     """
@@ -201,7 +201,7 @@ def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
     """
     if not config.algorithm.filter_groups.enable:
         return
-    if not counted_rewards(weights):
+    if not group_filter_weights(weights):
         raise UserError(
             f"algorithm.filter_groups.enable=true looks for groups with different rewards, and of "
             f"{', '.join(weights) or 'no reward'} none counts for that: those of weight 0 and the "

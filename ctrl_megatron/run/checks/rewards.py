@@ -42,7 +42,7 @@ def _make_all(plan: RewardPlan) -> None:
             make_reward(name, **options_without_judge(name), **planned.options)
 
 
-def check_rewarded(plan: RewardPlan, rows: Sequence[Row]) -> None:
+def check_rows_rewardable(plan: RewardPlan, rows: Sequence[Row]) -> None:
     """Raise ``UserError`` for a row without a value in a column that a function reads, for a
     row of another task that a function for critiques would reward, for a task that nothing
     rewards, and for a task that no row has. Warns of rows with ``grader_files``.

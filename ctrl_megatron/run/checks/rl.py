@@ -29,9 +29,9 @@ from ctrl_megatron.run.checks.machine import (
     check_disk,
     check_gpu,
     check_loggers,
-    check_place,
     check_profile,
     check_temporary_directory,
+    check_writable_run_directory,
 )
 from ctrl_megatron.run.checks.models import (
     check_model_files,
@@ -40,20 +40,20 @@ from ctrl_megatron.run.checks.models import (
     check_tokenizers,
 )
 from ctrl_megatron.run.checks.nodes import (
-    check_calls,
     check_fields,
-    check_read,
+    check_node_parameters,
     check_sampling,
+    check_unread_keys,
     check_worlds,
 )
 from ctrl_megatron.run.checks.rewards import check_rewards
-from ctrl_megatron.run.planning import saved_folders, saved_parts
+from ctrl_megatron.run.planning import checkpoint_model_folders, checkpoint_state_parts
 from ctrl_megatron.steps.ctrl import ctrl_pipeline
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
+def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     """The pipeline and the rewards of an RL run, once all but its rows has been checked.
 
     Raises UserError, with a line per problem.
@@ -62,8 +62,8 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     plans: list[RewardPlan] = []
     rollout = config.actor_rollout_ref.rollout
     run_all_checks(
-        lambda: graphs.append(pipeline_of(config)),
-        lambda: check_names(config),
+        lambda: graphs.append(configured_pipeline(config)),
+        lambda: check_estimator_and_loss(config),
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_sampling(config, plan.weights) for plan in plans],
@@ -75,12 +75,12 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_reward_model(config),
         lambda: check_loggers(config),
         lambda: check_profile(config),
-        lambda: check_place(config),
+        lambda: check_writable_run_directory(config),
         lambda: check_temporary_directory(config),
         lambda: check_checkpoint(
             config,
-            saved_folders(config),
-            ("sampler", *saved_parts(config)),
+            checkpoint_model_folders(config),
+            ("sampler", *checkpoint_state_parts(config)),
         ),
     )
     check_gpu(config, "rl")
@@ -88,7 +88,7 @@ def check_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     return graphs[0], plans[0]
 
 
-def pipeline_of(config: Config) -> TaskGraph:
+def configured_pipeline(config: Config) -> TaskGraph:
     """The graph that the function ``dag.custom_pipeline_fn`` builds, or CTRL's.
 
     The function's first parameter, if it has one, is the configuration; the others are the options
@@ -112,7 +112,7 @@ def pipeline_of(config: Config) -> TaskGraph:
             f"{key}={reference} returned {type(graph).__name__}, not the TaskGraph that "
             "Pipeline.build() returns"
         )
-    check_calls(graph)
+    check_node_parameters(graph)
     check_fields(config, graph)
     check_worlds(graph, worlds_of(config.trainer.nnodes * config.trainer.n_gpus_per_node, config))
     if config.algorithm.filter_groups.enable and not graph.draws_own_rows:
@@ -122,11 +122,11 @@ def pipeline_of(config: Config) -> TaskGraph:
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
     if reference not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES):
-        check_read(config, graph)
+        check_unread_keys(config, graph)
     return graph
 
 
-def check_names(config: Config) -> None:
+def check_estimator_and_loss(config: Config) -> None:
     """UserError for an estimator or a loss that is not registered, and for options that it does not
     have. The module of ``dag.custom_pipeline_fn`` must have been imported, which may register some.
     """
