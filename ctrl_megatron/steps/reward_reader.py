@@ -46,7 +46,7 @@ class RewardReader:
     def score_conversations(
         self, conversations: Sequence[tuple[list[int], list[int]]]
     ) -> list[float | None]:
-        """The rewards of ``conversations`` (``conversation_tokens``); None for one that is too long.
+        """The rewards of ``conversations`` (``conversation_tokens``); None where one is too long.
 
         Every rank of the model copy calls this with the same conversations and gets the same
         result; data ranks call it together.
