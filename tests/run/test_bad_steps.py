@@ -50,7 +50,7 @@ class Found:
         self._worker, self._bad = worker, bad
         nothing: Any = lambda *_, **__: None  # noqa: E731
         recorder: Any = SimpleNamespace(
-            say=self.said.append,
+            show_line=self.said.append,
             end_step=self._end,
             **dict.fromkeys(("begin_step", "log", "add_stage"), nothing),
         )

@@ -81,7 +81,7 @@ def test_a_row_without_a_test_that_counts_is_refused_or_left_out(
     assert [(r.id, r.uncounted) for r in inputs.train.rows] == [("r1", (1,))]
     assert inputs.validation is inputs.train and len(inputs.train.prompts) == 1
     assert [text.split("'")[1] for text in inputs.train.bad] == ["r2", "r3"]
-    assert "2 rows of data.val_files are left out" in inputs.left_out()[0]
+    assert "2 rows of data.val_files are left out" in inputs.bad_row_warnings()[0]
     assert caplog.text.count("a test does not count") >= 1
 
     # The other ranks get the results and judge nothing; a second start needs no service.

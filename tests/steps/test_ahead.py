@@ -122,7 +122,7 @@ class Rank:
             on_any=lambda *flags: flags,
         )
         self.stop: Any = SimpleNamespace(requested_on_any_rank=lambda groups: False)
-        self.waiting = SimpleNamespace(wait_together=lambda future, what: future.result(20))
+        self.wait_conditions = SimpleNamespace(wait_together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
         return self.device.versions["actor"].name(step // self.steps_per_update, step)
@@ -235,7 +235,7 @@ def test_a_save_holds_later_steps_for_any_number_of_data_ranks(
         saved = SavedDraws(other)
         other.waiting_draws = [
             [(p, g) for (p, _), g in zip(saved._mine(d.rows), d.groups.result(20), strict=True)]
-            for d in saved._there(other.ahead.every())
+            for d in saved._there(other.ahead.all_draws())
         ]
         gathered = iter(other.waiting_draws)
         savers[0].groups.from_data_ranks = lambda value, more=gathered: [value, next(more)]
@@ -278,7 +278,7 @@ def test_a_run_with_a_lower_bound_leaves_older_draws_out() -> None:
     assert [draw["step"] for draw in state["draws"]] == [1, 2]
     rank: Any = Rank(Slow(0.0))
     SavedDraws(rank).load_state_dict(state)
-    assert [draw.step for draw in rank.ahead.every()] == [1]
+    assert [draw.step for draw in rank.ahead.all_draws()] == [1]
     for one in (saver, rank):
         one.background.close()
 
@@ -287,7 +287,7 @@ def test_a_stop_saves_without_texts_that_do_not_come(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ctrl_megatron.steps.ahead._STOP_ROUNDS", 1)
     rank: Any = Rank(Slow(0.0))
     rank.rollout()
-    rank.ahead.of(1).groups.result(20)
+    rank.ahead.draw_of_step(1).groups.result(20)
     rank.step, rank.engine.seconds = 1, 60.0
     rank.rollout()
     rank.stop.requested_on_any_rank = lambda groups: True

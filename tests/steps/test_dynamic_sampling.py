@@ -168,7 +168,7 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
 
     graph = Pipeline("g").add_node("d", draw, node_role=NodeRole.DYNAMIC_SAMPLING).build()
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    names = ("begin_step", "end_step", "say", "log", "add_stage")
+    names = ("begin_step", "end_step", "show_line", "log", "add_stage")
     recorder: Any = SimpleNamespace(**dict.fromkeys(names, nothing))
     store: Any = SimpleNamespace(save=nothing, wait_for_save=nothing, take_save_report=nothing)
     groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)

@@ -207,7 +207,10 @@ def repaired(outcome: RewardOutcome, total: float | None) -> Observation:
     async def score(items: Any) -> Scores:
         return Scores(parts={"code": [total]}, totals=[total], outcomes=[None])
 
-    worker: Any = SimpleNamespace(rewards=SimpleNamespace(verdicts=verdicts), score=score)
+    rewards = SimpleNamespace(first_judge_outcomes=verdicts)
+    worker: Any = SimpleNamespace(rewards=rewards, score=score)
+        rewards=SimpleNamespace(first_judge_outcomes=verdicts), score=score
+    )
     return asyncio.run(CodeRepair(worker, ROW, 0).step("```python\nf()\n```"))
 
 

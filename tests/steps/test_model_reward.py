@@ -52,10 +52,10 @@ def configured(*overrides: str, pipeline: str = "grpo_pipeline") -> Config:
 class Reader:
     """Rewards a text by its length, and nothing that is longer than 6 letters."""
 
-    def tokens(self, prompt: Any, answer: str) -> tuple[list[int], list[int]]:
+    def conversation_tokens(self, prompt: Any, answer: str) -> tuple[list[int], list[int]]:
         return [1] * len(prompt[-1]["content"]), [2] * len(answer)
 
-    def rewards(self, conversations: Any) -> list[float | None]:
+    def score_conversations(self, conversations: Any) -> list[float | None]:
         return [len(rest) / 4 if len(rest) <= 6 else None for _, rest in conversations]
 
 
