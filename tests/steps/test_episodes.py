@@ -209,8 +209,6 @@ def repaired(outcome: RewardOutcome, total: float | None) -> Observation:
 
     rewards = SimpleNamespace(first_judge_outcomes=verdicts)
     worker: Any = SimpleNamespace(rewards=rewards, score=score)
-        rewards=SimpleNamespace(first_judge_outcomes=verdicts), score=score
-    )
     return asyncio.run(CodeRepair(worker, ROW, 0).step("```python\nf()\n```"))
 
 
