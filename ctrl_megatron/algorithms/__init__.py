@@ -44,9 +44,9 @@ from ctrl_megatron.algorithms.kl import (
 from ctrl_megatron.algorithms.masked import (
     Reduce,
     check_shapes,
-    masked,
+    identity_reduce,
     masked_whiten,
-    nothing_to_add,
+    zero_outside_mask,
 )
 from ctrl_megatron.algorithms.registry import (
     ADV_ESTIMATOR_REGISTRY,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_row_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked_row_sums, zero_outside_mask
 from ctrl_megatron.algorithms.policy_losses import (
     apply_is_weights,
     clamped_ratio,
@@ -54,7 +54,7 @@ def token_covariances(
     check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     mean_log_prob, mean_advantage = sums[1:] / sums[0].clamp(min=1)
     product = (log_prob.double() - mean_log_prob) * (advantages.double() - mean_advantage)
-    return masked(product, response_mask)
+    return zero_outside_mask(product, response_mask)
 
 
 def scatter_selection(selected: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,8 @@ def _clip_cov_covariances(
 ) -> torch.Tensor:
     """``token_covariances``, but -inf where PPO's clip has taken the gradient already."""
     low, high = clip_range(config)
-    ratio = clamped_ratio(masked(log_prob - old_log_prob, response_mask))
-    gains = masked(advantages, response_mask)
+    ratio = clamped_ratio(zero_outside_mask(log_prob - old_log_prob, response_mask))
+    gains = zero_outside_mask(advantages, response_mask)
     outside = ((gains > 0) & (ratio > 1 + high)) | ((gains < 0) & (ratio < 1 - low))
     covariances = token_covariances(log_prob, advantages, response_mask, sums)
     return covariances.masked_fill(outside, -torch.inf)
@@ -147,12 +147,14 @@ def clip_cov_terms(
     """
     low, high = clip_range(config)
     selected = selected.bool() & response_mask.bool()
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
     ratio = clamped_ratio(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     loss = apply_is_weights(torch.maximum(plain, clipped), rollout_is_weights, response_mask)
-    return policy_loss_terms(masked(loss, ~selected), log_ratio, (clipped > plain) | selected)
+    return policy_loss_terms(
+        zero_outside_mask(loss, ~selected), log_ratio, (clipped > plain) | selected
+    )
 
 
 def select_kl_cov_tokens(
@@ -192,8 +194,8 @@ def kl_cov_terms(
 
     Nothing is clipped. |l| for the KL as in the authors' code.
     """
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
-    penalty = config.ppo_kl_coef * masked(log_ratio.abs(), selected)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
+    penalty = config.ppo_kl_coef * zero_outside_mask(log_ratio.abs(), selected)
     loss = -gains * clamped_ratio(log_ratio) + penalty
     return policy_loss_terms(apply_is_weights(loss, rollout_is_weights, response_mask), log_ratio)

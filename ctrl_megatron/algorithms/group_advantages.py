@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex
-from ctrl_megatron.algorithms.masked import Reduce, masked_whiten, nothing_to_add
+from ctrl_megatron.algorithms.masked import Reduce, identity_reduce, masked_whiten
 from ctrl_megatron.algorithms.registry import register_adv_est
 
 # Differences to the mean below this share of the group's largest score are rounding.
@@ -106,7 +106,7 @@ def compute_gpg_outcome_advantage(
     response_mask: torch.Tensor,
     index: GroupIndex,
     f_norm: float = 1.0,
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """alpha (score - group mean) / ``f_norm`` on every token; returns are without alpha.
 
@@ -137,7 +137,7 @@ def compute_cpgd_outcome_advantage(
     index: GroupIndex,
     epsilon: float = 1e-6,
     weight_factor_in_cpgd: str = "STD_weight",
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """weight * (score - group mean) on every token; returns are before the batch's weight.
 
@@ -171,7 +171,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: GroupIndex,
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(whitened returns, returns), the latter score - group mean on every token of the row.
 

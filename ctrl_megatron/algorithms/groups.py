@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_row_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked_row_sums, zero_outside_mask
 
 GroupIndex = Iterable[Hashable] | torch.Tensor
 """(B,) ids, equal for rows of a group: a list, a numpy array (of objects too), a tensor."""
@@ -62,7 +62,7 @@ class GroupedScores:
         The advantage of a row alone in its group is 0, because there is nothing to compare it with.
         """
         rows = torch.where(self.count > 1, advantages, 0.0).to(self._dtype)
-        return masked(rows.unsqueeze(-1).expand(self._mask.shape), self._mask)
+        return zero_outside_mask(rows.unsqueeze(-1).expand(self._mask.shape), self._mask)
 
 
 def advantage_dtype(rewards: torch.Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, masked
+from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, zero_outside_mask
 
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
@@ -62,7 +62,7 @@ def kl_penalty(
     check_shapes(None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask)
     gap = logprob - ref_logprob
     if response_mask is not None:
-        gap = masked(gap, response_mask)
+        gap = zero_outside_mask(gap, response_mask)
     estimate = _ESTIMATES[kl_penalty.removesuffix("+")](gap)
     if not kl_penalty.endswith("+"):
         return estimate

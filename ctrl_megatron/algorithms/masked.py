@@ -17,7 +17,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 """(K,) float64 sums of a piece of a batch -> the sums over all pieces."""
 
 
-def nothing_to_add(sums: torch.Tensor) -> torch.Tensor:
+def identity_reduce(sums: torch.Tensor) -> torch.Tensor:
     """``sums`` itself: the ``Reduce`` of a caller that has the whole batch."""
     return sums
 
@@ -48,14 +48,14 @@ def check_shapes(rank: int | None = 2, /, **tensors: torch.Tensor | None) -> Non
             )
 
 
-def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def zero_outside_mask(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """``values`` with zeros where ``mask`` is off; no gradient flows there."""
     return torch.where(mask.bool(), values, values.new_zeros(()))
 
 
 def masked_row_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum of each row of (B, R) under the mask: (B,) float64, without gradient."""
-    return masked(values.detach(), mask).double().sum(dim=-1)
+    return zero_outside_mask(values.detach(), mask).double().sum(dim=-1)
 
 
 def masked_moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def masked_moment_sums(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
     Those of the pieces of a batch add up to those of the whole.
     """
-    wide = masked(values.detach(), mask).double()
+    wide = zero_outside_mask(values.detach(), mask).double()
     return torch.stack([mask.bool().sum().double(), wide.sum(), wide.square().sum()])
 
 
@@ -72,7 +72,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     count = mask.bool().sum()
     if count == 0:
         raise ValueError("the mask selects no element; a mean over nothing is undefined")
-    return masked(values, mask).sum() / count
+    return zero_outside_mask(values, mask).sum() / count
 
 
 def masked_whiten(
@@ -80,7 +80,7 @@ def masked_whiten(
     mask: torch.Tensor,
     shift_mean: bool = True,
     *,
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
 ) -> torch.Tensor:
     """(values - mean) / sqrt(variance + 1e-8) under the mask, 0 elsewhere, in the values' dtype.
 
@@ -94,4 +94,4 @@ def masked_whiten(
     mean = total / count
     variance = (squares - total * mean).clamp(min=0) / (count - 1)
     whitened = (values - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
-    return masked(whitened if shift_mean else whitened + mean, mask)
+    return zero_outside_mask(whitened if shift_mean else whitened + mean, mask)

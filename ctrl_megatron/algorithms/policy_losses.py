@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import clamp_log_ratio, masked
+from ctrl_megatron.algorithms.masked import clamp_log_ratio, zero_outside_mask
 from ctrl_megatron.algorithms.registry import PolicyLossTerms, register_policy_loss
 
 _LARGEST_GSPO_EXPONENT = 10.0
@@ -50,7 +50,7 @@ def apply_is_weights(
     itself where these are None."""
     if rollout_is_weights is None:
         return loss
-    return loss * masked(rollout_is_weights, response_mask)
+    return loss * zero_outside_mask(rollout_is_weights, response_mask)
 
 
 def policy_loss_terms(
@@ -88,8 +88,8 @@ def vanilla_terms(
     (low, high), c = clip_range(config), config.clip_ratio_c
     if not c > 1:
         raise ValueError(f"clip_ratio_c must be greater than 1, got {c}")
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
     ratio = clamped_ratio(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     surrogate = torch.maximum(plain, clipped)
@@ -121,9 +121,9 @@ def gspo_terms(
     dual clip. Source: GSPO, arXiv 2507.18071, equations 5, 7 and 14.
     """
     low, high = clip_range(config)
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
-    own = masked(log_prob, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
+    own = zero_outside_mask(log_prob, response_mask)
     exponent = own - own.detach() + row_means(log_ratio.detach(), response_mask)
     ratio = exponent.clamp(max=_LARGEST_GSPO_EXPONENT).exp()
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
@@ -149,8 +149,11 @@ def cispo_terms(
     lower side open, as in the paper.
     """
     low, high = clip_range(config)
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains, own = (
+        zero_outside_mask(advantages, response_mask),
+        zero_outside_mask(log_prob, response_mask),
+    )
     ratio = clamped_ratio(log_ratio).detach()
     held = ratio.clamp(1 - low, 1 + high)
     loss = apply_is_weights(-held * gains * own, rollout_is_weights, response_mask)
@@ -175,8 +178,8 @@ def cpgd_terms(
     """
     low, high = clip_range(config)
     floor = math.log(1 - low) if low < 1 else -math.inf
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
     bounded = torch.where(
         gains > 0, log_ratio.clamp(max=math.log(1 + high)), log_ratio.clamp(min=floor)
     )
@@ -203,8 +206,8 @@ def geo_mean_terms(
     range is 0.4 on both sides.
     """
     low, high = clip_range(config)
-    log_ratio = masked(log_prob - old_log_prob, response_mask)
-    gains = masked(advantages, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
     held = torch.where(
         gains > 0,
         log_ratio.clamp(max=high),
@@ -214,9 +217,9 @@ def geo_mean_terms(
     exponent = row_means(clamp_log_ratio(held), response_mask)
     rows = -row_means(gains, response_mask) * exponent.exp()
     if rollout_is_weights is not None:
-        log_weights = masked(rollout_is_weights.log(), response_mask)
+        log_weights = zero_outside_mask(rollout_is_weights.log(), response_mask)
         rows = rows * row_means(log_weights, response_mask).exp()
-    return policy_loss_terms(masked(rows, response_mask), log_ratio, held != log_ratio)
+    return policy_loss_terms(zero_outside_mask(rows, response_mask), log_ratio, held != log_ratio)
 
 
 @register_policy_loss("gpg")
@@ -232,8 +235,11 @@ def gpg_terms(
 
     ``old_log_prob`` is read for ``approx_kl`` only. Source: GPG, arXiv 2504.02546.
     """
-    log_ratio = masked(log_prob - old_log_prob, response_mask).detach()
-    gains, own = masked(advantages, response_mask), masked(log_prob, response_mask)
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask).detach()
+    gains, own = (
+        zero_outside_mask(advantages, response_mask),
+        zero_outside_mask(log_prob, response_mask),
+    )
     return policy_loss_terms(
         apply_is_weights(-gains * own, rollout_is_weights, response_mask), log_ratio
     )

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ctrl_megatron.algorithms.masked import Reduce, nothing_to_add
+from ctrl_megatron.algorithms.masked import Reduce, identity_reduce
 from ctrl_megatron.config.options import accepted_options, named_parameters
 from ctrl_megatron.errors import (
     UserError,
@@ -83,7 +83,7 @@ get_adv_estimator = ADV_ESTIMATOR_REGISTRY.get
 
 
 def estimate_advantages(
-    name: str | Enum, offered: Mapping[str, Any], reduce: Reduce = nothing_to_add
+    name: str | Enum, offered: Mapping[str, Any], reduce: Reduce = identity_reduce
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns) of a piece of a batch, equal to those of the whole batch.
 

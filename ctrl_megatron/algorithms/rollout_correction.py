@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, masked, masked_row_sums
+from ctrl_megatron.algorithms.masked import (
+    check_shapes,
+    clamp_log_ratio,
+    masked_row_sums,
+    zero_outside_mask,
+)
 
 ROLLOUT_IS = ("none", "token", "sequence")
 ROLLOUT_RS = ("none", "token", "sequence", "geometric")
@@ -62,7 +67,7 @@ def compute_rollout_correction(
         if not rollout_is_threshold > 0:
             raise ValueError(f"rollout_is_threshold must be positive, got {rollout_is_threshold}")
         ratio = _ratio(log_ratio, response_mask, rollout_is).clamp(max=rollout_is_threshold)
-        weights = masked(ratio, response_mask)
+        weights = zero_outside_mask(ratio, response_mask)
     if rollout_rs != "none":
         upper = rollout_rs_threshold
         if not upper > 0:
@@ -105,9 +110,9 @@ def rollout_mismatch_sums(
     # In float64: at a ratio near 1 the terms of k3 cancel.
     log_ratio = _log_ratio(old_log_probs, rollout_log_probs, on).double()
     ratio = log_ratio.exp()
-    difference = masked(old_log_probs.exp() - rollout_log_probs.exp(), on).abs()
+    difference = zero_outside_mask(old_log_probs.exp() - rollout_log_probs.exp(), on).abs()
     given = None if correction is None else correction.weights
-    weights = masked(ratio if given is None else given, on)
+    weights = zero_outside_mask(ratio if given is None else given, on)
     cut = torch.zeros_like(on)
     if given is not None and rollout_is_threshold is not None:
         cut = on & (weights >= rollout_is_threshold)
@@ -149,7 +154,7 @@ def rollout_mismatch_metrics(total: RolloutMismatchSums) -> dict[str, float]:
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
-    return clamp_log_ratio(masked(old - rollout, mask))
+    return clamp_log_ratio(zero_outside_mask(old - rollout, mask))
 
 
 def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, kind: str) -> torch.Tensor:

@@ -13,9 +13,9 @@ from ctrl_megatron.algorithms.groups import advantage_dtype
 from ctrl_megatron.algorithms.masked import (
     Reduce,
     check_shapes,
-    masked,
+    identity_reduce,
     masked_whiten,
-    nothing_to_add,
+    zero_outside_mask,
 )
 from ctrl_megatron.algorithms.registry import register_adv_est
 
@@ -26,16 +26,19 @@ def discounted_sums(values: torch.Tensor, mask: torch.Tensor, discount: float) -
     ``values`` x and ``mask`` (B, R); gives (B, R) float64, 0 off the mask.
     """
     # Time first: a step reads contiguous memory.
-    sums = masked(values, mask).double().t().contiguous()
+    sums = zero_outside_mask(values, mask).double().t().contiguous()
     factors = torch.ones_like(sums).masked_fill_(mask.bool().t(), discount)
     for t in reversed(range(len(sums) - 1)):
         sums[t].addcmul_(factors[t], sums[t + 1])
-    return masked(sums.t(), mask)
+    return zero_outside_mask(sums.t(), mask)
 
 
 def next_token_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(B, R) float64: at t the value of the row's next valid token after t, 0 after the last."""
-    on, own = mask.bool().t().contiguous(), masked(values, mask).double().t().contiguous()
+    on, own = (
+        mask.bool().t().contiguous(),
+        zero_outside_mask(values, mask).double().t().contiguous(),
+    )
     found = torch.zeros_like(own)
     for t in reversed(range(len(own) - 1)):
         found[t] = torch.where(on[t + 1], own[t + 1], found[t + 1])
@@ -50,7 +53,7 @@ def compute_gae_advantage_return(
     response_mask: torch.Tensor,
     gamma: float,
     lam: float,
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
     whiten: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: (whitened advantages, returns).
@@ -64,7 +67,9 @@ def compute_gae_advantage_return(
     check_shapes(
         response_mask=response_mask, token_level_rewards=token_level_rewards, values=values
     )
-    rewards, own = (masked(x, response_mask).double() for x in (token_level_rewards, values))
+    rewards, own = (
+        zero_outside_mask(x, response_mask).double() for x in (token_level_rewards, values)
+    )
     deltas = rewards + gamma * next_token_values(values, response_mask) - own
     sums = discounted_sums(deltas, response_mask, gamma * lam)
     dtype = advantage_dtype(token_level_rewards)
@@ -80,7 +85,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     gamma: float,
-    reduce: Reduce = nothing_to_add,
+    reduce: Reduce = identity_reduce,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(whitened returns, returns): G_t = r_t + gamma G_{t+1} over a row's valid tokens.
 
@@ -112,6 +117,6 @@ def compute_remax_outcome_advantage(
             f"response's score of each row, ({rows},)"
         )
     sums = discounted_sums(token_level_rewards, response_mask, 1.0)
-    less = masked(sums - reward_baselines.double().unsqueeze(-1), response_mask)
+    less = zero_outside_mask(sums - reward_baselines.double().unsqueeze(-1), response_mask)
     dtype = advantage_dtype(token_level_rewards)
     return less.to(dtype), sums.to(dtype)

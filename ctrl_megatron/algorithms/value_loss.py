@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked, masked_moment_sums
+from ctrl_megatron.algorithms.masked import check_shapes, masked_moment_sums, zero_outside_mask
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12
@@ -39,7 +39,7 @@ def value_loss_terms(
     check_shapes(response_mask=response_mask, vpreds=vpreds, returns=returns, values=values)
     if not cliprange_value >= 0:
         raise ValueError(f"cliprange_value must be at least 0, got {cliprange_value}")
-    new, target, old = (masked(x, response_mask) for x in (vpreds, returns, values))
+    new, target, old = (zero_outside_mask(x, response_mask) for x in (vpreds, returns, values))
     held = torch.clamp(new, old - cliprange_value, old + cliprange_value)
     plain, clipped = (new - target).square(), (held - target).square()
     return ValueLossTerms(

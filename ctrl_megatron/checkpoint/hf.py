@@ -71,7 +71,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
                 else:
                     part = initial_value(piece.hf, own[piece.hf], seed)[piece.hf_slices]
                 weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
-    model.strategy.begin()
+    model.strategy.choose_computation()
 
 
 def save_hf(

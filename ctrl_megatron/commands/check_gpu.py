@@ -137,7 +137,7 @@ class Checks:
             "no growth over cycles": self.no_growth,
             "engine agrees": self.engine_agrees,
             "stop in mid-generation": self.stop_in_generation,
-            "rates": self.rates,
+            "rates": self.speed_of_last_step,
         }
 
     # The items
@@ -210,9 +210,9 @@ class Checks:
         # CUDA graphs would take half of a short run.
         eager = [ENGINE + "enforce_eager=true"] if ENGINES[self.engine].reserves_cache else []
         own = (f"actor_rollout_ref.model.path={model}", *SMALL, *eager, *settings)
-        self.finished(self.train(word, 3, *own, ranks=ranks, tensor=1), word)
+        self.output_of(self.grpo_command(word, 3, *own, ranks=ranks, tensor=1), word)
         steps = list(self.metrics(word).values())
-        text = self.agreement(steps, FP8_KL if name == "fp8" else KL)
+        text = self.kl_of_each_step(steps, FP8_KL if name == "fp8" else KL)
         last = steps[-1]
         return (
             f"{text}; last step {last['time/step']:.2f} s, push "
@@ -228,7 +228,7 @@ class Checks:
         """GiB in use by all processes on the fullest GPU at the end of each phase. Each figure must
         be within 1 GiB of the plan.
         """
-        found, planned = self.device_memory()[-1], self.planned()
+        found, planned = self.device_memory()[-1], self.planned_gib_by_phase()
         lines, wrong = [], 0
         for name, gib in found.items():
             wanted = planned.get(PLANNED.get(name, ""))
@@ -242,7 +242,7 @@ class Checks:
             )
         return "\n".join(lines)
 
-    def planned(self) -> dict[str, float]:
+    def planned_gib_by_phase(self) -> dict[str, float]:
         """Phase -> GiB of the fullest GPU, by ``ctrl-plan``."""
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         total = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -273,10 +273,10 @@ class Checks:
 
     def engine_agrees(self) -> str:
         """Log-probs of the drawn tokens, engine against trainer, after pushes of new weights."""
-        return self.agreement(self.run, KL)
+        return self.kl_of_each_step(self.run, KL)
 
     @staticmethod
-    def agreement(steps: Sequence[Mapping[str, float]], allowed: float) -> str:
+    def kl_of_each_step(steps: Sequence[Mapping[str, float]], allowed: float) -> str:
         """The KL of each step; ItemFailed if one is above ``allowed`` or shows nothing."""
         if not all(step["actor/grad_norm"] > 0 for step in steps):
             raise ItemFailed("an update left the weights as they were, so that pushes show nothing")
@@ -293,7 +293,7 @@ class Checks:
         log = self.work / "stopped.log"
         with log.open("w") as output:
             process = subprocess.Popen(
-                self.train("stopped", 100, *long),
+                self.grpo_command("stopped", 100, *long),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -313,12 +313,12 @@ class Checks:
         if saved is None:
             raise ItemFailed(f"it was not saved; the end of {log}:\n{text[-3000:]}")
         step = int(saved[1])
-        done = self.finished(self.train("stopped", step + 1, *long), "stopped_again")
+        done = self.output_of(self.grpo_command("stopped", step + 1, *long), "stopped_again")
         if f"after step {step}" not in done:
             raise ItemFailed(f"the run did not go on after step {step}:\n{done[-3000:]}")
         return f"stopped after step {step} in {seconds:.1f} s, went on to step {step + 1}"
 
-    def rates(self) -> str:
+    def speed_of_last_step(self) -> str:
         """Speed of the last step. Figures of other systems are for larger models."""
         last = self.run[-1]
         tokens = last["perf/tokens_per_second"] / max(1, self.gpus)
@@ -355,7 +355,7 @@ class Checks:
                 raise ItemSkipped("the training run failed, see above")
             return self.steps
         self.begun = True
-        self.finished(self.train("run", STEPS), "run")
+        self.output_of(self.grpo_command("run", STEPS), "run")
         steps = self.metrics("run")
         if len(steps) != STEPS:
             raise ItemFailed(f"{len(steps)} of {STEPS} steps are recorded")
@@ -379,7 +379,7 @@ class Checks:
             raise ItemFailed(f"the run has no metrics memory/*{end}")
         return found
 
-    def train(
+    def grpo_command(
         self,
         name: str,
         steps: int,
@@ -463,7 +463,7 @@ class Checks:
         file = self.work / "sft.yaml"
         file.write_text("{}\n")
         command = self.ranks("ctrl_megatron.commands.train_sft", str(file), *settings)
-        said = self.finished(command, f"{name}_{steps}")
+        said = self.output_of(command, f"{name}_{steps}")
         if wants not in said:
             raise ItemFailed(f"the run did not go on {wants}:\n{said[-3000:]}")
         return self.metrics(name)
@@ -483,7 +483,7 @@ class Checks:
             timeout=self.timeout,
         )
 
-    def finished(self, command: list[str], name: str) -> str:
+    def output_of(self, command: list[str], name: str) -> str:
         """The output of a command that must succeed; also written to NAME.log."""
         log = self.work / f"{name}.log"
         with log.open("w") as output:
@@ -629,7 +629,7 @@ def write_examples_to(path: Path) -> None:
     write_examples(path, examples)
 
 
-def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
+def compare_with_transformers(layers: str, directory: str, dtype: str) -> dict[str, Any]:
     """Log-probs and gradients of Megatron's model and of transformers' on one packed batch."""
     if layers == "local":
         # Hides an installed Transformer Engine.
@@ -692,12 +692,16 @@ def compare(layers: str, directory: str, dtype: str) -> dict[str, Any]:
             gradients.append((mine.cpu(), *others))
     shutdown_groups()
     return {
-        "ours": errors(ours - exact[0], names, [(m, e) for m, _, e in gradients]),
-        "theirs": errors(theirs[0] - exact[0], names, [(t, e) for _, t, e in gradients]),
+        "ours": log_prob_and_gradient_errors(
+            ours - exact[0], names, [(m, e) for m, _, e in gradients]
+        ),
+        "theirs": log_prob_and_gradient_errors(
+            theirs[0] - exact[0], names, [(t, e) for _, t, e in gradients]
+        ),
     }
 
 
-def errors(
+def log_prob_and_gradient_errors(
     log_probs: Any, names: Sequence[str], gradients: Sequence[tuple[Any, Any]]
 ) -> dict[str, Any]:
     """Errors of log-probs, and the tensor whose gradient has the least cosine similarity."""
@@ -763,7 +767,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("dtype", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.compare:
-        print(json.dumps(compare(options.compare, str(options.model), options.dtype)))
+        print(
+            json.dumps(
+                compare_with_transformers(options.compare, str(options.model), options.dtype)
+            )
+        )
         return 0
     import torch
 

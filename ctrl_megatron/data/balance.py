@@ -15,7 +15,7 @@ _Partial = tuple[tuple[float, tuple[int, ...]], ...]
 """A partition of some of the items: (sum of costs, indices) of each part, largest sum first."""
 
 
-def partition(costs: Sequence[float], k: int) -> list[list[int]]:
+def partition_by_cost(costs: Sequence[float], k: int) -> list[list[int]]:
     """Indices of ``costs`` in ``k`` parts of equal size with nearly equal sums.
 
     Parts are ordered by their smallest index, indices ascend within a part. Sums differ by at most
@@ -40,11 +40,11 @@ def partition(costs: Sequence[float], k: int) -> list[list[int]]:
 def partition_groups(
     costs: Sequence[float], groups: Sequence[Hashable], k: int, *, swaps: bool = False
 ) -> list[list[int]]:
-    """Like :func:`partition`, but all items of a group are in the same part.
+    """Like :func:`partition_by_cost`, but all items of a group are in the same part.
 
     ``groups`` has one name per item, in any order; every part gets the same number of groups. With
     ``swaps`` groups change places afterwards (:func:`swap_items_to_balance`), which many parts with
-    a few very large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition`
+    a few very large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition_by_cost`
     does, for groups.
     """
     members: dict[Hashable, list[int]] = {}
@@ -52,7 +52,7 @@ def partition_groups(
         members.setdefault(group, []).append(index)
     blocks = list(members.values())
     sums = [sum(costs[i] for i in block) for block in blocks]
-    shared = partition(sums, k)
+    shared = partition_by_cost(sums, k)
     if swaps:
         shared = swap_items_to_balance(sums, shared)
     return [sorted(i for block in part for i in blocks[block]) for part in shared]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 
-def pack(lengths: Sequence[int], budget: int, *, key: str = "the token budget") -> list[list[int]]:
+def pack_by_length(
+    lengths: Sequence[int], budget: int, *, key: str = "the token budget"
+) -> list[list[int]]:
     """Pack items of ``lengths`` tokens into groups of at most ``budget`` tokens: lists of indices.
 
     Items are placed in descending order of length, equal lengths in their given order, each into
@@ -45,15 +47,17 @@ def pack_groups(
     members: dict[Hashable, list[int]] = {}
     for row, name in enumerate(groups):
         members.setdefault(name, []).append(row)
-    pack([p + r for p, r in zip(prompts, responses, strict=True)], budget)  # raises for a long row
+    pack_by_length(
+        [p + r for p, r in zip(prompts, responses, strict=True)], budget
+    )  # raises for a long row
     units: list[list[int]] = []
     for rows in members.values():
         prompt = prompts[rows[0]]
         if prompt + sum(responses[row] for row in rows) <= budget:
             units.append(rows)
             continue
-        # ``pack`` requires at least one token; counting one for an empty response is harmless.
-        parts = pack([max(1, responses[row]) for row in rows], budget - prompt)
+        # ``pack_by_length`` requires at least one token; counting one for an empty response is harmless.
+        parts = pack_by_length([max(1, responses[row]) for row in rows], budget - prompt)
         units += [sorted(rows[i] for i in part) for part in parts]
     costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
-    return [[units[i] for i in micro_batch] for micro_batch in pack(costs, budget)]
+    return [[units[i] for i in micro_batch] for micro_batch in pack_by_length(costs, budget)]

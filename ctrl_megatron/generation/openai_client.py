@@ -250,7 +250,7 @@ class OpenAIChat:
         def again(error: Exception) -> float | None:
             if heard or not isinstance(error, _ServerFault):
                 return None
-            if time_left.left <= error.retry_after:
+            if time_left.seconds_left <= error.retry_after:
                 return None
             self.counters.retries += 1
             return error.retry_after
@@ -261,7 +261,7 @@ class OpenAIChat:
         except _ServerFault as fault:
             if heard:
                 end = "in the middle of it"
-            elif time_left.left <= fault.retry_after:
+            elif time_left.seconds_left <= fault.retry_after:
                 end = f"gave up after {self._total:g} s, the limit of a request"
             else:
                 end = f"gave up after {self._attempts} attempts"
@@ -288,7 +288,7 @@ class OpenAIChat:
         queued = time.monotonic()
         async with self._slots:
             time_left.extend(time.monotonic() - queued)
-            seconds = min(self._timeout, max(time_left.left, _SHORTEST_ATTEMPT))
+            seconds = min(self._timeout, max(time_left.seconds_left, _SHORTEST_ATTEMPT))
             limit = aiohttp.ClientTimeout(total=seconds)
             asking = self._open().post(self._url, json=body, headers=self._headers, timeout=limit)
             try:

@@ -139,7 +139,7 @@ class Executor:
         except (StopRequested, ServiceFault) as why:
             # What failed is behind, unless it was to send, which has not been done then.
             failed = left[:1] if left and isinstance(left[0], SendMessage) else []
-            self._link.abandon([*failed, *left[1:]], why)
+            self._link.abandon_step([*failed, *left[1:]], why)
             raise
         finally:
             self._worker.stop.deferred = False

@@ -77,7 +77,7 @@ class WorldLink(Protocol):
         """The actions of this rank in a step, in their order."""
         ...
 
-    def begin(self) -> None:
+    def wait_before_step(self) -> None:
         """Wait for all worlds before a step. Raises StopRequested, or another world's error."""
         ...
 
@@ -93,21 +93,21 @@ class WorldLink(Protocol):
         """The fields of the message for this world's batch. Raises the error of its sender."""
         ...
 
-    def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
+    def abandon_step(self, rest: Sequence[Action], why: BaseException) -> None:
         """A step has failed here: send ``why`` for every message that ``rest`` would still send, so
         that no other world waits for it, and receive and drop those for this world."""
         ...
 
-    def finish(self, report: WorldReport) -> list[WorldReport]:
+    def wait_after_step(self, report: WorldReport) -> list[WorldReport]:
         """Wait for all worlds at the end of a step; returns the reports of the others. Raises as
-        ``begin``."""
+        ``wait_before_step``."""
         ...
 
-    def synchronize(self) -> None:
+    def synchronize_worlds(self) -> None:
         """Wait for all worlds outside of a step. Raises the error of another world."""
         ...
 
-    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
+    def propagate_error(self, why: BaseException, *, weights_changed: bool) -> bool:
         """Propagate the error ``why`` to all worlds. Returns True if any world had already started
         to update weights in this step (``weights_changed`` says it of this one)."""
         ...
@@ -121,7 +121,7 @@ class SingleWorld:
     def plan_actions(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
         return [RunNode(node) for node in order]
 
-    def begin(self) -> None: ...
+    def wait_before_step(self) -> None: ...
 
     def rows_changed(self) -> None: ...
 
@@ -130,12 +130,12 @@ class SingleWorld:
     def receive(self, message: WorldMessage, batch: TensorDict) -> NodeOutput:
         raise AssertionError("one world has no messages to itself")
 
-    def abandon(self, rest: Sequence[Action], why: BaseException) -> None: ...
+    def abandon_step(self, rest: Sequence[Action], why: BaseException) -> None: ...
 
-    def finish(self, report: WorldReport) -> list[WorldReport]:
+    def wait_after_step(self, report: WorldReport) -> list[WorldReport]:
         return []
 
-    def synchronize(self) -> None: ...
+    def synchronize_worlds(self) -> None: ...
 
-    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
+    def propagate_error(self, why: BaseException, *, weights_changed: bool) -> bool:
         return weights_changed

@@ -58,7 +58,7 @@ class PassShape:
     """Whether Triton's kernels compute the softmax over the vocabulary."""
 
     @property
-    def decoder(self) -> ModelShape:
+    def decoder_shape(self) -> ModelShape:
         """The shape of a model whose layers this file counts."""
         assert isinstance(self.shape, ModelShape)
         return self.shape
@@ -94,7 +94,7 @@ class PassShape:
         """Bytes of the copy of one layer's experts' first or second weights, of which a grouped
         product reads the larger; 0 if each expert is computed by itself."""
         experts = max(
-            (kind.count * kind.expert_width for kind in self.decoder.expert_kinds), default=0
+            (kind.count * kind.expert_width for kind in self.decoder_shape.expert_kinds), default=0
         )
         ranks = self.layout.expert_ranks
         return self.grouped_experts * self.dtype_size * 2 * self.shape.hidden_size * experts / ranks
@@ -118,7 +118,7 @@ class PassShape:
 def saved_bytes_per_token(p: PassShape) -> float:
     """Bytes per token that one layer keeps for its backward pass, without full recomputation; the
     layer of the model that keeps most counts."""
-    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.decoder.layers_by_kind)
+    mlp = max(_saved_by_feed_forward(p, kind) for kind in p.decoder_shape.layers_by_kind)
     norms = 2 * (2 * p.residual_bytes_per_token + 4 / p.sequence_ranks)
     softmax = 4 * p.shape.attention.heads / p.layout.tensor
     match p.shape.attention:
@@ -197,7 +197,8 @@ def _exchanged(p: PassShape) -> float:
     tensor ranks add their outputs, the sum comes on top; gloo makes one more copy for it."""
     spread, tensor = p.layout.expert, p.layout.expert_tensor_ranks
     most = (
-        max((kind.top_k for kind in p.decoder.expert_kinds), default=0) * p.residual_bytes_per_token
+        max((kind.top_k for kind in p.decoder_shape.expert_kinds), default=0)
+        * p.residual_bytes_per_token
     )
     added = (2 if p.kernels == "torch" else 1) * (tensor > 1)
     return most * (1 + (spread > 1) + 3 * tensor + added)
@@ -210,7 +211,7 @@ def _computed_together(p: PassShape) -> float:
         return 0
     copies = p.residual_bytes_per_token * (1 + p.layout.expert_tensor_ranks * (p.layout.expert > 1))
     halves = 2 * p.dtype_size / p.layout.tensor
-    sizes = (k.top_k * (copies + halves * k.expert_width) for k in p.decoder.expert_kinds)
+    sizes = (k.top_k * (copies + halves * k.expert_width) for k in p.decoder_shape.expert_kinds)
     return max(sizes, default=0)
 
 

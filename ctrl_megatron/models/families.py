@@ -14,8 +14,12 @@ from typing import Any
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import divides, need, require_even_rotary_width
 from ctrl_megatron.models.hf_keys import positive_int as whole
+from ctrl_megatron.models.hf_keys import (
+    positive_number,
+    require_even_rotary_width,
+    require_multiple,
+)
 from ctrl_megatron.models.rope import Yarn
 from ctrl_megatron.models.shape import (
     CLASSIFIERS,
@@ -73,9 +77,9 @@ def _grouped_query(
     hidden = whole(config, "hidden_size", where)
     if config.get("num_key_value_heads") is not None:
         groups = whole(config, "num_key_value_heads", where)
-    divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
+    require_multiple(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     if config.get("head_dim") is None:
-        divides(hidden, "hidden_size", heads, "num_attention_heads", where)
+        require_multiple(hidden, "hidden_size", heads, "num_attention_heads", where)
         width = hidden // heads
     else:
         width = whole(config, "head_dim", where)
@@ -175,7 +179,7 @@ def _deepseek_experts(config: HfConfig, where: str, **own: Any) -> Experts:
         count=whole(config, "n_routed_experts", where),
         expert_width=width,
         top_k=_top_k(config, "n_routed_experts", where),
-        scaling=float(need(config, "routed_scaling_factor", where)),
+        scaling=float(positive_number(config, "routed_scaling_factor", where)),
         shared_width=width * whole(config, "n_shared_experts", where),
         wide_router=True,
         **own,
@@ -185,7 +189,7 @@ def _deepseek_experts(config: HfConfig, where: str, **own: Any) -> Experts:
 def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupChoice | None:
     groups, chosen = (whole(config, key, where) for key in ("n_group", "topk_group"))
     count, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
-    divides(count, "n_routed_experts", groups, "n_group", where)
+    require_multiple(count, "n_routed_experts", groups, "n_group", where)
     if chosen > groups or top_k > chosen * (count // groups) or best > count // groups:
         raise UserError(
             f"{where}: topk_group={chosen} of n_group={groups} groups have no "

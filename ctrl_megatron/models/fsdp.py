@@ -3,7 +3,7 @@
 The whole model computes on every rank: before a layer its weights are gathered, after it they are
 freed. A rank keeps its rows of every weight in float32; they are cast to the model's type where
 they are gathered, and gradients are summed in float32. Rows of a batch are packed as with Megatron,
-through transformers' attention interface, where that computes the same; ``begin`` finds out.
+through transformers' attention interface, where that computes the same; ``choose_computation`` finds out.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FsdpStrategy:
         check_options(options.build)
         self._shape, self._groups, self._options = shape, groups, options
         self._dtype = DTYPES[options.build.dtype]
-        self.packs = True
+        self.packs_rows = True
         model, self._blocks = empty_model(shape.config, torch.float32)
         self._config = model.config
         bias = shape.head_bias
@@ -156,7 +156,7 @@ class FsdpStrategy:
         """Let the output layer pass on its input in packed passes: vocabulary and softmax are
         computed together (``parallel.vocab``), from the hidden states as the family scales them."""
         head, project = self._head, self._head.forward
-        head.forward = lambda hidden: hidden if self.packs else project(hidden)
+        head.forward = lambda hidden: hidden if self.packs_rows else project(hidden)
 
     @cached_property
     def _shards(self) -> dict[str, torch.Tensor]:
@@ -164,10 +164,10 @@ class FsdpStrategy:
         named = ((name, p.detach()) for name, p in self._module.named_parameters())
         return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in named}
 
-    def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
+    def rank_part(self, chunk: int, param: ShardParam) -> torch.Tensor:
         return self._shards[param.name]
 
-    def sent(self, chunk: int, param: str) -> torch.Tensor:
+    def engine_part(self, chunk: int, param: str) -> torch.Tensor:
         module, _, leaf = param.rpartition(".")
         adapter = getattr(self._module.get_submodule(module), "adapter", None)
         own = self._shards[param]
@@ -184,7 +184,7 @@ class FsdpStrategy:
         the model."""
         return iter(())
 
-    def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
+    def make_trainable_or_frozen(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
         named = dict(self._module.named_parameters())
         for param, shard in places:
             if tuple(shard.shape) != param.shape:
@@ -211,7 +211,7 @@ class FsdpStrategy:
     def begin_step(self) -> None:
         """As in ``Strategy``: the gradients of the last step are freed."""
 
-    def run(
+    def run_passes(
         self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
     ) -> list[Any]:
         reports = []
@@ -230,17 +230,17 @@ class FsdpStrategy:
         self._config._attn_implementation = self._attention_name
         arguments: dict[str, Any] = {"input_ids": micro.tokens, "position_ids": micro.positions}
         arguments["use_cache"] = False
-        if self.packs:
+        if self.packs_rows:
             arguments["packed"] = micro.packed
         if self._shape.value_head:
             return self._module(**arguments)
-        if not self.packs:
+        if not self.packs_rows:
             arguments["logits_to_keep"] = micro.predictors
         return self._module(**arguments).logits
 
     @property
     def _attention_name(self) -> str:
-        if self.packs:
+        if self.packs_rows:
             return _PACKED
         # torch's own attention leaves soft caps out.
         capped = getattr(self._config, "attn_logit_softcapping", None) is not None
@@ -249,7 +249,7 @@ class FsdpStrategy:
     def log_probs(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.packs:
+        if not self.packs_rows:
             logs = (output.squeeze(0).float() / temperature).log_softmax(-1)
             chosen = logs.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1)
             return chosen, -(logs.exp() * logs).sum(-1)
@@ -269,7 +269,7 @@ class FsdpStrategy:
         return F.linear(hidden, head.weight.float(), bias).squeeze(-1)
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def choose_computation(self) -> None:
         """As in ``Strategy``: compare three rows with one prompt, packed and each for itself. A
         family that packed attention cannot compute runs with rows apart, which is said."""
         _seen.layers, _seen.obstacles = 0, self._obstacles()
@@ -277,7 +277,7 @@ class FsdpStrategy:
         obstacles = [*_seen.obstacles]
         if not obstacles and _seen.layers != len(self._blocks):
             obstacles = [f"{_seen.layers} of {len(self._blocks)} layers have attention"]
-        self.packs = False
+        self.packs_rows = False
         if obstacles:
             if self._groups.is_first:
                 _log.warning(
@@ -285,7 +285,7 @@ class FsdpStrategy:
                 )
             return
         plain = self._sample()
-        self.packs = True
+        self.packs_rows = True
         gap = float((packed - plain).abs().max())
         what = "hidden states" if self._shape.value_head else "log-probs"
         # Not ``>``, which is false for NaN.
@@ -331,7 +331,7 @@ class FsdpStrategy:
             multiple=1,
             count=lambda own: own,
             device=self._groups.device,
-            apart=not self.packs,
+            apart=not self.packs_rows,
         ):
             output = self.forward(micro)
             if self._shape.value_head:

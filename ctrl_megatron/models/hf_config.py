@@ -11,7 +11,7 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES, Family
 from ctrl_megatron.models.fp8 import weight_block
-from ctrl_megatron.models.hf_keys import need, positive_int
+from ctrl_megatron.models.hf_keys import positive_int, positive_number
 from ctrl_megatron.models.rope import parse_rope
 from ctrl_megatron.models.shape import AnyShape, ModelShape, value_head_has_bias
 from ctrl_megatron.types import StrategyName
@@ -125,7 +125,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         hidden_size=positive_int(config, "hidden_size", where),
         vocab_size=positive_int(config, "vocab_size", where),
         max_position_embeddings=positive_int(config, "max_position_embeddings", where),
-        norm_epsilon=need(config, "rms_norm_eps", where),
+        norm_epsilon=positive_number(config, "rms_norm_eps", where),
         rope=rope,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)) and head is None,
         attention=family.attention(config, where),

@@ -9,7 +9,7 @@ from typing import Any
 from ctrl_megatron.errors import UserError
 
 
-def need(config: Mapping[str, Any], key: str, where: str) -> Any:
+def positive_number(config: Mapping[str, Any], key: str, where: str) -> Any:
     """The number under ``key``; UserError unless it is there, finite and greater than 0."""
     value = config.get(key)
     if value is None:
@@ -21,13 +21,13 @@ def need(config: Mapping[str, Any], key: str, where: str) -> Any:
 
 def positive_int(config: Mapping[str, Any], key: str, where: str) -> int:
     """The integer under ``key``; UserError unless it is there and greater than 0."""
-    value = need(config, key, where)
+    value = positive_number(config, key, where)
     if not isinstance(value, int):
         raise UserError(f"{where}: {key}={value!r} must be a whole number")
     return value
 
 
-def divides(whole: int, name: str, part: int, part_name: str, where: str) -> None:
+def require_multiple(whole: int, name: str, part: int, part_name: str, where: str) -> None:
     """UserError unless ``whole`` is a multiple of ``part``."""
     if whole % part:
         raise UserError(f"{where}: {name}={whole} is not a multiple of {part_name}={part}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ctrl_megatron.algorithms.coupled import coupled_log_prob_weights
-from ctrl_megatron.data.packing import pack
+from ctrl_megatron.data.packing import pack_by_length
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, micro_batch
 from ctrl_megatron.models.packed_layout import build_packed_layout
 from ctrl_megatron.models.shape import MaskedDiffusion
@@ -63,7 +63,7 @@ def split_into_masked_versions(
     lengths = [len(p) + len(c) for p, c in zip(prompts, canvases, strict=True)]
     coupled = "mask_level" not in batch
     count_of_versions = VERSIONS if coupled else 1
-    micro_batches = pack([count_of_versions * length for length in lengths], token_budget)
+    micro_batches = pack_by_length([count_of_versions * length for length in lengths], token_budget)
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
     versions = [
         _Versions(*given, diffusion, coupled=coupled)

@@ -34,7 +34,7 @@ from ctrl_megatron.parallel.vocab import linear_log_probs
 class MegatronStrategy:
     """A ``models.strategy.Strategy``."""
 
-    packs = True
+    packs_rows = True
 
     def __init__(self, shape: ModelShape, groups: ProcessGroups, options: ModelOptions) -> None:
         self._shape, self._groups, self._options = shape, groups, options
@@ -43,15 +43,15 @@ class MegatronStrategy:
         self.chunks: list[Any] = list(self.models)
         """The models, in what sums their gradients if they learn."""
 
-    def begin(self) -> None:
+    def choose_computation(self) -> None:
         """As in ``Strategy``: there is one way."""
 
-    def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
+    def rank_part(self, chunk: int, param: ShardParam) -> torch.Tensor:
         model = self.models[chunk]
         named = dict(model.named_buffers() if param.buffer else model.named_parameters())
         return named[param.name]
 
-    def sent(self, chunk: int, param: str) -> torch.Tensor:
+    def engine_part(self, chunk: int, param: str) -> torch.Tensor:
         return merged_parameter(self.models[chunk], param)
 
     def weights(self) -> Iterator[torch.Tensor]:
@@ -63,7 +63,7 @@ class MegatronStrategy:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
 
-    def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
+    def make_trainable_or_frozen(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
         options = self._options.optimizer
         for param, weight in places:
             learns = param.trained and not param.buffer and options is not None
@@ -128,7 +128,7 @@ class MegatronStrategy:
             chunk.train()
             chunk.zero_grad_buffer()
 
-    def run(
+    def run_passes(
         self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
     ) -> list[Any]:
         """As in ``Strategy``, by Megatron's schedule for the layout."""

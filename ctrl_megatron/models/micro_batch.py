@@ -202,7 +202,7 @@ def micro_batch(
     """This rank's part of a micro-batch, whose whole fields are on the host: ``tokens`` in the
     order of the layout, and one number per predicted token in the others."""
     packed = layout_params(layout, device, context)
-    local = torch.arange(len(tokens)) if packed.shared is None else packed.shared.own.cpu()
+    local = torch.arange(len(tokens)) if packed.shared is None else packed.shared.own_tokens.cpu()
     # Where a token is among this rank's, -1 for another rank's.
     place_of = torch.full_like(tokens, -1)
     place_of[local] = torch.arange(len(local))

@@ -206,7 +206,7 @@ class Optimization:
         else:
             self.optimizer.step_with_ready_grads()
         weights = float(get_total_norm([weight.detach() for weight in self._weights]))
-        require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
+        require_finite(weights, update=self.update_count + 1, learning_rate=self.learning_rate)
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
@@ -264,11 +264,11 @@ class Optimization:
                 yield OwnedRange(weight=weight, start=start, tensors=flat)
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         return self.scheduler.num_steps - self._ahead
 
     def step_counts(self) -> dict[str, int]:
-        return {"adam": self._steps_counted(), "schedule": self.updates}
+        return {"adam": self._steps_counted(), "schedule": self.update_count}
 
     def set_step_counts(self, *, adam: int, schedule: int) -> None:
         for inner in self._inner:

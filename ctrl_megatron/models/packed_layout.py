@@ -77,7 +77,7 @@ class PackedLayout:
         return self.segments[-1].end if self.segments else 0
 
     @property
-    def pairs(self) -> int:
+    def attended_pairs(self) -> int:
         """Number of pairs of a token and a token that it sees, itself included."""
         if not self.causal:
             return sum(s.queries * s.keys for s in self.segments)
@@ -217,7 +217,7 @@ class ContextShardedTokens:
         return self.group.size()
 
     @cached_property
-    def own(self) -> torch.Tensor:
+    def own_tokens(self) -> torch.Tensor:
         """(T / C,) int64: this rank's tokens."""
         device = self.packed.positions.device
         tokens = reorder_by_rank(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
@@ -228,7 +228,7 @@ class ContextShardedTokens:
         """The layout of this rank's queries, and where the keys of its tokens are among those of
         all ranks, one rank after the other."""
         device = self.packed.positions.device
-        pieces = [range(int(p[0]), int(p[-1]) + 1) for p in self.own.chunk(2)]
+        pieces = [range(int(p[0]), int(p[-1]) + 1) for p in self.own_tokens.chunk(2)]
         layout, keys = self.packed.layout.restricted_to_queries(pieces)
         places = reorder_by_token(
             torch.arange(self.packed.layout.tokens, device=device), self.ranks
@@ -259,7 +259,7 @@ def layout_params(
     if group is None or group.size() == 1:
         return packed
     shared = ContextShardedTokens(group, packed)
-    local = shared.own
+    local = shared.own_tokens
     bounds = torch.tensor([0, len(local)], dtype=torch.int32, device=device)
     return PackedLayoutParams(
         qkv_format="thd",

@@ -79,7 +79,7 @@ class ParallelModel:
         self._take_device = take_device
         self.strategy = _strategy(shape, groups, options)
         self._routers = Routers(self.models, shape)
-        self.strategy.prepare(self.places())
+        self.strategy.make_trainable_or_frozen(self.places())
         self.base: Base | None = None
         """The frozen weights beside which adapters are trained, once they are loaded."""
         self.optimization: Optimizer | None = None
@@ -104,9 +104,9 @@ class ParallelModel:
         self.optimization = self.strategy.start_optimizer()
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         """Optimizer steps that have changed the weights, those before a resume included."""
-        return 0 if self.optimization is None else self.optimization.updates
+        return 0 if self.optimization is None else self.optimization.update_count
 
     @property
     def offloaded_parts(self) -> frozenset[OffloadPart]:
@@ -170,7 +170,7 @@ class ParallelModel:
                 chunk=chunk,
                 te_names=fuses_norms(self.shape),
             ):
-                yield param, self.strategy.held(chunk, param)
+                yield param, self.strategy.rank_part(chunk, param)
 
     @torch.no_grad()
     def interpolate_towards(self, other: ParallelModel, share: float) -> None:
@@ -187,10 +187,10 @@ class ParallelModel:
             else:
                 own.lerp_(theirs, share)
 
-    def sent(self, chunk: int, param: str) -> torch.Tensor:
+    def engine_part(self, chunk: int, param: str) -> torch.Tensor:
         """This rank's part of what engines get for a parameter or buffer of its virtual stage
         ``chunk``: adapters are merged."""
-        return self.strategy.sent(chunk, param)
+        return self.strategy.engine_part(chunk, param)
 
     @torch.no_grad()
     def infer(
@@ -202,7 +202,7 @@ class ParallelModel:
         """
         self.onload("weights")
         results = self.new_results(rows, vectors)
-        self.strategy.run(
+        self.strategy.run_passes(
             partial(forward_only, head=head, results=results),
             self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
             backward=False,
@@ -248,7 +248,7 @@ class ParallelModel:
         counts = global_counts(rows.get("loss_mask", rows["response_mask"]), self.groups)
         self.strategy.begin_step()
         self.optimization.forget_gradients()
-        shares = self.strategy.run(
+        shares = self.strategy.run_passes(
             partial(
                 forward_with_loss,
                 head=partial(self._head, temperature=temperature),
@@ -293,7 +293,7 @@ class ParallelModel:
         self._skipped.append(
             SkippedUpdate(
                 reason=f"the loss is {loss:g} and the norm of the gradient {norm:g} in update "
-                f"{self.updates + 1}",
+                f"{self.update_count + 1}",
                 rows=tuple(sorted(rows)),
                 learning_rate=self.optimization.learning_rate,
             )
@@ -312,7 +312,7 @@ class ParallelModel:
         flops = model_flops(
             shape,
             tokens=sum(layout.tokens for layout in layouts),
-            pairs=sum(layout.pairs for layout in layouts),
+            pairs=sum(layout.attended_pairs for layout in layouts),
             projected_tokens=responses,
             backward=backward,
         )
@@ -336,7 +336,7 @@ class ParallelModel:
             split = partial(
                 split_into_micro_batches,
                 shared_prefix=self.options.shared_prefix,
-                apart=not self.strategy.packs,
+                apart=not self.strategy.packs_rows,
             )
         else:
             split = partial(

@@ -15,7 +15,7 @@ import torch
 
 from ctrl_megatron.engine_kinds import ENGINES, EngineName, RopeTrait
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.hf_keys import need
+from ctrl_megatron.models.hf_keys import positive_number
 
 _THETA = 10000.0
 _CONTEXT = "original_max_position_embeddings"
@@ -146,7 +146,7 @@ def parse_rope(config: dict[str, Any], where: str) -> Rope:
         raise UserError(f"{where}: rope_parameters and rope_scaling differ; remove one of them")
     # transformers takes a null for a missing key.
     scaling = {key: value for key, value in (new or old or {}).items() if value is not None}
-    theta = need({"rope_theta": _THETA, **config, **scaling}, "rope_theta", where)
+    theta = positive_number({"rope_theta": _THETA, **config, **scaling}, "rope_theta", where)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UserError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(_KINDS)}")
@@ -156,7 +156,7 @@ def parse_rope(config: dict[str, Any], where: str) -> Rope:
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     for key in sorted(scaling.keys() - common - keys):
         raise UserError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
-    given = {_CONTEXT: need(config, "max_position_embeddings", where), **scaling}
+    given = {_CONTEXT: positive_number(config, "max_position_embeddings", where), **scaling}
     return Rope(theta=float(theta), scaling=build(given, where))
 
 
@@ -254,7 +254,7 @@ def _factor(given: Mapping[str, Any], where: str) -> float:
 
 
 def _need(given: Mapping[str, Any], key: str, where: str) -> Any:
-    return need(given, key, f"{where}: rope scaling")
+    return positive_number(given, key, f"{where}: rope scaling")
 
 
 _LLAMA3_KEYS = {"factor", "low_freq_factor", "high_freq_factor", _CONTEXT}

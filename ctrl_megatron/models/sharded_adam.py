@@ -72,7 +72,7 @@ class ShardedAdam:
         return (self.adam.state[shard][name] for name in MOMENTS)
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         return self._schedule.num_steps - self._ahead
 
     @property
@@ -129,7 +129,7 @@ class ShardedAdam:
             self.adam.step()
         self.forget_gradients()
         weights = self._norm([shard for _, shard in self._pairs])
-        require_finite(weights, update=self.updates + 1, learning_rate=self.learning_rate)
+        require_finite(weights, update=self.update_count + 1, learning_rate=self.learning_rate)
         self._schedule.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
@@ -149,7 +149,7 @@ class ShardedAdam:
 
     def step_counts(self) -> dict[str, int]:
         counts = [int(self.adam.state[shard]["step"]) for _, shard in self._pairs]
-        return {"adam": max(counts, default=0), "schedule": self.updates}
+        return {"adam": max(counts, default=0), "schedule": self.update_count}
 
     def set_step_counts(self, *, adam: int, schedule: int) -> None:
         for _, shard in self._pairs:

@@ -46,7 +46,7 @@ class Optimizer(Protocol):
     """Optimizer and schedule of one model."""
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         """Optimizer steps that have changed the weights, those before a resume included; the same
         on every rank."""
         ...
@@ -107,21 +107,21 @@ class Strategy(Protocol):
         ...
 
     @property
-    def packs(self) -> bool:
+    def packs_rows(self) -> bool:
         """Whether a micro-batch may have several rows; without it each row is passed by itself."""
         ...
 
-    def begin(self) -> None:
+    def choose_computation(self) -> None:
         """Compare ways of computing the model, where there are several, when it has its first
         weights. Collective. UserError if they differ."""
         ...
 
-    def held(self, chunk: int, param: ShardParam) -> torch.Tensor:
+    def rank_part(self, chunk: int, param: ShardParam) -> torch.Tensor:
         """This rank's part of a parameter or buffer of virtual stage ``chunk``, in the shape and
         dtype that it has on the device; the same tensor object in every call."""
         ...
 
-    def sent(self, chunk: int, param: str) -> torch.Tensor:
+    def engine_part(self, chunk: int, param: str) -> torch.Tensor:
         """This rank's part of what engines get for the parameter or buffer ``param`` of virtual
         stage ``chunk``, with adapters merged."""
         ...
@@ -135,9 +135,9 @@ class Strategy(Protocol):
         after every step."""
         ...
 
-    def prepare(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
+    def make_trainable_or_frozen(self, places: Iterable[tuple[ShardParam, torch.Tensor]]) -> None:
         """Make the parameters learn that are trained, with gradients that are summed over the data
-        ranks, or freeze the model; ``places`` has each parameter with its ``held``."""
+        ranks, or freeze the model; ``places`` has each parameter with its ``rank_part``."""
         ...
 
     def start_optimizer(self) -> Optimizer:
@@ -153,7 +153,7 @@ class Strategy(Protocol):
         """Set the gradients to zero."""
         ...
 
-    def run(
+    def run_passes(
         self, step: ForwardStep, micro_batches: Sequence[MicroBatch], *, backward: bool
     ) -> list[Any]:
         """Pass all micro-batches through all stages, and back; what ``step`` reports on the last

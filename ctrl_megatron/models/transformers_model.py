@@ -15,7 +15,7 @@ import transformers
 
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES
-from ctrl_megatron.models.hf_keys import divides, require_even_rotary_width
+from ctrl_megatron.models.hf_keys import require_even_rotary_width, require_multiple
 from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     HfTensor,
@@ -109,7 +109,7 @@ def _shape(text: str, where: str) -> TransformersShape:
     (output,) = [name for name, module in model.named_modules() if module is head]
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    divides(heads, "num_attention_heads", groups, "num_key_value_heads", where)
+    require_multiple(heads, "num_attention_heads", groups, "num_key_value_heads", where)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     angles = [len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")]
     if width + 1 in (2 * count for count in angles):

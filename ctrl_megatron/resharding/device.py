@@ -326,12 +326,12 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        return role if role == "proxy" else self.versions[role].name(self.updates(role), step)
+        return role if role == "proxy" else self.versions[role].name(self.update_counts(role), step)
 
-    def updates(self, role: Role) -> int:
+    def update_counts(self, role: Role) -> int:
         """How often the role's model was updated in this process; 0 for a role without a model."""
         model = self._sources[role].model
-        return 0 if model is None else model.updates
+        return 0 if model is None else model.update_count
 
     def _offload_models(self, but: ParallelModel | None = None) -> None:
         for model in self._models:

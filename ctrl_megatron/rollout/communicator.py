@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.0005
 class PendingMessages(Protocol):
     """Messages that are being sent or received."""
 
-    def ended(self, seconds: float) -> bool:
+    def wait_until_ended(self, seconds: float) -> bool:
         """Wait, for about ``seconds`` at most where the library allows it; returns whether all
         messages have gone or come. RuntimeError if a member is gone."""
         ...
@@ -107,7 +107,7 @@ class _OverGloo:
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
-    def ended(self, seconds: float) -> bool:
+    def wait_until_ended(self, seconds: float) -> bool:
         """The group's own limit takes the place of ``seconds``, which gloo would not survive."""
         try:
             for work in self._works:
@@ -171,7 +171,7 @@ class _OnStream:
     def __init__(self, group: NcclCommunicator, event: Any) -> None:
         self._group, self._event = group, event
 
-    def ended(self, seconds: float) -> bool:
+    def wait_until_ended(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not self._event.query():
             self._group.check()

@@ -70,7 +70,7 @@ class DenoisingOptions:
             )
         return cls(**given)
 
-    def schedule(self, tokens: int) -> list[tuple[slice, int]]:
+    def commit_schedule(self, tokens: int) -> list[tuple[slice, int]]:
         """(the block, how many of its tokens are committed) of every step over a canvas."""
         size = self.block_length or tokens
         blocks = [slice(a, min(a + size, tokens)) for a in range(0, tokens, size)]
@@ -143,7 +143,7 @@ class DenoisingBatch:
     ) -> None:
         self._model, self._options, self._params = model, options, params
         self.alive = list(rows)
-        self._plan, self._step = options.schedule(params.max_tokens), 0
+        self._plan, self._step = options.commit_schedule(params.max_tokens), 0
         self._canvases = [_Canvas(row, params.max_tokens, model.mask_token) for row in rows]
         self._width = params.max_tokens + max((len(row.prompt) for row in rows), default=0)
         self._kept: _Kept | None = None

@@ -127,7 +127,7 @@ class EngineSpec:
     ``ServerArgs``)."""
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the process generates and takes updates, for itself and for other parts."""
         return self.part is None or self.part.number == 0
 

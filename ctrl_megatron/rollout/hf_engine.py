@@ -202,7 +202,7 @@ class HfEngine:
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
         """The KV cache of frozen rows is rebuilt from the new weights."""
-        await self._state.replace(self, specs, chunks, version)
+        await self._state.replace_weights(self, specs, chunks, version)
 
     async def begin_update(self) -> None:
         self._resume_after = not self._control.is_paused

@@ -260,7 +260,7 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     if spec.part is not None:
         end_with_other_parts(spec.part, end_engine_process)
     try:
-        if spec.serves:
+        if spec.is_serving:
             engine = await build_engine(spec)
             app = engine_application(engine, token)
         else:

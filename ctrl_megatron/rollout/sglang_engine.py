@@ -326,7 +326,7 @@ class SglangEngine:
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
         """Frozen completions recompute their KV cache afterwards."""
-        await self._state.replace(self, specs, chunks, version)
+        await self._state.replace_weights(self, specs, chunks, version)
 
     async def begin_update(self) -> None:
         self._resume_after = not self._paused

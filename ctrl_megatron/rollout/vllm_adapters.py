@@ -50,10 +50,10 @@ class PushedAdapters:
         """The adapters' request, which every completion carries; None before the first update, when
         B is zero."""
 
-    def read(self, chunk: WeightChunk) -> None:
+    def read_adapter_chunk(self, chunk: WeightChunk) -> None:
         self._arriving |= {name: tensor.clone() for name, tensor in read_chunk(chunk)}
 
-    async def use(self, version: str) -> None:
+    async def load_version(self, version: str) -> None:
         """Load what has arrived; RuntimeError if vLLM does not have it afterwards."""
         before, self._number = self.request, self._number + 1
         folder = self._root / str(self._number)

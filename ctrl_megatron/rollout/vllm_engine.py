@@ -144,7 +144,7 @@ def _engine_config(spec: EngineSpec) -> VllmConfig:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         # Weights and activations use large pages that stay with the process.
         host_memory.keep_freed_memory()
-    usage, serves = UsageContext.ENGINE_CONTEXT, spec.serves
+    usage, serves = UsageContext.ENGINE_CONTEXT, spec.is_serving
     config = engine_args(spec).create_engine_config(usage, headless=not serves)
     if current_platform.is_cpu():
         # The platform has just selected spawned processes, each of which would import vLLM again,
@@ -272,7 +272,7 @@ class VllmEngine:
         """Frozen completions recompute their KV cache afterwards. Adapters are only replaced while
         no completion runs: each carries the adapter with which it began."""
         try:
-            await self._state.replace(self, specs, chunks, version)
+            await self._state.replace_weights(self, specs, chunks, version)
         except EngineDeadError as error:
             raise _died(error) from error
 
@@ -289,13 +289,13 @@ class VllmEngine:
     async def load_chunk(self, chunk: WeightChunk) -> None:
         """``vllm_worker.ChunkTransfer`` reads the chunk in every worker."""
         if self._adapters:
-            await asyncio.to_thread(self._adapters.read, chunk)
+            await asyncio.to_thread(self._adapters.read_adapter_chunk, chunk)
         else:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
 
     async def commit_update(self, version: str) -> None:
         if self._adapters:
-            await self._adapters.use(version)
+            await self._adapters.load_version(version)
             await self._llm.update_weight_version(version)
         else:
             await self._llm.finish_weight_update(weight_version=version)

@@ -193,7 +193,7 @@ class WeightState:
         self._asleep.difference_update(tags)
         return not self._asleep
 
-    async def replace(
+    async def replace_weights(
         self,
         loader: WeightLoader,
         specs: Sequence[TensorSpec],

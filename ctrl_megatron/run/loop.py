@@ -195,13 +195,13 @@ class TrainingLoop:
                 )
             self._validate(f"after {schedule.stage}")
             self._report_save(self.store.wait_for_save())
-            self.link.synchronize()
+            self.link.synchronize_worlds()
         except ServiceFault as why:
-            if not self.link.propagate(why, weights_changed=executor.weights_changed):
+            if not self.link.propagate_error(why, weights_changed=executor.weights_changed):
                 self._save_newest()
             raise
         except StopRequested as why:
-            self.link.propagate(why, weights_changed=False)
+            self.link.propagate_error(why, weights_changed=False)
             self._save_newest()
             kept = f"; the state after step {worker.step} is saved" if worker.step else ""
             self.recorder.show_line(f"stopped as asked{kept or ' before the first step ended'}")
@@ -236,7 +236,7 @@ class TrainingLoop:
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
         everyone = self.everyone or worker.groups
-        self.link.begin()
+        self.link.wait_before_step()
         for watcher in self.watchers:
             watcher.begin(step)
         self.recorder.begin_step(step)
@@ -269,7 +269,7 @@ class TrainingLoop:
         held = psutil.Process().memory_info().rss / (1 << 30)
         metrics["memory/host_gib"] = max(everyone.from_all(held))
         if self.memory is not None:
-            metrics |= self.memory.take(everyone)
+            metrics |= self.memory.take_peak_metrics(everyone)
         own_batches = list(zip(worker.agents, executor.batches, strict=True))
         metrics |= self.constant_metrics
         for policy, (agent, own_batch) in enumerate(own_batches):
@@ -289,7 +289,7 @@ class TrainingLoop:
 
     def _reports(self, own: WorldReport) -> list[WorldReport]:
         """The other worlds' reports. Collective."""
-        others = self.link.finish(own)
+        others = self.link.wait_after_step(own)
         if others:
             self.on_world_reports(others)
         if not self.link.has_rank_zero:

@@ -89,12 +89,12 @@ def train(config: Config) -> bool:
                 )
                 described += f"; {servers}" if servers else ""
             except StopRequested as why:
-                link.propagate(why, weights_changed=False)
+                link.propagate_error(why, weights_changed=False)
                 raise
         else:
             worker, sampler, steps = build_worker_without_actor(run, inputs)
             graph.report = StepReport()
-        link.synchronize()
+        link.synchronize_worlds()
         if run.served is not None:
             run.served.add_gauges(lambda: weights_gauges(worker.device))
         recorder = Recorder(

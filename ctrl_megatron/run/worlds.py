@@ -198,19 +198,19 @@ class MultiWorldLink:
 
     # Between steps
 
-    def begin(self) -> None:
+    def wait_before_step(self) -> None:
         self._exchange(_RankStatus(stop=self._stop.is_set))
 
-    def finish(self, report: WorldReport) -> list[WorldReport]:
+    def wait_after_step(self, report: WorldReport) -> list[WorldReport]:
         # What was sent has been received: the others have come here too.
         said = self._exchange(_RankStatus(report=report))
         firsts = {world.ranks[0] for name, world in self._worlds.items() if name != self._own}
         return [one.report for rank, one in enumerate(said) if rank in firsts and one.report]
 
-    def synchronize(self) -> None:
+    def synchronize_worlds(self) -> None:
         self._exchange(_RankStatus())
 
-    def propagate(self, why: BaseException, *, weights_changed: bool) -> bool:
+    def propagate_error(self, why: BaseException, *, weights_changed: bool) -> bool:
         if self._ended is None:
             fault = str(why) if isinstance(why, ServiceFault) else None
             said = _RankStatus(fault=fault, stopped=fault is None, changed=weights_changed)
@@ -220,7 +220,7 @@ class MultiWorldLink:
         return self._ended[0]
 
     def _exchange(self, own: _RankStatus) -> list[_RankStatus]:
-        # ``finish`` reads the report of each world's first rank.
+        # ``wait_after_step`` reads the report of each world's first rank.
         if own.report is not None and not self._groups.is_first:
             own = _RankStatus()
         everyone: list[Any] = [None] * self._joined.everyone.size
@@ -297,7 +297,7 @@ class MultiWorldLink:
         width = batch["responses"].shape[1]
         return NodeOutput(fields={name: _joined(parts, name, taken, width) for name in parts[0]})
 
-    def abandon(self, rest: Sequence[Action], why: BaseException) -> None:
+    def abandon_step(self, rest: Sequence[Action], why: BaseException) -> None:
         fault = str(why) if isinstance(why, ServiceFault) else ""
         for action in rest:
             if isinstance(action, ReceiveMessage):

@@ -119,7 +119,7 @@ class SavedDraws:
         if not state:
             return
         worker, rollout = self._worker, self._worker.config.actor_rollout_ref.rollout
-        updates = worker.device.updates(worker.role)
+        updates = worker.device.update_counts(worker.role)
         worker.device.versions[worker.role].restore_names(state["versions"], updates)
         for saved in state["draws"]:
             age, samples = saved["step"] - saved["begun"], len(saved["groups"][0])

@@ -56,7 +56,7 @@ class FollowUp:
     judge: Callable[[RewardSum, Sample, Row], None]
     """Starts to judge a revised critique."""
 
-    def request(self, sample: Sample, row: Row) -> tuple[str, list[Message]] | None:
+    def revision_request_of(self, sample: Sample, row: Row) -> tuple[str, list[Message]] | None:
         """(text that only an equal conversation has, the conversation that asks for a revision);
         None where the critique is not revised.
         """
@@ -70,7 +70,7 @@ class FollowUp:
         if sample.can_have_reward:
             begin_judging(worker, lambda rewards: self.judge(rewards, sample, row))
 
-    def listener(self, worker: RolloutWorker) -> RowListener | None:
+    def revision_listener(self, worker: RolloutWorker) -> RowListener | None:
         """Asks for the revision of every critique that is drawn; None where that must wait for
         the batch, because the proxy cannot answer while the actor's engines draw.
         """
@@ -82,7 +82,7 @@ class FollowUp:
         )
 
     def _begin_revising(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
-        if (request := self.request(sample, row)) is None:
+        if (request := self.revision_request_of(sample, row)) is None:
             if sample.task != CRITIQUE:
                 self.begin_judging(worker, sample, row)
             return
@@ -121,7 +121,7 @@ def criticise(
     """The actor's ``params.n`` critiques of each row, for which ``prompts`` ask. Collective.
     ``then`` follows each of them; None where nothing does.
     """
-    on_completion = None if then is None else then.listener(worker)
+    on_completion = None if then is None else then.revision_listener(worker)
     finished = per_row_listener(rows, params.n, on_completion)
     answers = generate(worker, worker.role, prompts, params, finished=finished)
     return [
@@ -139,7 +139,7 @@ def revise(
     Revisions are greedy, so that a critique's reward does not depend on luck; the proxy answers
     equal critiques of one program once.
     """
-    requests = [then.request(*pair) for pair in zip(samples, rows, strict=True)]
+    requests = [then.revision_request_of(*pair) for pair in zip(samples, rows, strict=True)]
     different = dict(filter(None, requests))
 
     alike: dict[str, list[tuple[Sample, Row]]] = {name: [] for name in different}

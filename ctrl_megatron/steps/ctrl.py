@@ -157,7 +157,7 @@ def _add_chain_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[str]
         drawn = "greedy_revisions"
         pipeline.add_node("greedy_sandbox", judge_greedy_revisions, [drawn], **JUDGES)
         judged.append("greedy_sandbox")
-    return add_sharing(pipeline, config, drawn, begin_next_critiques), judged
+    return add_next_draw_and_balance(pipeline, config, drawn, begin_next_critiques), judged
 
 
 def add_weight_sync(pipeline: Pipeline, config: Config) -> list[str]:
@@ -170,7 +170,7 @@ def add_weight_sync(pipeline: Pipeline, config: Config) -> list[str]:
     return ["sync_weights"]
 
 
-def add_sharing(
+def add_next_draw_and_balance(
     pipeline: Pipeline, config: Config, drawn: str, begin_next: Callable[..., NodeOutput]
 ) -> str:
     """Add the nodes after the last one that draws: ``begin_next``, where the next step's samples
@@ -327,7 +327,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     ``critique_columns``.
     """
     drawn = draw_samples(
-        worker, **draw_arguments(worker, batch), on_completion=TRAINED.listener(worker)
+        worker, **draw_arguments(worker, batch), on_completion=TRAINED.revision_listener(worker)
     )
     samples = [with_decoded_text(worker, sample) for sample in drawn]
     return node_output_of_samples(worker, samples, measure_critiques, critique_columns)
@@ -335,7 +335,7 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 def begin_next_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Begins the next step's critiques, with the actor's weights before this step's update."""
-    begin_draws_ahead(worker, TRAINED.listener(worker))
+    begin_draws_ahead(worker, TRAINED.revision_listener(worker))
     return report_staleness(worker, batch)
 
 

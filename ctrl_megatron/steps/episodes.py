@@ -120,7 +120,7 @@ class Episode:
     """The environment's replies, as many."""
 
     @property
-    def last(self) -> Observation:
+    def last_turn(self) -> Observation:
         return self.observations[-1]
 
     @property
@@ -130,11 +130,11 @@ class Episode:
         return {
             "episode": "".join(chain(*zip(self.answers, [*replies, ""], strict=True))),
             "turns": len(self.answers),
-            "done": self.last.done,
+            "done": self.last_turn.done,
             "observed_tokens": count - sum(self.drawn),
             "first_score": first.score,
-            "score": self.last.score,
-            **self.last.fields,
+            "score": self.last_turn.score,
+            **self.last_turn.fields,
         }
 
 
@@ -348,7 +348,7 @@ class Episodes:
 
 def _check_fields(played: Sequence[Episode]) -> None:
     """UserError unless all environments write the same fields, none of ``EPISODE_FIELDS``."""
-    names = {tuple(episode.last.fields) for episode in played}
+    names = {tuple(episode.last_turn.fields) for episode in played}
     reserved = sorted({name for own in names for name in own} & set(EPISODE_FIELDS))
     if len(names) > 1 or reserved:
         shown = " or ".join(f"({', '.join(own)})" for own in sorted(names))

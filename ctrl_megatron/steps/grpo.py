@@ -28,7 +28,13 @@ from ctrl_megatron.rewards import RewardItem, RewardSum
 from ctrl_megatron.steps.ahead import begin_draws_ahead, report_staleness
 from ctrl_megatron.steps.batch import data_rows_of, fields_of_samples, number_or_none, samples_of
 from ctrl_megatron.steps.chain import with_decoded_text
-from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_sharing, add_update_nodes, add_weight_sync
+from ctrl_megatron.steps.ctrl import (
+    DRAWS,
+    JUDGES,
+    add_next_draw_and_balance,
+    add_update_nodes,
+    add_weight_sync,
+)
 from ctrl_megatron.steps.dynamic_sampling import add_dynamic_sampling
 from ctrl_megatron.steps.masks import seed_masks
 from ctrl_megatron.steps.model_reward import model_reward_parts
@@ -133,7 +139,7 @@ def _add_drawing_nodes(pipeline: Pipeline, config: Config) -> tuple[str, list[st
         synced = add_weight_sync(pipeline, config)
         pipeline.add_node("rollout_actor", generate_completions, synced, **DRAWS)
         pipeline.add_node("function_reward", reward_completions, ["rollout_actor"], **JUDGES)
-        drawn = add_sharing(pipeline, config, "rollout_actor", begin_next_completions)
+        drawn = add_next_draw_and_balance(pipeline, config, "rollout_actor", begin_next_completions)
     return drawn, judged
 
 

@@ -77,7 +77,9 @@ class ActorLoss:
         counts: GlobalCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         actor, mask = self._actor, rows.get("loss_mask", rows["response_mask"])
-        whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
+        whole = partial(
+            aggregate_loss_share, mask=mask, counts=counts, response_limit=self._response_limit
+        )
         mode = actor.loss_agg_mode
         offered = {
             "old_log_prob": rows.get("old_log_probs", log_probs.detach()),
@@ -196,7 +198,9 @@ class ValueLoss:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = rows["response_mask"]
 
-        whole = partial(aggregate, mask=mask, counts=counts, response_limit=self._response_limit)
+        whole = partial(
+            aggregate_loss_share, mask=mask, counts=counts, response_limit=self._response_limit
+        )
         terms = value_loss_terms(values, rows["returns"], rows["values"], mask, self._cliprange)
         loss = whole(terms.loss, self._loss_agg_mode)
         scalars = {
@@ -207,7 +211,7 @@ class ValueLoss:
         return loss, {name: value.detach() for name, value in scalars.items()}
 
 
-def aggregate(
+def aggregate_loss_share(
     values: torch.Tensor,
     mode: str,
     *,

@@ -183,7 +183,7 @@ class DeviceMemory:
         torch.cuda.reset_peak_memory_stats()
         self._open = [max(known, peak) for known in self._open]
 
-    def take(self, groups: RankSet) -> dict[str, float]:
+    def take_peak_metrics(self, groups: RankSet) -> dict[str, float]:
         """Per phase since the last call, of the rank that has most: ``memory/NAME_peak_gib``, the
         most that PyTorch's tensors took, and ``memory/NAME_device_gib``, what all processes on the
         device, the engine's too, held at its end. Collective.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from ragged_batches import normal, ragged_mask, seeds, spoil
 
-from ctrl_megatron.algorithms import masked, masked_whiten
+from ctrl_megatron.algorithms import masked_whiten, zero_outside_mask
 from ctrl_megatron.algorithms.masked import masked_mean, masked_moment_sums, masked_row_sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -45,7 +45,7 @@ def test_pieces_whiten_with_the_moments_of_the_whole() -> None:
 def test_no_gradient_reaches_hidden_places() -> None:
     values = torch.tensor([[1.0, float("nan")]], requires_grad=True)
     mask = torch.tensor([[1, 0]])
-    masked(values, mask).sum().backward()
+    zero_outside_mask(values, mask).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[1.0, 0.0]]
 

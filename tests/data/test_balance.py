@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.data.balance import partition, partition_groups
+from ctrl_megatron.data.balance import partition_by_cost, partition_groups
 
 costs_lists = st.lists(st.integers(0, 50), max_size=24)
 parts_counts = st.integers(1, 6)
@@ -35,7 +35,7 @@ def best_possible(costs: Sequence[int], k: int) -> int:
 @given(costs_lists, parts_counts)
 def test_every_item_is_in_one_part(costs: list[int], k: int) -> None:
     costs = costs[: len(costs) // k * k]
-    parts = partition(costs, k)
+    parts = partition_by_cost(costs, k)
     assert [len(part) for part in parts] == [len(costs) // k] * k
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     assert all(part == sorted(part) for part in parts)
@@ -44,7 +44,7 @@ def test_every_item_is_in_one_part(costs: list[int], k: int) -> None:
 @given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), max_size=8))
 def test_equal_sizes(triples: list[list[int]]) -> None:
     costs = [cost for triple in triples for cost in triple]
-    parts = partition(costs, 3)
+    parts = partition_by_cost(costs, 3)
     assert [len(part) for part in parts] == [len(triples)] * 3
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     loads = sums(costs, parts)
@@ -55,15 +55,15 @@ def test_equal_sizes(triples: list[list[int]]) -> None:
 
 @given(st.lists(st.integers(1, 30), min_size=4, max_size=8).filter(lambda c: len(c) % 2 == 0))
 def test_equal_sizes_stay_below_twice_the_optimum(costs: list[int]) -> None:
-    load = max(sums(costs, partition(costs, 2)))
+    load = max(sums(costs, partition_by_cost(costs, 2)))
     assert load <= 2 * best_possible(costs, 2)
 
 
 def test_it_is_better_than_dealing_in_turn() -> None:
     costs = [100, 1, 1, 1, 100, 1, 1, 1]
-    loads = sums(costs, partition(costs, 4))
+    loads = sums(costs, partition_by_cost(costs, 4))
     assert sorted(loads) == [2, 2, 101, 101]
-    assert sums(costs, partition(costs, 2)) == [103, 103]
+    assert sums(costs, partition_by_cost(costs, 2)) == [103, 103]
 
 
 @given(
@@ -94,18 +94,18 @@ def test_equal_numbers_of_groups(groups: list[str]) -> None:
 @given(costs_lists, parts_counts)
 def test_the_result_depends_on_the_arguments_alone(costs: list[int], k: int) -> None:
     costs = costs[: len(costs) // k * k]
-    assert partition(costs, k) == partition([float(c) for c in costs], k)
+    assert partition_by_cost(costs, k) == partition_by_cost([float(c) for c in costs], k)
 
 
 def test_balance_errors() -> None:
     with pytest.raises(ValueError, match="3 items cannot be shared in 2 parts of equal size"):
-        partition([1, 2, 3], 2)
+        partition_by_cost([1, 2, 3], 2)
     with pytest.raises(ValueError, match="3 items cannot be shared"):
         partition_groups([1, 1, 2, 3], "aabc", 2)
     for cost in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="item 1 costs"):
-            partition([1, cost], 1)
+            partition_by_cost([1, cost], 1)
     with pytest.raises(ValueError, match="positive"):
-        partition([1], 0)
+        partition_by_cost([1], 0)
     with pytest.raises(ValueError, match=r"zip\(\)"):
         partition_groups([1, 2], "a", 1)

@@ -17,33 +17,32 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 3
 WITHIN = 30.0
 """Seconds from the signal to the end of every process, on an idle machine."""
-FIRST = "ctrl_megatron.pipeline."
 PLACES = {
     # what the run is doing -> the function whose call asks for the stop, and which call of it
     "before the ranks meet": "ctrl_megatron.parallel.meeting:agree_on_meeting_name 1",
-    "after they have met": FIRST + "session:RunLock.take 1",
-    "services start": FIRST + "services:Services.start 1",
-    "services come up": FIRST + "services:Services.wait 1",
-    "models are built": FIRST + "run:build_worker 1",
+    "after they have met": "ctrl_megatron.run.session:RunLock.acquire 1",
+    "services start": "ctrl_megatron.rollout.fleet:Services.start 1",
+    "services come up": "ctrl_megatron.rollout.fleet:Services.wait 1",
+    "models are built": "ctrl_megatron.run.train:build_worker 1",
     "the checkpoint is looked for": "ctrl_megatron.checkpoint.store:CheckpointStore.load_newest 1",
-    "validation before training": FIRST + "loop:TrainingLoop._validate 1",
+    "validation before training": "ctrl_megatron.run.loop:TrainingLoop._validate 1",
     "the first push begins": "ctrl_megatron.resharding.device:push 1",
     "inside the first push": "ctrl_megatron.resharding.push:ChunkQueue.put 2",
     "the end of a push": "ctrl_megatron.resharding.push:ChunkQueue.finish 4",
     "inside a later push": "ctrl_megatron.resharding.push:ChunkQueue.put 20",
     "engines wake": "ctrl_megatron.resharding.device:DeviceOwner._wake 5",
     "engines go to sleep": "ctrl_megatron.resharding.device:DeviceOwner.free_for_trainer 9",
-    "critiques are drawn": FIRST + "ctrl:generate_critiques 2",
+    "critiques are drawn": "ctrl_megatron.steps.ctrl:generate_critiques 2",
     "an engine generates": "ctrl_megatron.rollout.client:RemoteEngine.generate 4",
     "programs are judged": "ctrl_megatron.rewards.reward_sum:RewardSum.score 2",
-    "the first update begins": FIRST + "loop:TrainingLoop._before_update 1",
+    "the first update begins": "ctrl_megatron.run.loop:TrainingLoop._before_update 1",
     "inside an update": "ctrl_megatron.models.parallel_model:ParallelModel.step 2",
-    "the step's weights are new": FIRST + "loop:TrainingLoop._snapshot 3",
-    "a step is recorded": FIRST + "recorder:Recorder.end_step 2",
+    "the step's weights are new": "ctrl_megatron.run.loop:TrainingLoop._snapshot 3",
+    "a step is recorded": "ctrl_megatron.record.recorder:Recorder.end_step 2",
     "a save begins": "ctrl_megatron.checkpoint.store:CheckpointStore.save 2",
     "inside a save": "ctrl_megatron.checkpoint.store:CheckpointStore._write 2",
-    "validation between steps": FIRST + "loop:TrainingLoop._validate 2",
-    "the report is written": FIRST + "recorder:Recorder.close 1",
+    "validation between steps": "ctrl_megatron.run.loop:TrainingLoop._validate 2",
+    "the report is written": "ctrl_megatron.record.recorder:Recorder.close 1",
 }
 
 

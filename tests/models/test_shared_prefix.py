@@ -73,7 +73,7 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
     layout = build_packed_layout(groups, filler=filler)
     params = layout_params(layout, CPU)
     assert layout.tokens == len(positions)
-    assert layout.pairs == int(sees.sum())
+    assert layout.attended_pairs == int(sees.sum())
     assert params.positions.tolist() == positions
     # The kernel's view: bottom-right causal masks over queries and gathered keys.
     found = torch.zeros_like(sees)
@@ -276,7 +276,7 @@ def test_in_a_layout_that_is_not_causal_every_token_sees_its_whole_sequence(
     )
     sizes = [*lengths, *([filler] if filler else [])]
     sees = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool()
-    assert layout.pairs == int(sees.sum())
+    assert layout.attended_pairs == int(sees.sum())
     *parts, given_back = random_inputs(layout, torch.float64, 5)
     wanted = dense(*parts, sees)
     with pytest.MonkeyPatch.context() as patch:

@@ -108,8 +108,8 @@ def test_messages_of_one_call_are_one_group_on_a_stream_of_their_own(library: Nc
     first = memory.data_ptr()
     assert library.calls == [("start",), ("send", first, 4, 1), ("send", first + 4, 6, 2), ("end",)]
     assert group._stream.waited == ["the caller's"]  # type: ignore[attr-defined]
-    assert not sent.ended(0.0)
-    assert sent.ended(1.0)
+    assert not sent.wait_until_ended(0.0)
+    assert sent.wait_until_ended(1.0)
     library.calls.clear()
     other.receive([(memory, 0)])
     assert library.calls == [("start",), ("receive", first, 10, 0), ("end",)]
@@ -122,7 +122,7 @@ def test_lost_members_and_refused_calls_raise(library: Nccl) -> None:
     running = group.send([])
     library.asynchronous = 6
     with pytest.raises(RuntimeError, match="lost a member: error 6"):
-        running.ended(1.0)
+        running.wait_until_ended(1.0)
     with pytest.raises(RuntimeError, match="ncclCommInitRank failed: error 5"):
         store = dist.HashStore()
         store.set("id", bytes(128).hex())

@@ -51,7 +51,7 @@ def run_update(state: WeightState, steps: Steps, chunks: list[WeightChunk | Exce
             yield chunk
 
     async def work() -> None:
-        await state.replace(steps, MANIFEST, produce(), "v1")
+        await state.replace_weights(steps, MANIFEST, produce(), "v1")
 
     asyncio.run(work())
 

@@ -42,7 +42,7 @@ def there_and_back(value: Any) -> Any:
         return data.decode_value(encoded, lambda reference: made[reference[1]])
 
     for container, content in zip(made, contents, strict=True):
-        data.fill(container, content, decode)
+        data.fill_container(container, content, decode)
     return decode(top)
 
 
@@ -122,7 +122,7 @@ def test_whatever_arrives_is_a_value_or_an_error(encoded: Any) -> None:
 @given(st.lists(json_values, max_size=4))
 def test_whatever_content_arrives_fills_a_container_or_is_an_error(content: Any) -> None:
     try:
-        data.fill(
+        data.fill_container(
             data.empty_container(content), content, lambda part: data.decode_value(part, refuse)
         )
     except data.DataError:

@@ -25,8 +25,8 @@ JSON = st.recursive(
 def test_split_takes_whole_frames_only(messages: list[object], cut: int) -> None:
     data = b"".join(map(frames.encode_frame, messages))
     cut = min(cut, len(data))
-    first, rest = frames.split(data[:cut])
-    second, left = frames.split(rest + data[cut:])
+    first, rest = frames.split_frames(data[:cut])
+    second, left = frames.split_frames(rest + data[cut:])
     assert first + second == messages and left == b""
     lengths = [4 + len(json.dumps(m, separators=(",", ":")).encode()) for m in messages]
     whole = sum(sum(lengths[: n + 1]) <= cut for n in range(len(lengths)))

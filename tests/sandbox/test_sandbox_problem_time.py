@@ -220,7 +220,7 @@ def clocked(scenario: Callable[[ProblemClock, list[float]], Any]) -> tuple[float
     async def run() -> tuple[float, list[float]]:
         clock, stopped = ProblemClock(0.4), list[float]()
         await scenario(clock, stopped)
-        return clock.left, stopped
+        return clock.seconds_left, stopped
 
     return asyncio.run(run())
 
@@ -230,11 +230,11 @@ def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other() -> None:
         began = time.monotonic()
 
         async def job() -> None:
-            with clock.running(lambda: stopped.append(time.monotonic() - began)):
+            with clock.counting_time(lambda: stopped.append(time.monotonic() - began)):
                 await asyncio.sleep(0.3)
 
         await asyncio.gather(job(), job(), asyncio.sleep(0.35))
-        assert clock.over
+        assert clock.is_over
 
     left, stopped = clocked(scenario)
     assert left == 0 and len(stopped) == 2
@@ -244,10 +244,10 @@ def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other() -> None:
 def test_the_clock_stops_while_nothing_runs_or_a_worker_fails() -> None:
     async def scenario(clock: ProblemClock, stopped: list[float]) -> None:
         await asyncio.sleep(0.5)
-        with pytest.raises(ZeroDivisionError), clock.running(lambda: None):
+        with pytest.raises(ZeroDivisionError), clock.counting_time(lambda: None):
             await asyncio.sleep(0.1)
             raise ZeroDivisionError
-        assert clock.left == pytest.approx(0.4, abs=0.02)
+        assert clock.seconds_left == pytest.approx(0.4, abs=0.02)
         clock.spend(0.3)
 
     left, stopped = clocked(scenario)
@@ -271,12 +271,12 @@ def test_the_key_and_the_service_have_one_default() -> None:
 def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock() -> None:
     async def scenario() -> None:
         clock = ProblemClock(0.2, 3.0)
-        with clock.running(lambda: None):
+        with clock.counting_time(lambda: None):
             await asyncio.sleep(0.3)
-        assert clock.left == pytest.approx(0.2)
+        assert clock.seconds_left == pytest.approx(0.2)
         clock.spend(0.15)
-        assert clock.left == pytest.approx(0.05) and not clock.over
+        assert clock.seconds_left == pytest.approx(0.05) and not clock.is_over
         clock.spend(0.1)
-        assert clock.over
+        assert clock.is_over
 
     asyncio.run(scenario())

@@ -56,7 +56,9 @@ def test_phases_keep_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
         allocator.pass_with(70)
     with timeline.phase("save"):
         pass
-    found = memory.take(groups_of({"memory/save_peak_gib": 9.0, "memory/elsewhere_peak_gib": 2.0}))
+    found = memory.take_peak_metrics(
+        groups_of({"memory/save_peak_gib": 9.0, "memory/elsewhere_peak_gib": 2.0})
+    )
     assert found == {
         "memory/update_peak_gib": 21,
         "memory/update_device_gib": 31,
@@ -66,5 +68,5 @@ def test_phases_keep_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory/save_device_gib": 31,
         "memory/elsewhere_peak_gib": 2,
     }
-    assert memory.take(groups_of()) == {}
+    assert memory.take_peak_metrics(groups_of()) == {}
     assert allocator.ranges == ["update", "push", "end", "end", "update", "end", "save", "end"]

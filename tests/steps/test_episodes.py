@@ -113,13 +113,17 @@ def test_every_turn_continues_the_tokens_of_the_turns_before(codec: TextCodec) -
         assert (params.n, params.rows, params.seed) == (1, (f"row/1/0/{number}",), 5)
     drawn = [t for t, own in zip(episode.response.token_ids, episode.drawn, strict=True) if own]
     assert codec.decode(drawn, False) == "maybe<e>yes<e>"
-    assert (episode.last.done, episode.last.score) == (True, 1.0)
+    assert (episode.last_turn.done, episode.last_turn.score) == (True, 1.0)
     assert episode.response.spans == (VersionSpan("actor@2", 0, len(episode.drawn)),)
 
 
 def test_an_episode_ends_after_its_turns_and_where_no_room_is_left(codec: TextCodec) -> None:
     episode, _ = played(codec, ["a", "b", "c"])
-    assert (len(episode.answers), episode.last.done, episode.last.score) == (3, False, 0.0)
+    assert (len(episode.answers), episode.last_turn.done, episode.last_turn.score) == (
+        3,
+        False,
+        0.0,
+    )
     assert episode.response.finish_reason == "stop" and episode.drawn[-1]
     cut, engine = played(codec, ["x" * 30, "yes"])
     # An answer of 20 tokens has no end token, so the template's own comes before the reply.

@@ -16,8 +16,8 @@ from ctrl_megatron.algorithms import (
     POLICY_LOSS_REGISTRY,
     PolicyLossTerms,
     agg_loss,
-    masked,
     register_policy_loss,
+    zero_outside_mask,
 )
 from ctrl_megatron.config import Actor
 from ctrl_megatron.errors import UserError
@@ -206,13 +206,13 @@ def per_token(
     sharpness: float = 1.0,
 ) -> PolicyLossTerms:
     """The same loss per token."""
-    old, new = (masked(x, response_mask) for x in (old_log_prob, log_prob))
+    old, new = (zero_outside_mask(x, response_mask) for x in (old_log_prob, log_prob))
     ratio = (sharpness * (new - old)).exp()
     high = ratio > 1 + config.clip_ratio
     held = torch.where(high, 1 + config.clip_ratio, ratio)
     return PolicyLossTerms(
-        loss=-masked(advantages * rollout_is_weights, response_mask) * held,
-        clipped=masked(high.double(), response_mask),
+        loss=-zero_outside_mask(advantages * rollout_is_weights, response_mask) * held,
+        clipped=zero_outside_mask(high.double(), response_mask),
         approx_kl=(old - new).detach(),
         clipped_lower=torch.zeros_like(new),
     )

@@ -56,7 +56,7 @@ def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
     for gpus in (0, 1, 8):
         made = checks(tmp_path, gpus=gpus)
         made.__dict__["model"] = tmp_path
-        command = made.train("run", 4, "trainer.save_freq=1")
+        command = made.grpo_command("run", 4, "trainer.save_freq=1")
         assert str(max(1, gpus)) in command
         config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
         assert config.reward.reward_funcs == ("ctrl_megatron.commands.check_gpu:checksum",)
@@ -74,7 +74,7 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
             checks(tmp_path, gpus=needed - 1).variant(name)
     commands: list[list[str]] = []
     monkeypatch.setattr(check_gpu, "make_model", lambda directory, **_: None)
-    monkeypatch.setattr(Checks, "finished", lambda self, command, log: commands.append(command))
+    monkeypatch.setattr(Checks, "output_of", lambda self, command, log: commands.append(command))
     step = {"actor/grad_norm": 1.0, "rollout/kl": 1e-3, "time/step": 2.0}
     metrics = {n: step | {"sync/gigabytes_per_second": 1.0} for n in range(3)}
     monkeypatch.setattr(Checks, "metrics", lambda self, name: metrics)
@@ -113,7 +113,7 @@ class StaleSender(SharedMemorySender):
 
 def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Path) -> None:
     made, transport = checks(tmp_path), f"{Path(__file__).stem}:StaleSender"
-    command = made.train(
+    command = made.grpo_command(
         *("run", 2, "trainer.verify_weight_sync=false"),
         f"actor_rollout_ref.rollout.weight_transport={transport}",
     )
@@ -191,7 +191,7 @@ def test_measured_memory_is_compared_with_the_plan(
     monkeypatch.setattr(Path, "exists", lambda self: True)
     monkeypatch.setattr(Checks, "command", lambda self, *words: done)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: nvidia_smi)
-    assert made.planned() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
+    assert made.planned_gib_by_phase() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
     assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()
     step["memory/actor_update_device_gib"] = 78.0
     with pytest.raises(ItemFailed, match=r"1 phases differ by more than 1\.0 GiB"):
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_no_number_is_the_worst() -> None:
     import torch
 
     good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
-    found = check_gpu.errors(
+    found = check_gpu.log_prob_and_gradient_errors(
         torch.zeros(3), ["a", "b", "c"], [(good, good), (bad, good), (-good, good)]
     )
     assert found["tensor"] == "b" and found["cosine"] != found["cosine"]

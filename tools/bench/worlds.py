@@ -226,9 +226,9 @@ def _rank(
         own = (
             rows_of(rank, rows, response) if link.has_rank_zero else TensorDict({}, batch_size=[0])
         )
-        link.begin()
+        link.wait_before_step()
         Executor(graph, worker, link=link).run_step(own)
-        link.finish(WorldReport())
+        link.wait_after_step(WorldReport())
         reports.append(report)
         if what == "transfer":
             reports.append(raw(joined.mail, rows * response * 4 * FIELDS, rank))

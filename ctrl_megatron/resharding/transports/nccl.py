@@ -276,7 +276,7 @@ class _Messages:
     def _gone(self, number: int) -> None:
         running = self._running.pop(number, None)
         with self._leaving_if_lost():
-            if running is not None and not running.ended(_GONE_SECONDS):
+            if running is not None and not running.wait_until_ended(_GONE_SECONDS):
                 raise RuntimeError(f"the messages of bucket {number} were never taken")
 
     @contextmanager

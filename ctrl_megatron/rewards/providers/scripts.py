@@ -102,7 +102,7 @@ class ScriptProvider:
             )
         except ProviderError as error:
             self.counters.failures += 1
-            end = f"{self.attempts} attempts" if silence.left else f"{self.silence:g} s"
+            end = f"{self.attempts} attempts" if silence.seconds_left else f"{self.silence:g} s"
             raise ProviderError(
                 f"provider {self.backend.name}: {error} (gave up after {end})"
             ) from error
@@ -121,7 +121,7 @@ class ScriptProvider:
         await self.backend.close()
 
     def _again(self, silence: Silence, error: Exception) -> float | None:
-        if not isinstance(error, ProviderError) or not silence.left:
+        if not isinstance(error, ProviderError) or not silence.seconds_left:
             return None
         self.counters.retries += 1
         return 0.0
@@ -153,7 +153,7 @@ class ScriptProvider:
         """The answer of the provider. Raises ``ProviderError`` where it does not come in time, and
         for an answer that cannot be read.
         """
-        seconds = min(self.silence / 2, silence.left)
+        seconds = min(self.silence / 2, silence.seconds_left)
         try:
             async with asyncio.timeout(None if math.isinf(seconds) else seconds):
                 return await call

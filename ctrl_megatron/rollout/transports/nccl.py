@@ -101,7 +101,7 @@ class NcclReceiver:
                 self._arriving[number] = self._receive(number, messages[reader][worker])
         memory, running = self._arriving.pop(bucket)
         for link in running:
-            while not link.ended(_POLL_SECONDS):
+            while not link.wait_until_ended(_POLL_SECONDS):
                 if self._store.check([f"{self._session}/over"]):
                     raise ValueError("the trainer has ended the push")
         return memory

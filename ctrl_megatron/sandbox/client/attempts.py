@@ -43,7 +43,7 @@ class Silence:
         self._until += seconds
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds that remain; at least 0."""
         return max(0.0, self._until - time.monotonic())
 

@@ -283,7 +283,7 @@ class SandboxClient:
                 return await self._attempt(path, body, number, answer, tried, silence)
             except _Fault as fault:
                 failed += not isinstance(fault, _Busy)
-                if not silence.left:
+                if not silence.seconds_left:
                     self.counters.failures += 1
                     self._silent = True
                     text = f"{fault} (given up, as it has shown no sign of life in time)"
@@ -298,7 +298,7 @@ class SandboxClient:
                 # Every service was tried: start again after a pause.
                 tried.clear()
                 again = backoff_seconds(max(failed - 1, 0), self._backoff)
-                await asyncio.sleep(min(max(again, fault.retry_after), silence.left))
+                await asyncio.sleep(min(max(again, fault.retry_after), silence.seconds_left))
 
     async def _attempt(
         self,
@@ -360,7 +360,7 @@ class SandboxClient:
                     self._silent = False
                     silence.heard()
                 if status == _UNDER_WAY and "Location" in response.headers:
-                    if not silence.left:
+                    if not silence.seconds_left:
                         raise TimeoutError  # also of a service that answers within the least limit
                     asking = session.get(
                         f"{endpoint.url}/jobs/{number}",
@@ -375,7 +375,7 @@ class SandboxClient:
 
     def _within(self, silence: Silence) -> aiohttp.ClientTimeout:
         # aiohttp takes 0 for no limit.
-        return aiohttp.ClientTimeout(total=max(0.001, min(self._timeout, silence.left)))
+        return aiohttp.ClientTimeout(total=max(0.001, min(self._timeout, silence.seconds_left)))
 
     def _withdraw(self, endpoint: _Endpoint, number: str) -> None:
         """Ask the service to give up the work, without waiting for it."""

@@ -80,10 +80,10 @@ def count_library_checks() -> None:
         for name in dir(kind):
             method = getattr(kind, name)
             if name.startswith("assert") and callable(method):
-                setattr(kind, name, counting(method))
+                setattr(kind, name, count_as_check(method))
 
 
-def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+def count_as_check(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, counted as a check."""
 
     @functools.wraps(function)

@@ -38,7 +38,7 @@ class UnitTest:
     run: Callable[[], None]
 
 
-def collect(
+def collect_tests(
     namespace: dict[str, Any], text: str, known: set[str], ended: contextlib.ExitStack
 ) -> list[UnitTest]:
     """The tests that ``text`` defined in ``namespace``, in their order; empty if there are none.

@@ -173,7 +173,7 @@ class Connection:
 
     # --- what a side allows; the judge overrides it -----------------------------------------------
 
-    def permit(self, do: str, parts: list[Any]) -> None:
+    def require_permitted(self, do: str, parts: list[Any]) -> None:
         """Raise ``Refused`` for a question that the other side may not ask."""
 
     def is_entry(self, _kind: type) -> bool:
@@ -345,7 +345,7 @@ class Connection:
                 self._answer(frame)
 
     def _do(self, do: str, parts: list[Any], named: dict[str, Any]) -> Any:
-        self.permit(do, parts)
+        self.require_permitted(do, parts)
         if do == "method":
             target, name, arguments = parts
             return getattr(target, name)(*arguments, **named)
@@ -364,14 +364,14 @@ class Connection:
 
     def _do_set(self, target: Any, name: str, value: Any) -> None:
         if isinstance(target, (type, types.ModuleType)):
-            self._originals.keep(target, name)
+            self._originals.keep_attribute(target, name)
         setattr(target, name, value)
 
     def _do_setmember(self, target: Any, name: str, part: Any) -> None:
         self._do_set(target, name, _member(part))
 
     def _do_restore(self, target: Any, name: str) -> None:
-        self._originals.restore(target, name)
+        self._originals.restore_attribute(target, name)
 
     def _do_del(self, target: Any, name: str) -> None:
         delattr(target, name)
@@ -713,7 +713,7 @@ class Connection:
         self._filling.update(numbers)
         try:
             for number, content in contents:
-                data.fill(self.changed_container(number), content, self.decode)
+                data.fill_container(self.changed_container(number), content, self.decode)
                 self._snapshots[number] = data.container_state(self._shared[number])
         finally:
             self._filling.difference_update(numbers)

@@ -184,7 +184,7 @@ def empty_container(contents: Any) -> Any:
         raise DataError(f"malformed container: {error}") from error
 
 
-def fill(container: Any, contents: Any, item: Other) -> None:
+def fill_container(container: Any, contents: Any, item: Other) -> None:
     """Give a container the content that ``encode_contents`` wrote; it keeps its identity. Sets and
     dicts grow one by one, because an alarm can end a loop but not a constructor, and a program may
     send many keys with the same hash. Raises ``DataError``.

@@ -62,7 +62,7 @@ def relative_paths(paths: Iterable[str]) -> list[str]:
     return relative
 
 
-def fetch(directory: str, wanted: Iterable[str]) -> dict[str, str] | None:
+def read_files_as_base64(directory: str, wanted: Iterable[str]) -> dict[str, str] | None:
     """Content in base64 of those of ``wanted`` (relative paths) that are regular files, after the
     program has run. None if they are larger than ``FETCHED_BYTES`` together.
 

@@ -49,7 +49,7 @@ def send_encoded(fd: int, frame: bytes) -> None:
         raise PeerGone from error
 
 
-def split(data: bytes) -> tuple[list[Any], bytes]:
+def split_frames(data: bytes) -> tuple[list[Any], bytes]:
     """The messages of the complete frames at the start of ``data``, and the remaining bytes."""
     messages, at = [], 0
     while at + HEADER.size <= len(data):

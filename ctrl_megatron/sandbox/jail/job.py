@@ -101,7 +101,7 @@ class VerdictPipe:
             if not data:
                 break
             self._unread += data
-        messages, self._unread = frames.split(self._unread)
+        messages, self._unread = frames.split_frames(self._unread)
         for nonce, *verdict in messages:
             if nonce != self.nonce:
                 raise frames.FrameError("a verdict without this job's nonce")

@@ -343,7 +343,7 @@ class _Judge:
         def execute() -> None:
             before = checks.checks_executed()
             self._execute(text, "test.py")
-            found.extend(collection.collect(self._namespace, text, known, ended))
+            found.extend(collection.collect_tests(self._namespace, text, known, ended))
             if not found:
                 self._require_check(before)
 

@@ -14,11 +14,11 @@ class Originals:
         self._before: dict[tuple[int, str], tuple[Any, Any]] = {}
         """By ``id`` and name, with the object itself, so that its ``id`` stays its own."""
 
-    def keep(self, target: Any, name: str) -> None:
+    def keep_attribute(self, target: Any, name: str) -> None:
         """Keep an attribute that is about to be replaced or deleted."""
         self._before.setdefault((id(target), name), (target, vars(target).get(name, _NONE)))
 
-    def restore(self, target: Any, name: str) -> None:
+    def restore_attribute(self, target: Any, name: str) -> None:
         key = id(target), name
         if key not in self._before:
             return

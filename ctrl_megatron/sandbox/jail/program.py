@@ -78,7 +78,7 @@ def run_init(
         if job["fetch"] and confinement.isolated:
             # Processes that the program started must not change files while they are read.
             _end_others()
-            fetched = files.fetch(directory, job["fetch"])
+            fetched = files.read_files_as_base64(directory, job["fetch"])
         frames.send(report, {"exit": status, "files": fetched})
     finally:
         os._exit(0)

@@ -359,7 +359,7 @@ class _JobRun:
         if not finished and self._stopped is None:
             return {"kind": "fault", "reason": f"the job broke off: {statuses}"}
         if self._directory is not None:
-            self._files = files.fetch(self._directory, self._job.get("fetch", []))
+            self._files = files.read_files_as_base64(self._directory, self._job.get("fetch", []))
             if self._files is None:
                 self._stopped = self._stopped or "fetch"
         return {

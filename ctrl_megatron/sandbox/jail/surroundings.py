@@ -270,9 +270,9 @@ class ProgramSurroundings(_Common):
     def _set(self, kind: str, module: str, name: str, value: Any = None, *, decode: Any) -> None:
         found = importlib.import_module(module)
         if kind == "restore":
-            self._originals.restore(found, name)
+            self._originals.restore_attribute(found, name)
             return
-        self._originals.keep(found, name)
+        self._originals.keep_attribute(found, name)
         if kind == "delete":
             delattr(found, name)
         else:

@@ -376,7 +376,7 @@ class ProgramConnection(Connection):
 
     # --- being asked ------------------------------------------------------------------------------
 
-    def permit(self, do: str, parts: list[Any]) -> None:
+    def require_permitted(self, do: str, parts: list[Any]) -> None:
         """The program may call what it was given, read its public attributes and set those that are
         no methods.
         """

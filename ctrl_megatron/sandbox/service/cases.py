@@ -51,7 +51,7 @@ async def score_in_order(
                 end = sorted(late)[most - 1] + 1
                 for task in tasks[end:]:
                     task.cancel()
-        if clock.over:
+        if clock.is_over:
             for task in tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
@@ -103,7 +103,7 @@ async def case_scorer(
         )
         if run.failure:
             score, reason = 0.0, run.failure
-            if run.timed_out and clock.over:
+            if run.timed_out and clock.is_over:
                 reason = STOP_REASONS["job_timeout"]
         elif checker is not None:
             score, reason, late = await checker.score(case, run.stdout)

@@ -65,7 +65,7 @@ class OutputChecker:
             return scored
         # Find out whether the output or the checker itself is at fault.
         reference = await self._run(case, case.output)
-        if self._clock.over:
+        if self._clock.is_over:
             return CheckerScore(0.0, STOP_REASONS["job_timeout"], timed_out=True)
         verdict = _read_score(reference)
         if verdict is None and reference.timed_out:

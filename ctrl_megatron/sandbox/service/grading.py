@@ -40,7 +40,7 @@ async def _judge(submission: Submission) -> wire.EvalResult:
     program = await submission.runner.prepare(
         language,
         submission.extracted.code,
-        compile_seconds=min(compiling, clock.left),
+        compile_seconds=min(compiling, clock.seconds_left),
         standard=str(config.extra.get("cpp_standard", DEFAULT_CPP_STANDARD)),
         with_sources=sources,
         prelude=problem.prelude if isinstance(problem, StdioProblem) else "",
@@ -100,10 +100,10 @@ async def _test_functions(
         "wall_seconds": seconds * limits.wall_factor,
         "memory_mb": limits.memory_mb,
         "run_all": run_all,
-        "problem_seconds": submission.clock.left,
+        "problem_seconds": submission.clock.seconds_left,
     }
     clock = submission.clock
-    report = await submission.runner.pool.run(job, clock.left, clock)
+    report = await submission.runner.pool.run(job, clock.seconds_left, clock)
     shown = submission.max_shown_characters
     verdicts = [_assert_verdict(problem, shown, *row) for row in report["verdicts"]]
     texts = len(problem.tests) - len(problem.uncounted)

@@ -315,14 +315,14 @@ async def _work(
     number = request.headers.get(wire.JOB_HEADER, "")
     if number and not _JOB_NUMBER(number):
         return _refusal(400, f"{wire.JOB_HEADER} must be 16 to 128 letters, digits, - or _")
-    with state.arrival():
+    with state.count_arriving_request():
         body = await read_body(request)
         CURRENT_SHARE.set(state.pool.queue.enter(peer_of(request.remote)))
 
         async def answer() -> str:
             # A character takes up to four bytes.
             size = len(body) + 4 * VERDICT_CHARACTERS
-            state.hold(size)
+            state.reserve_bytes(size)
             try:
                 return _text(await do(await parse_body(body, kind)))
             finally:

@@ -29,21 +29,21 @@ class ProblemClock:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Remaining seconds of processor time, 0.0 at the end."""
         self._settle()
         left = min(self._left, self._cpu_left)
         return 0.0 if left < _TICK else left
 
     @property
-    def over(self) -> bool:
-        return not self.left
+    def is_over(self) -> bool:
+        return not self.seconds_left
 
     def spend(self, seconds: float) -> None:
         self._cpu_left -= seconds
 
     @contextmanager
-    def running(self, stop: Callable[[], None]) -> Iterator[None]:
+    def counting_time(self, stop: Callable[[], None]) -> Iterator[None]:
         """Count the time while a job runs; ``stop`` ends the job early. An exception in the block
         means that its worker failed.
         """

@@ -63,14 +63,14 @@ class ServiceState:
         if self.running == 0 and self.draining:
             self.idle.set()
 
-    def hold(self, size: int) -> None:
+    def reserve_bytes(self, size: int) -> None:
         """Count ``size`` more bytes. Raises ``Overloaded``, but never for a single request."""
         if self.held and self.held + size > self.pool.settings.limits.service_mb << 20:
             raise Overloaded(f"the requests in progress occupy {self.held >> 20} MiB")
         self.held += size
 
     @contextmanager
-    def arrival(self) -> Iterator[None]:
+    def count_arriving_request(self) -> Iterator[None]:
         """Count a request whose body is arriving."""
         self.arriving += 1
         try:
@@ -102,7 +102,7 @@ async def read_body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in request.content.iter_any():
-                state.hold(len(part))
+                state.reserve_bytes(len(part))
                 size += len(part)
                 parts.append(part)
                 if size > limits.request_bytes:

@@ -145,7 +145,7 @@ class WorkerPool:
         """
         if self.queue.waiting >= self.settings.limits.queue:
             raise QueueFull(f"{self.queue.waiting} jobs are waiting already")
-        if clock is not None and clock.over:
+        if clock is not None and clock.is_over:
             return _no_report("job_timeout")
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -172,7 +172,7 @@ class WorkerPool:
         number, worker = lease.item
         began = time.perf_counter()
         self.queue_seconds.add(began - arrived)
-        if clock is not None and clock.over:
+        if clock is not None and clock.is_over:
             self.queue.release(lease, lease.item)
             return _no_report("job_timeout")
         try:
@@ -183,7 +183,7 @@ class WorkerPool:
                 except (IsolationRefused, OSError) as error:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
             try:
-                with clock.running(worker.end_job) if clock else contextlib.nullcontext():
+                with clock.counting_time(worker.end_job) if clock else contextlib.nullcontext():
                     most = seconds * self.settings.limits.wall_factor
                     report = await worker.run(job, most + _JOB_MARGIN_SECONDS)
             except asyncio.CancelledError:
