@@ -44,8 +44,8 @@ def partition_groups(
 
     ``groups`` has one name per item, in any order; every part gets the same number of groups. With
     ``swaps`` groups change places afterwards (:func:`swap_items_to_balance`), which many parts with
-    a few very large groups need. Raises ``ValueError`` for unequal lengths and as :func:`partition_by_cost`
-    does, for groups.
+    a few very large groups need. Raises ``ValueError`` for unequal lengths and as
+    :func:`partition_by_cost` does, for groups.
     """
     members: dict[Hashable, list[int]] = {}
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):

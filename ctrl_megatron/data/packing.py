@@ -56,7 +56,7 @@ def pack_groups(
         if prompt + sum(responses[row] for row in rows) <= budget:
             units.append(rows)
             continue
-        # ``pack_by_length`` requires at least one token; counting one for an empty response is harmless.
+        # ``pack_by_length`` requires at least one token; one for an empty response is harmless.
         parts = pack_by_length([max(1, responses[row]) for row in rows], budget - prompt)
         units += [sorted(rows[i] for i in part) for part in parts]
     costs = [prompts[rows[0]] + sum(responses[row] for row in rows) for rows in units]
