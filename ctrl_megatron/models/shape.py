@@ -52,7 +52,7 @@ class GroupedQueryAttention:
         return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
 
     def cached_width(self, tensor: int) -> int:
-        """Numbers that one of an engine's ``tensor`` ranks keeps of a token."""
+        """Numbers that one of an engine's ``tensor`` ranks keeps of a token in a layer."""
         return 2 * -(-self.groups // tensor) * self.head_dim
 
 

@@ -329,7 +329,8 @@ class DeviceOwner:
         return role if role == "proxy" else self.versions[role].name(self.update_counts(role), step)
 
     def update_counts(self, role: Role) -> int:
-        """How often the role's model was updated in this process; 0 for a role without a model."""
+        """How often the role's model was updated, those before a resume included; 0 for a role
+        without a model."""
         model = self._sources[role].model
         return 0 if model is None else model.update_count
 

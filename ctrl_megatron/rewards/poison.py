@@ -82,7 +82,8 @@ def {name}(*arguments, **named):
 
 @dataclass(frozen=True, slots=True)
 class ProgramGroup:
-    """Programs of one kind."""
+    """Programs of one kind that know nothing of the problem, for example such as return a constant:
+    a test that all of them pass does not count."""
 
     what: str
     """Completes "passes for programs that"."""

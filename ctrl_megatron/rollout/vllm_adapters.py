@@ -82,7 +82,9 @@ class PushedAdapters:
             shutil.rmtree(before.lora_path)
 
     async def checksums(self) -> dict[str, str]:
-        """The checksums of the adapters in vLLM's workers, which multiply B by the scale."""
+        """The checksums of the adapters in vLLM's workers, comparable with those of the pushed
+        tensors: vLLM keeps B multiplied by the scale, and a B that is the pushed one times the
+        scale gets the checksum of the pushed one."""
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_adapter_checksums")
         by_name = parts[0]
         for name, tensor in self._held.items():

@@ -335,9 +335,10 @@ class VllmEngine:
         self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums of the weights read back from vLLM's layers, un-fused and gathered.
+        """Checksums of what updates bring, read back from vLLM: of the adapters if there are any,
+        else of the layers' weights, un-fused and gathered.
 
-        RuntimeError if the layers do not have exactly the manifest's tensors.
+        RuntimeError if vLLM does not have exactly the manifest's tensors.
         """
         self._state.require_weights()
         if self._adapters:

@@ -50,7 +50,8 @@ def write_message(job: dict[str, Any], message: dict[str, Any]) -> None:
 
 
 def run_test(job: dict[str, Any], test: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The child's report without its nonce; a failure where there is none."""
+    """Run the test in a process of its own for at most ``seconds``. Returns its report; a failure
+    where it sent none with the nonce of this run."""
     nonce = os.urandom(16).hex()
     reader, writer = os.pipe()
     keys = ("setup", "code", "names")
