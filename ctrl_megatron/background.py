@@ -67,7 +67,7 @@ class BackgroundLoop:
         with suppress(TimeoutError):
             self.run(work, _CLOSE_SECONDS)
 
-    def running_task(self) -> str:
+    def running_task_name(self) -> str:
         """The name of the task that the loop runs right now; empty while it runs none."""
         task = asyncio.current_task(self.loop)
         return task.get_name() if task is not None else ""
@@ -183,7 +183,7 @@ def _place(thread: threading.Thread) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Awaited:
+class WaitProgress:
     """Work on ``count`` things, of which ``done`` are ready. 0 of ``count`` leaves the number out.
 
     Several threads may read it while one counts.
@@ -201,17 +201,17 @@ class Awaited:
         return f"{self.what} on {part}{self.count} {self.unit}"
 
 
-_open: list[Awaited] = []
+_open: list[WaitProgress] = []
 _lock = threading.Lock()
-_current: ContextVar[Awaited | None] = ContextVar("awaited", default=None)
+_current: ContextVar[WaitProgress | None] = ContextVar("awaited", default=None)
 
 
 @contextmanager
-def awaited(what: str, count: int = 0, unit: str = "rows") -> Iterator[Awaited]:
+def track_wait(what: str, count: int = 0, unit: str = "rows") -> Iterator[WaitProgress]:
     """The body waits for ``what``. Code that it calls, also in other threads and on other event
     loops, counts its progress with ``count_one_done``.
     """
-    item = Awaited(what, count, unit)
+    item = WaitProgress(what, count, unit)
     token = _current.set(item)
     with _lock:
         _open.append(item)
@@ -223,13 +223,13 @@ def awaited(what: str, count: int = 0, unit: str = "rows") -> Iterator[Awaited]:
         _current.reset(token)
 
 
-def count_one_done() -> None:
+def advance_wait() -> None:
     """Count one more finished thing of the innermost ``awaited`` around the caller, if any."""
     if (item := _current.get()) is not None:
         item.done += 1
 
 
-def describe_awaited() -> list[str]:
+def describe_waits() -> list[str]:
     """Descriptions of all that the process waits for, the oldest first."""
     with _lock:
         return [str(item) for item in _open]

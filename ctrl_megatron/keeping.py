@@ -191,7 +191,7 @@ def child_death_message(
     return f"the {name} (pid {pid}) died; the end of its output:\n{words}"
 
 
-class ProbedService(Protocol):
+class ServiceProbe(Protocol):
     """A service that is asked for signs of life, on an event loop of its own."""
 
     async def is_answering(self) -> bool:
@@ -210,7 +210,7 @@ class SilenceDetector:
     every two seconds.
     """
 
-    def __init__(self, service: ProbedService, probes: BackgroundLoop, limit: float) -> None:
+    def __init__(self, service: ServiceProbe, probes: BackgroundLoop, limit: float) -> None:
         self._service, self._limit = service, limit
         self._answers, self._standstill = 0, StallClock()
         self._asking = probes.submit(self._ask())

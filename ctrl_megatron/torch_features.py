@@ -31,7 +31,7 @@ def torchrun_arguments(words: Sequence[str]) -> list[str]:
 
 
 @cache
-def varlen_attention_asks_for_groups() -> bool:
+def varlen_attention_needs_enable_gqa() -> bool:
     """Whether ``varlen_attn`` accepts fewer key heads than query heads only with ``enable_gqa``;
     before, it accepted them without."""
     from torch.nn.attention import varlen
@@ -39,7 +39,7 @@ def varlen_attention_asks_for_groups() -> bool:
     return "enable_gqa" in signature(varlen.varlen_attn).parameters
 
 
-def exact_pinned_memory(environ: Mapping[str, str]) -> dict[str, str]:
+def exact_pinned_memory_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables with which PyTorch's allocator does not round page-locked memory above one MiB up
     to a power of two; the user's own settings stay. Empty where the user sets the threshold, and
     before torch 2.13, which ends a process whose settings have a word that it does not know.

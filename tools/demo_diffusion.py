@@ -28,7 +28,7 @@ from ctrl_megatron.checkpoint.files import (
     tool_output_files,
     write_text_atomically,
 )
-from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.config import load_config
 from ctrl_megatron.config.flags import count_flag, output_path
 from ctrl_megatron.data.rows import Row, row_of_attempt, write_rows
@@ -206,7 +206,7 @@ def mean_reward(groups: Sequence[tuple[float, int]]) -> Estimate:
     return estimate
 
 
-@command(_TOOL, stopped="the same command goes on with this stage")
+@command_entry_point(_TOOL, stopped="the same command goes on with this stage")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; return the exit code of the first that fails."""
     parser = CommandParser(__doc__)

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
@@ -88,7 +88,7 @@ def compared(rewards: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(rewards[:COMPARED]), statistics.fmean(rewards[-COMPARED:])
 
 
-@command("demo_solver", stopped="the same command goes on with this run")
+@command_entry_point("demo_solver", stopped="the same command goes on with this run")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing and print their rewards; 1 if a seed has learned nothing."""
     parser = CommandParser(__doc__)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_progress_bar
 
 
-@command("make_diffusion_start")
+@command_entry_point("make_diffusion_start")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the model with one file in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)

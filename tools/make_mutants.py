@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import existing_path, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import grading_job_of_attempt, judge_attempts
@@ -85,7 +85,7 @@ def split_of(problem_id: str, name: str) -> Split:
     return "unseen_mutants" if crc32(name.encode()) % 1000 < 1000 * _UNSEEN_MUTANTS else "train"
 
 
-@command("make_mutants")
+@command_entry_point("make_mutants")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, change, judge, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)

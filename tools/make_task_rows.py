@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.data.rows import read_rows, write_rows
 from ctrl_megatron.preparation.task_rows import (
     JUDGING,
@@ -27,7 +27,7 @@ from ctrl_megatron.preparation.task_rows import (
 _MAKERS = {SOLVING: make_solving_rows, JUDGING: make_judging_rows}
 
 
-@command("make_task_rows")
+@command_entry_point("make_task_rows")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the rows; see the module's docstring."""
     parser = CommandParser(__doc__)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_path
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
@@ -19,7 +19,7 @@ from ctrl_megatron.preparation.ioi import ioi_rows, read_ioi_tests
 from ctrl_megatron.preparation.records import read_data_records
 
 
-@command("prepare_ioi")
+@command_entry_point("prepare_ioi")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the rows. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)

@@ -43,7 +43,7 @@ from ctrl_megatron.algorithms.kl import (
 )
 from ctrl_megatron.algorithms.masked import (
     Reduce,
-    check_shapes,
+    require_equal_shapes,
     identity_reduce,
     masked_whiten,
     zero_outside_mask,

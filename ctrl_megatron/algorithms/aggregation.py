@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, zero_outside_mask
+from ctrl_megatron.algorithms.masked import require_equal_shapes, zero_outside_mask
 
 LOSS_AGG_MODES = (
     "token-mean",
@@ -49,7 +49,7 @@ def agg_loss(
         raise ValueError(
             f"unknown loss_agg_mode {loss_agg_mode!r}; known: {', '.join(LOSS_AGG_MODES)}"
         )
-    check_shapes(loss_mask=loss_mask, loss_mat=loss_mat)
+    require_equal_shapes(loss_mask=loss_mask, loss_mat=loss_mat)
     losses = zero_outside_mask(loss_mat, loss_mask)
     tokens = loss_mask.bool().sum(dim=-1)
     if loss_agg_mode == "token-mean":

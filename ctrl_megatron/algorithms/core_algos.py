@@ -17,7 +17,7 @@ import torch
 from ctrl_megatron.algorithms import covariance, policy_losses
 from ctrl_megatron.algorithms.aggregation import agg_loss
 from ctrl_megatron.algorithms.kl import KLController, subtract_kl_penalty
-from ctrl_megatron.algorithms.masked import check_shapes, masked_mean
+from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_mean
 from ctrl_megatron.algorithms.registry import (
     POLICY_LOSS_REGISTRY,
     LossScalars,
@@ -72,7 +72,7 @@ def _whole_batch(name: str, loss: PolicyLoss) -> Callable[..., LossScalars]:
             "rollout_is_weights": rollout_is_weights,
             "selected": selected,
         }
-        check_shapes(**tensors)
+        require_equal_shapes(**tensors)
         if selection is not None and selected is None:
             sums = covariance.log_prob_and_advantage_sums(log_prob, advantages, response_mask)
             pieces = (old_log_prob, log_prob, advantages, response_mask, config, sums)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked_row_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_row_sums, zero_outside_mask
 from ctrl_megatron.algorithms.policy_losses import (
     apply_is_weights,
     clamped_ratio,
@@ -34,7 +34,7 @@ def log_prob_and_advantage_sums(
 
     Inputs (B, R). Raises ValueError for shapes that differ.
     """
-    check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
+    require_equal_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     total = [masked_row_sums(values, response_mask).sum() for values in (log_prob, advantages)]
     return torch.stack([response_mask.bool().sum().double(), *total])
 
@@ -51,7 +51,7 @@ def token_covariances(
     The means are those of ``sums``, the ``log_prob_and_advantage_sums`` of the whole mini-batch.
     Raises ValueError for shapes that differ.
     """
-    check_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
+    require_equal_shapes(response_mask=response_mask, log_prob=log_prob, advantages=advantages)
     mean_log_prob, mean_advantage = sums[1:] / sums[0].clamp(min=1)
     product = (log_prob.double() - mean_log_prob) * (advantages.double() - mean_advantage)
     return zero_outside_mask(product, response_mask)

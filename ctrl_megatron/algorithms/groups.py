@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked_row_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_row_sums, zero_outside_mask
 
 GroupIndex = Iterable[Hashable] | torch.Tensor
 """(B,) ids, equal for rows of a group: a list, a numpy array (of objects too), a tensor."""
@@ -26,7 +26,7 @@ class GroupedScores:
     def __init__(
         self, token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: GroupIndex
     ) -> None:
-        check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
+        require_equal_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
         self._mask, self._dtype = response_mask, advantage_dtype(token_level_rewards)
         self._groups = group_number_of_rows(index, len(response_mask)).to(response_mask.device)
         self.scores = masked_row_sums(token_level_rewards, response_mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, clamp_log_ratio, zero_outside_mask
+from ctrl_megatron.algorithms.masked import require_equal_shapes, clamp_log_ratio, zero_outside_mask
 
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
@@ -59,7 +59,7 @@ def kl_penalty(
     """
     if kl_penalty not in KL_ESTIMATORS:
         raise ValueError(f"unknown kl_penalty {kl_penalty!r}; known: {', '.join(KL_ESTIMATORS)}")
-    check_shapes(None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask)
+    require_equal_shapes(None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask)
     gap = logprob - ref_logprob
     if response_mask is not None:
         gap = zero_outside_mask(gap, response_mask)
@@ -87,7 +87,7 @@ def subtract_kl_penalty(
     Inputs (B, R). Off the mask the scores stay as they are. Raises ValueError for shapes that
     differ.
     """
-    check_shapes(
+    require_equal_shapes(
         response_mask=response_mask,
         token_level_scores=token_level_scores,
         old_log_probs=old_log_probs,

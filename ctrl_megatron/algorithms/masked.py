@@ -28,7 +28,7 @@ def clamp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 
-def check_shapes(rank: int | None = 2, /, **tensors: torch.Tensor | None) -> None:
+def require_equal_shapes(rank: int | None = 2, /, **tensors: torch.Tensor | None) -> None:
     """Require that all ``tensors`` have the shape of the first, which has ``rank`` dimensions.
 
     None is skipped. PyTorch would broadcast (B,) to (B, R) where B = R, and give wrong numbers.

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ctrl_megatron.algorithms.masked import Reduce, identity_reduce
-from ctrl_megatron.config.options import accepted_options, named_parameters
+from ctrl_megatron.config.options import accepted_options, explicit_parameters
 from ctrl_megatron.errors import (
     UserError,
     convert_user_code_errors,
@@ -100,7 +100,7 @@ def estimate_advantages(
             "which this pipeline does not provide"
         )
     given = accepted_options(estimator, offered)
-    if "reduce" in named_parameters(estimator):
+    if "reduce" in explicit_parameters(estimator):
         given["reduce"] = reduce
     if not is_user_defined(estimator):
         found = estimator(**given)
@@ -112,7 +112,7 @@ def estimate_advantages(
 
 def required_estimator_inputs(name: str | Enum) -> set[str]:
     """The arguments of the estimator without a default; ValueError for an unknown name."""
-    named = named_parameters(get_adv_estimator(name))
+    named = explicit_parameters(get_adv_estimator(name))
     return {key for key, p in named.items() if p.default is p.empty} - {"reduce"}
 
 

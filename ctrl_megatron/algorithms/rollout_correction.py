@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ctrl_megatron.algorithms.masked import (
-    check_shapes,
+    require_equal_shapes,
     clamp_log_ratio,
     masked_row_sums,
     zero_outside_mask,
@@ -153,7 +153,7 @@ def rollout_mismatch_metrics(total: RolloutMismatchSums) -> dict[str, float]:
 
 
 def _log_ratio(old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    check_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
+    require_equal_shapes(response_mask=mask, old_log_probs=old, rollout_log_probs=rollout)
     return clamp_log_ratio(zero_outside_mask(old - rollout, mask))
 
 

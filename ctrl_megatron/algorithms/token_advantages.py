@@ -12,7 +12,7 @@ import torch
 from ctrl_megatron.algorithms.groups import advantage_dtype
 from ctrl_megatron.algorithms.masked import (
     Reduce,
-    check_shapes,
+    require_equal_shapes,
     identity_reduce,
     masked_whiten,
     zero_outside_mask,
@@ -64,7 +64,7 @@ def compute_gae_advantage_return(
     as they are. Source: arXiv 1506.02438, equation 16. Raises ValueError for shapes that differ and
     if the mask selects fewer than two tokens to whiten.
     """
-    check_shapes(
+    require_equal_shapes(
         response_mask=response_mask, token_level_rewards=token_level_rewards, values=values
     )
     rewards, own = (
@@ -92,7 +92,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     Whitened over all tokens of the batch (``masked_whiten``). Source: arXiv 2501.03262. Raises
     ValueError for shapes that differ and if the mask selects fewer than two tokens.
     """
-    check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
+    require_equal_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
     sums = discounted_sums(token_level_rewards, response_mask, gamma)
     returns = sums.to(advantage_dtype(token_level_rewards))
     return masked_whiten(returns, response_mask, reduce=reduce), returns
@@ -109,7 +109,7 @@ def compute_remax_outcome_advantage(
     arXiv 2310.10505, algorithm 1. Raises ValueError for shapes that differ and if there is not one
     baseline per row.
     """
-    check_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
+    require_equal_shapes(response_mask=response_mask, token_level_rewards=token_level_rewards)
     rows = len(response_mask)
     if reward_baselines.shape != (rows,):
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import check_shapes, masked_moment_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_moment_sums, zero_outside_mask
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12
@@ -36,7 +36,7 @@ def value_loss_terms(
     implementation of OpenAI Baselines; arXiv 2005.12729, section 3. Raises ValueError for a
     negative range and for shapes that differ.
     """
-    check_shapes(response_mask=response_mask, vpreds=vpreds, returns=returns, values=values)
+    require_equal_shapes(response_mask=response_mask, vpreds=vpreds, returns=returns, values=values)
     if not cliprange_value >= 0:
         raise ValueError(f"cliprange_value must be at least 0, got {cliprange_value}")
     new, target, old = (zero_outside_mask(x, response_mask) for x in (vpreds, returns, values))
@@ -56,7 +56,7 @@ def explained_variance_sums(
     Tokens; sum and sum of squares of the returns; the same of the residuals returns - values.
     Raises ValueError for shapes that differ.
     """
-    check_shapes(response_mask=response_mask, values=values, returns=returns)
+    require_equal_shapes(response_mask=response_mask, values=values, returns=returns)
     total = masked_moment_sums(returns, response_mask)
     return torch.cat([total, masked_moment_sums(returns - values, response_mask)[1:]])
 

@@ -50,7 +50,7 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import shape_with_adapters
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import AnyShape, value_shape
+from ctrl_megatron.models.shape import AnyShape, value_model_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 from ctrl_megatron.rollout.weight_chunks import spec_bytes
 from ctrl_megatron.types import TensorSpec
@@ -140,7 +140,7 @@ def megatron_to_hf(
     """
     require_replaceable_directory(out, "convert_megatron_to_hf", overwrite=overwrite)
     source = _source(checkpoint, folder)
-    side, shape, dtype = checkpoint / HF_FOLDER, source.shape.base, source.dtype
+    side, shape, dtype = checkpoint / HF_FOLDER, source.shape.without_adapters, source.dtype
     read = partial(_read_whole, folder=source.folder)
     if source.adapters is not None:
         read = _Merging(source, base).read
@@ -204,7 +204,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
         )
     shape = read_shape(side, None)
     if model == VALUE_FOLDER and not shape.value_head:
-        shape = value_shape(shape)
+        shape = value_model_shape(shape)
     verify_in_one_process(checkpoint)
     adapters = read_adapter_description(folder)
     shape = shape_with_adapters(shape, adapters and adapters.lora)

@@ -99,6 +99,6 @@ class HashingFile(RawIOBase):
         return self._checksum.hexdigest()
 
 
-def hashing_threads() -> int:
+def num_hashing_threads() -> int:
     """Threads of this process for hashing: the cores that it may use, at most four."""
     return min(4, len(os.sched_getaffinity(0)))

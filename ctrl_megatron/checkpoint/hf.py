@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ctrl_megatron.checkpoint.files import atomic_directory
-from ctrl_megatron.checkpoint.manifest import TRAINER, RunOrigin, write_manifest
+from ctrl_megatron.checkpoint.manifest import TRAINER, CheckpointOrigin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_identity, write_peft
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError
@@ -21,7 +21,7 @@ from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import CLASSIFIERS, AnyShape, value_shape
+from ctrl_megatron.models.shape import CLASSIFIERS, AnyShape, value_model_shape
 from ctrl_megatron.resharding.plan import EngineLayout
 from ctrl_megatron.resharding.sources import ModelSource
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
@@ -46,10 +46,10 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     """
     saved_shape = read_shape(directory, model.shape.strategy)
     trains = model.shape.value_head and model.shape.head_bias
-    filled = value_shape(saved_shape) if trains else saved_shape
-    if filled != model.shape.base:
+    filled = value_model_shape(saved_shape) if trains else saved_shape
+    if filled != model.shape.without_adapters:
         names = [field.name for field in fields(filled)]
-        wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.base, n)]
+        wrong = [n for n in names if getattr(filled, n) != getattr(model.shape.without_adapters, n)]
         raise UserError(
             f"{directory} holds another model than the one to fill: they differ in "
             + ", ".join(wrong)
@@ -70,8 +70,8 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
                     part = tensors.read_part(piece.hf, piece.hf_slices)
                 else:
                     part = initial_value(piece.hf, own[piece.hf], seed)[piece.hf_slices]
-                weight[piece.slices].copy_(part.to(weight.device, weight.dtype))
-    model.strategy.choose_computation()
+                weight[piece.shard_slices].copy_(part.to(weight.device, weight.dtype))
+    model.strategy.choose_row_packing()
 
 
 def save_hf(
@@ -80,7 +80,7 @@ def save_hf(
     *,
     side_files: str | Path,
     file_bytes: int = FILE_BYTES,
-    origin: RunOrigin | None = None,
+    origin: CheckpointOrigin | None = None,
 ) -> None:
     """Write the weights as an HF directory that transformers and vLLM load. Collective.
 
@@ -110,7 +110,7 @@ def save_hf(
 
 
 def save_adapters(
-    model: ParallelModel, directory: str | Path, *, origin: RunOrigin | None = None
+    model: ParallelModel, directory: str | Path, *, origin: CheckpointOrigin | None = None
 ) -> None:
     """Write the adapters as PEFT's files. Collective. The directory appears completely or not at
     all, with a manifest as in ``save_hf``."""

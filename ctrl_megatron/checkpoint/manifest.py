@@ -17,7 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
+from ctrl_megatron.checkpoint.hashes import hash_files, num_hashing_threads
 from ctrl_megatron.errors import UserError
 
 MARKER = ".ctrl_megatron.json"
@@ -38,13 +38,13 @@ class DamagedFiles(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class RunOrigin:
+class CheckpointOrigin:
     """The run that wrote a checkpoint, by its identity (``run_identity``), and the step."""
 
     run: str
     step: int
 
-    def first_line(self) -> bytes:
+    def header_line(self) -> bytes:
         """The first line of a file of tensors."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
@@ -58,7 +58,7 @@ class Manifest:
     """Bytes of every file, by relative path; an empty directory ends with a slash."""
     hashes: Mapping[str, str] = field(default_factory=dict)
     """BLAKE3 of every file; empty if an older version wrote the manifest."""
-    origin: RunOrigin | None = None
+    origin: CheckpointOrigin | None = None
 
 
 def write_manifest(
@@ -66,7 +66,7 @@ def write_manifest(
     tool: str,
     *,
     known: Mapping[str, str] | None = None,
-    origin: RunOrigin | None = None,
+    origin: CheckpointOrigin | None = None,
 ) -> None:
     """Write the manifest of all files in ``directory``; ``known`` are hashes by relative path, the
     other files are read.
@@ -74,7 +74,7 @@ def write_manifest(
     sizes, known = file_sizes(directory), known or {}
     names = [name for name in sizes if name not in known and not name.endswith("/")]
     hashes = dict(known)
-    found = hash_files([directory / name for name in names], hashing_threads())
+    found = hash_files([directory / name for name in names], num_hashing_threads())
     for name, one in zip(names, found, strict=True):
         if isinstance(one, OSError):
             raise one
@@ -151,7 +151,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         for name in (*sizes, *hashes):
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"it lists {name!r}, which is not below its directory")
-        origin = RunOrigin(record["run"], record["step"]) if "run" in record else None
+        origin = CheckpointOrigin(record["run"], record["step"]) if "run" in record else None
         return Manifest(tool=record["tool"], sizes=sizes, hashes=hashes, origin=origin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
@@ -178,7 +178,7 @@ def file_sizes(directory: Path) -> dict[str, int]:
     return sizes
 
 
-def find_resized_files(directory: Path, manifest: Manifest) -> dict[str, str]:
+def find_missing_or_resized_files(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Name -> reason of every file of the manifest that is missing or has another size. UserError
     if that cannot be seen now.
     """
@@ -201,7 +201,7 @@ def find_changed_files(
     """Name -> reason of those of ``names`` whose content is not what was written. Reads them;
     UserError for one that cannot be read now.
     """
-    hashes = hash_files([directory / name for name in names], hashing_threads())
+    hashes = hash_files([directory / name for name in names], num_hashing_threads())
     found = {}
     for name, one in zip(names, hashes, strict=True):
         if isinstance(one, OSError):
@@ -234,7 +234,7 @@ def verify_manifest(directory: Path, *, remedy: str) -> Manifest | None:
     manifest = read_manifest(directory)
     if manifest is None or not manifest.hashes:
         return None
-    wrong = find_resized_files(directory, manifest)
+    wrong = find_missing_or_resized_files(directory, manifest)
     wrong |= find_changed_files(directory, manifest, [n for n in manifest.hashes if n not in wrong])
     require_undamaged(directory, wrong, remedy)
     return manifest
@@ -261,7 +261,7 @@ def _other_origin(path: Path, manifest: Manifest) -> str:
     return f"is of step {theirs.step}, not of step {expected.step}"
 
 
-def _origin_in(path: Path) -> RunOrigin | None:
+def _origin_in(path: Path) -> CheckpointOrigin | None:
     """The origin in a JSON file, or in the first line of another one."""
     try:
         if path.suffix == ".json":
@@ -269,6 +269,6 @@ def _origin_in(path: Path) -> RunOrigin | None:
         else:
             with open(path, "rb") as file:
                 facts = json.loads(file.readline(_HEADER_BYTES))
-        return RunOrigin(str(facts["run"]), int(facts["step"]))
+        return CheckpointOrigin(str(facts["run"]), int(facts["step"]))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
+from ctrl_megatron.checkpoint.hashes import hash_files, num_hashing_threads
 from ctrl_megatron.checkpoint.manifest import (
     DamagedFiles,
     ordinary_file_size,
@@ -24,7 +24,7 @@ from ctrl_megatron.checkpoint.manifest import (
     split_by_bytes,
 )
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.lora import Base
+from ctrl_megatron.models.lora import LoraBaseWeights
 from ctrl_megatron.models.rules import ADAPTED
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -42,7 +42,7 @@ class AdapterDescription:
     trained beside, no tensor."""
 
     lora: Lora
-    base: Base
+    base: LoraBaseWeights
 
     def write(self, folder: Path) -> None:
         """Write ``ADAPTERS_FILE`` in ``folder``."""
@@ -57,12 +57,12 @@ def read_adapter_description(folder: Path) -> AdapterDescription | None:
         return None
     found = read_checkpoint_json(file)
     try:
-        return AdapterDescription(lora=Lora.from_json(found["lora"]), base=Base(**found["base"]))
+        return AdapterDescription(lora=Lora.from_json(found["lora"]), base=LoraBaseWeights(**found["base"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 
 
-def require_same_adapters(folder: Path, shape: AnyShape, base: Base | None) -> None:
+def require_same_adapters(folder: Path, shape: AnyShape, base: LoraBaseWeights | None) -> None:
     """UserError unless the adapters in a checkpoint's ``folder`` are those of a model of ``shape``
     beside the weights ``base``."""
     saved = read_adapter_description(folder)
@@ -91,7 +91,7 @@ def require_same_adapters(folder: Path, shape: AnyShape, base: Base | None) -> N
         require_same_base(saved.base, base, folder)
 
 
-def require_same_base(saved: Base, found: Base, folder: Path, *, key: str = _PATH) -> None:
+def require_same_base(saved: LoraBaseWeights, found: LoraBaseWeights, folder: Path, *, key: str = _PATH) -> None:
     """UserError unless the directory ``found`` has the weights of ``saved``."""
     if saved.hashes != found.hashes:
         raise UserError(
@@ -102,24 +102,24 @@ def require_same_base(saved: Base, found: Base, folder: Path, *, key: str = _PAT
         )
 
 
-def base_identity(directory: Path, groups: ProcessGroups | None) -> Base:
+def base_identity(directory: Path, groups: ProcessGroups | None) -> LoraBaseWeights:
     """The identity of a directory's weights. Collective: each rank reads a share of the files; one
     process reads them alone for None."""
     sizes = {path.name: path.stat().st_size for path in directory.glob(_WEIGHTS)}
     world, rank = (1, 0) if groups is None else (groups.size, groups.rank)
     mine = split_by_bytes(sizes, world)[rank]
     found = dict[str, str]()
-    hashes = hash_files([directory / name for name in mine], hashing_threads())
+    hashes = hash_files([directory / name for name in mine], num_hashing_threads())
     for name, one in zip(mine, hashes, strict=True):
         if isinstance(one, OSError):
             raise one
         found[name] = one
-    parts = [found] if groups is None else groups.from_all(found)
+    parts = [found] if groups is None else groups.all_gather(found)
     whole = {name: one for part in parts for name, one in part.items()}
-    return Base(path=str(directory.resolve()), hashes=dict(sorted(whole.items())))
+    return LoraBaseWeights(path=str(directory.resolve()), hashes=dict(sorted(whole.items())))
 
 
-def peft_config(lora: Lora, base: Base | None, *, value_head: bool) -> dict[str, Any]:
+def peft_config(lora: Lora, base: LoraBaseWeights | None, *, value_head: bool) -> dict[str, Any]:
     """The content of ``adapter_config.json``."""
     return {
         "peft_type": "LORA",
@@ -139,7 +139,7 @@ def peft_config(lora: Lora, base: Base | None, *, value_head: bool) -> dict[str,
 def write_peft(
     folder: Path,
     lora: Lora,
-    base: Base | None,
+    base: LoraBaseWeights | None,
     tensors: Mapping[str, torch.Tensor],
     *,
     value_head: bool,

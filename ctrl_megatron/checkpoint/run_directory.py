@@ -71,7 +71,7 @@ class RunLock:
     def acquire(self) -> RunLock:
         """Acquire the lock. UserError if another run has it, or for files of other programs."""
         directory = self._path.parent
-        check_run_directory(directory)
+        require_writable_run_directory(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _open_locked(self._path)
         # Another run may have taken and left it since the check; this one waits for no answer.
@@ -151,7 +151,7 @@ def require_shared_directory(
         time.sleep(0.5)
 
 
-def check_run_directory(directory: Path, key: str = "trainer.default_local_dir") -> None:
+def require_writable_run_directory(directory: Path, key: str = "trainer.default_local_dir") -> None:
     """UserError if a run cannot write to ``directory``: another run does, it has files of other
     programs, or the system refuses. ``key`` names the directory in messages. Writes nothing.
     """

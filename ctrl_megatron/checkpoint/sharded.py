@@ -40,7 +40,7 @@ from ctrl_megatron.checkpoint.hashes import HashingFile
 from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
     DamagedFiles,
-    RunOrigin,
+    CheckpointOrigin,
     ordinary_file_size,
     read_checkpoint_json,
 )
@@ -126,7 +126,7 @@ def take_snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     steps = None
     if model.optimization is not None:
         # A rank without parameters has counted no steps.
-        everyone = model.groups.from_all(model.optimization.step_counts())
+        everyone = model.groups.all_gather(model.optimization.step_counts())
         steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
     adapters = None
     if model.shape.lora is not None:
@@ -136,7 +136,7 @@ def take_snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
 
 
 def write_snapshot(
-    taken: Snapshot, directory: Path, groups: ProcessGroups, origin: RunOrigin | None = None
+    taken: Snapshot, directory: Path, groups: ProcessGroups, origin: CheckpointOrigin | None = None
 ) -> dict[str, str]:
     """Write all ranks' snapshots into the existing, empty ``directory``. Collective.
 
@@ -192,7 +192,7 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
     options, groups = model.options.optimizer, model.groups
     divided = options is not None and options.distributed
     turns, shapes = _Turns(groups.rank), hf_shapes(model.shape)
-    for param, weight in model.places():
+    for param, weight in model.shards_without_onload():
         if not param.trained or (saving and param.copy):
             continue
         flats = [("", weight.detach().view(-1), 0, param.at)]
@@ -269,8 +269,8 @@ class _Saving(DefaultSavePlanner):
 class _HashedFiles(FileSystem):
     """A file system that hashes what is written to it; files of tensors begin with the origin."""
 
-    def __init__(self, origin: RunOrigin | None, aside: ThreadPoolExecutor) -> None:
-        self._header, self._aside = b"" if origin is None else origin.first_line(), aside
+    def __init__(self, origin: CheckpointOrigin | None, aside: ThreadPoolExecutor) -> None:
+        self._header, self._aside = b"" if origin is None else origin.header_line(), aside
         self.hashes: dict[str, str] = {}
         """BLAKE3 of every file that is complete, by name."""
 
@@ -297,7 +297,7 @@ class _Writer(FileSystemWriter):
     copied from the device or read from elsewhere, until the file is complete."""
 
     def __init__(
-        self, directory: Path, origin: RunOrigin | None, aside: ThreadPoolExecutor
+        self, directory: Path, origin: CheckpointOrigin | None, aside: ThreadPoolExecutor
     ) -> None:
         super().__init__(directory)
         self.fs = self.hashed = _HashedFiles(origin, aside)
@@ -341,7 +341,7 @@ def save_tensors(
     tensors: Mapping[str, TensorParts],
     directory: Path,
     groups: ProcessGroups | None,
-    origin: RunOrigin | None = None,
+    origin: CheckpointOrigin | None = None,
 ) -> dict[str, str]:
     """Write every rank's parts; together they must be whole. Collective, or alone for None.
 

@@ -29,10 +29,10 @@ from ctrl_megatron.checkpoint.manifest import (
     TRAINER,
     DamagedFiles,
     Manifest,
-    RunOrigin,
+    CheckpointOrigin,
     find_added_files,
     find_changed_files,
-    find_resized_files,
+    find_missing_or_resized_files,
     ordinary_file_size,
     read_checkpoint_json,
     read_manifest,
@@ -237,11 +237,11 @@ class CheckpointStore:
         start = time.monotonic()
         taken = {name: take_snapshot(m, copy=self._asynchronous) for name, m in models.items()}
         groups = self._everyone or next(iter(models.values())).groups
-        shares = groups.from_all(sum(one.num_bytes for one in taken.values()))
+        shares = groups.all_gather(sum(one.num_bytes for one in taken.values()))
         num_bytes = max(shares)
         if groups.is_first:
             require_free_disk_bytes(self.directory, sum(shares), f"a checkpoint of step {step}")
-        origin = RunOrigin(self._run(groups), step)
+        origin = CheckpointOrigin(self._run(groups), step)
         text = json.dumps({**asdict(origin), **state}, indent=1)
         blocked = time.monotonic() - start
         target = self.directory / f"{_PREFIX}{step}"
@@ -262,7 +262,7 @@ class CheckpointStore:
 
         self._writing = _in_thread(write) if self._asynchronous else _done(write())
 
-    def take_save_report(self) -> SaveReport | None:
+    def pop_save_report(self) -> SaveReport | None:
         """The report of the save that has ended since the last call, on this rank.
 
         Raises the RuntimeError or OSError of an asynchronous save that failed.
@@ -276,24 +276,24 @@ class CheckpointStore:
         """Wait for the save that is being written; its ``take_save_report``."""
         if self._writing is not None:
             futures.wait([self._writing])
-        return self.take_save_report()
+        return self.pop_save_report()
 
     def _write(
         self,
         taken: Mapping[str, Snapshot],
         target: Path,
-        origin: RunOrigin,
+        origin: CheckpointOrigin,
         state: str,
         groups: RankSet,
         of_models: Mapping[str, ProcessGroups],
     ) -> None:
-        names = dict.fromkeys(name for names in groups.from_all([*taken]) for name in names)
+        names = dict.fromkeys(name for names in groups.all_gather([*taken]) for name in names)
         if groups.is_first:
             # Incomplete checkpoints of a run that was killed.
             for stale in self.directory.glob(f".{_PREFIX}*"):
                 shutil.rmtree(stale)
         with atomic_directory(target, active=groups.is_first) as work:
-            work = groups.from_first(work)
+            work = groups.broadcast_from_first(work)
             if groups.is_first:
                 for name in names:
                     (work / name).mkdir()
@@ -304,7 +304,7 @@ class CheckpointStore:
             for name, one in taken.items():
                 written = write_snapshot(one, work / name, of_models[name], origin)
                 hashes |= {f"{name}/{file}": found for file, found in written.items()}
-            everyone = groups.from_all(hashes)
+            everyone = groups.all_gather(hashes)
             if groups.is_first:
                 for name in names:
                     require_complete_files(work / name)
@@ -318,14 +318,14 @@ class CheckpointStore:
 
     def _run(self, groups: RankSet) -> str:
         """The identity of the run. Collective."""
-        return groups.from_first(run_identity(self.directory.parent) if groups.is_first else "")
+        return groups.broadcast_from_first(run_identity(self.directory.parent) if groups.is_first else "")
 
     def export_hf(self, models: Mapping[str, ParallelModel], step: int) -> Path:
         """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has
         ``_value`` added) beside the checkpoints' directory; returns the policy's. Collective."""
         target = self.directory.parent / EXPORT_FOLDER / f"{_PREFIX}{step}"
         groups = self._everyone or next(iter(models.values())).groups
-        origin = RunOrigin(self._run(groups), step)
+        origin = CheckpointOrigin(self._run(groups), step)
         for name, model in models.items():
             folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
             save_hf(model, folder, side_files=self._side_files, origin=origin)
@@ -342,7 +342,7 @@ class CheckpointStore:
         groups = self._everyone or next(iter(models.values())).groups
         damages = list[DamagedFiles]()
         # One rank decides, because a shared file system may show other ranks an older state.
-        for checkpoint in groups.from_first(self.resume_candidates(resume_mode)):
+        for checkpoint in groups.broadcast_from_first(self.resume_candidates(resume_mode)):
             try:
                 loaded = self.load(models, checkpoint, parts=parts, everyone=groups)
             except DamagedFiles as error:
@@ -391,7 +391,7 @@ def verify_without_tensors(path: Path) -> Manifest | None:
     named = path.name.startswith(_PREFIX)
     if named and origin is not None and path.name != f"{_PREFIX}{origin.step}":
         raise DamagedFiles(f"{path} is the checkpoint of step {origin.step}", remedy=ANOTHER)
-    wrong = find_resized_files(path, manifest)
+    wrong = find_missing_or_resized_files(path, manifest)
     small = [name for name in manifest.hashes if name not in wrong and not _is_large(name)]
     require_undamaged(path, wrong | find_changed_files(path, manifest, small), ANOTHER)
     _names_run(path / STATE_FILE)
@@ -449,7 +449,7 @@ def verify_across_ranks(path: Path, groups: RankSet) -> tuple[str, ...]:
             manifest = verify_without_tensors(path)
         except UserError as error:
             fault = error
-    manifest, fault = groups.from_first((manifest, fault))
+    manifest, fault = groups.broadcast_from_first((manifest, fault))
     if fault is not None:
         raise fault
     if manifest is None:
@@ -461,7 +461,7 @@ def verify_across_ranks(path: Path, groups: RankSet) -> tuple[str, ...]:
     except UserError as error:
         seen = error
     wrong = {}
-    for part in groups.from_all(seen):
+    for part in groups.all_gather(seen):
         if isinstance(part, UserError):
             raise part
         wrong |= part

@@ -41,7 +41,7 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
     parser.add_argument(
         "--threads", type=integer_flag(1, MOST_THREADS), help="CPU threads of an engine"
     )
-    add_tensor_flag(parser)
+    add_tensor_parallel_flag(parser)
     parser.add_argument(
         "--max-concurrency", type=count_flag(), default=32, help="concurrent requests to a server"
     )
@@ -56,7 +56,7 @@ def add_chat_flags(parser: CommandParser, *, required: str) -> None:
     )
 
 
-def add_tensor_flag(parser: CommandParser) -> None:
+def add_tensor_parallel_flag(parser: CommandParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
         type=count_flag(),

@@ -17,7 +17,7 @@ from ctrl_megatron.checkpoint.manifest import (
     find_added_files,
     verify_manifest,
 )
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import existing_path
 from ctrl_megatron.errors import UserError
 
@@ -25,7 +25,7 @@ _AGAIN = "copy it anew"
 _STATE = "trainer_state.json"
 
 
-@command("check_checkpoint")
+@command_entry_point("check_checkpoint")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each directory. Exit codes: 0 all are whole, 1 one is damaged or has no
     hashes, 2 wrong input.

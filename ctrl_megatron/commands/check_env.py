@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctrl_megatron.commands import train_rl, train_sft
-from ctrl_megatron.commands.start import CommandParser, checked_config, command
+from ctrl_megatron.commands.start import CommandParser, load_checked_config, command_entry_point
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.config.flags import count_flag
@@ -66,7 +66,7 @@ class EnvironmentFinding:
         return f"{text}; {self.remedy}" if self.remedy and self.status in ("warn", "FAIL") else text
 
 
-@command("check_env")
+@command_entry_point("check_env")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 nothing failed, 1 a line failed, 2 wrong input."""
     parser = CommandParser(__doc__)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Config | None:
     if path is None and overrides:
         raise UserError(f"{overrides[0]} needs --config FILE, whose key it overrides")
-    return None if path is None else checked_config(path, overrides, purpose)
+    return None if path is None else load_checked_config(path, overrides, purpose)
 
 
 def environment_findings(
@@ -114,10 +114,10 @@ def environment_findings(
         "weights": lambda: weight_transport_findings(config),
         "kernels": lambda: kernel_findings(config),
         "/dev/shm": shared_memory_findings,
-        "limits": limit_findings,
+        "limits": resource_limit_findings,
         "processors": processor_findings,
         "sandbox": lambda: sandbox_findings(config),
-        "ranks": lambda: meeting_and_clock_findings(launch),
+        "ranks": lambda: rendezvous_and_clock_findings(launch),
     }
     if launch.local_rank > 0:  # the first rank of the machine checks the rest
         checks = {"ranks": checks["ranks"]}
@@ -305,11 +305,11 @@ def kernel_findings(config: Config | None = None) -> Iterator[EnvironmentFinding
     """The libraries that provide the kernels of a model on this machine."""
     import torch
 
-    from ctrl_megatron.models.kernels import attention_note, providers
+    from ctrl_megatron.models.kernels import attention_note, kernel_providers
 
     slow = torch.cuda.is_available()
     dtype = "bfloat16" if config is None else config.actor_rollout_ref.model_dtype
-    for kernel, provider in providers(dtype).items():
+    for kernel, provider in kernel_providers(dtype).items():
         if kernel == "attention" and (note := attention_note(dtype)):
             yield EnvironmentFinding("warn", f"kernel: {kernel}", provider, note)
             continue
@@ -330,7 +330,7 @@ def shared_memory_findings() -> Iterator[EnvironmentFinding]:
     yield EnvironmentFinding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
 
 
-def limit_findings() -> Iterator[EnvironmentFinding]:
+def resource_limit_findings() -> Iterator[EnvironmentFinding]:
     """Limits of open files and locked memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
@@ -368,7 +368,7 @@ def sandbox_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
 
     async def reached(endpoint: str) -> str:
         async with SandboxClient(endpoint) as client:
-            (level,) = (await client.ping()).values()
+            (level,) = (await client.isolation_levels()).values()
             return level
 
     with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
@@ -378,7 +378,7 @@ def sandbox_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
     yield EnvironmentFinding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 
 
-def meeting_and_clock_findings(launch: Launch) -> Iterator[EnvironmentFinding]:
+def rendezvous_and_clock_findings(launch: Launch) -> Iterator[EnvironmentFinding]:
     """A finding whether the ranks connect to each other, and one for how far their clocks differ.
     Collective."""
     if launch.launcher == "single":

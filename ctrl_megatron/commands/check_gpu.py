@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.commands.start import command
+from ctrl_megatron.commands.start import command_entry_point
 from ctrl_megatron.config.flags import (
     CommandParser,
     existing_file,
@@ -102,13 +102,13 @@ class ItemSkipped(Exception):
     """An item cannot run here."""
 
 
-def checksum(items: Sequence[Any]) -> list[float]:
+def checksum_reward(items: Sequence[Any]) -> list[float]:
     """A reward that differs within a group, whatever the texts are."""
     return [zlib.crc32(item.text.encode()) / 2**32 for item in items]
 
 
 @dataclass
-class Checks:
+class GpuChecks:
     """The items in order, and their common state."""
 
     work: Path
@@ -131,10 +131,10 @@ class Checks:
             "environment": self.environment,
             "logits and gradients": self.logits_and_gradients,
             "optimizer: save, resume": self.optimizer_resumes,
-            **{f"run: {name}": partial(self.variant, name) for name in VARIANTS},
+            **{f"run: {name}": partial(self.check_grpo_variant, name) for name in VARIANTS},
             "training run": self.training_run,
             "device memory by phase": self.memory_by_phase,
-            "no growth over cycles": self.no_growth,
+            "no growth over cycles": self.memory_does_not_grow,
             "engine agrees": self.engine_agrees,
             "stop in mid-generation": self.stop_in_generation,
             "rates": self.speed_of_last_step,
@@ -144,7 +144,7 @@ class Checks:
 
     def environment(self) -> str:
         """Run ``ctrl-check-env``."""
-        done = self.command("-m", "ctrl_megatron.commands.check_env")
+        done = self.run_python("-m", "ctrl_megatron.commands.check_env")
         wrong = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
         if done.returncode:
             raise ItemFailed("\n".join(wrong) or done.stderr[-2000:])
@@ -160,7 +160,7 @@ class Checks:
             variants.insert(0, "te")
         said = [] if self.gpus else ["Transformer Engine left out: it needs a GPU"]
         for layers in variants:
-            done = self.command(
+            done = self.run_python(
                 "-m", MODULE, "--compare", layers, "--model", str(self.model), dtype
             )
             if done.returncode:
@@ -183,9 +183,9 @@ class Checks:
 
     def optimizer_resumes(self) -> str:
         """Compare fine-tuning of 4 steps with one that is saved after 2 and resumed."""
-        whole = self.sft("whole", 4)
-        self.sft("halves", 2)
-        again = self.sft("halves", 4, wants="after step 2")
+        whole = self.run_sft("whole", 4)
+        self.run_sft("halves", 2)
+        again = self.run_sft("halves", 4, wants="after step 2")
         for step in (3, 4):
             for name in ("sft/loss", "sft/grad_norm"):
                 one, other = whole[step][name], again[step][name]
@@ -193,10 +193,10 @@ class Checks:
                     raise ItemFailed(
                         f"step {step}: {name} is {other} after a resume, {one} without"
                     )
-        kind = json.loads(self.command("-c", _OPTIMIZER).stdout.splitlines()[-1])
+        kind = json.loads(self.run_python("-c", _OPTIMIZER).stdout.splitlines()[-1])
         return f"{kind}: steps 3 and 4 after a resume equal those without to {SAME:g}"
 
-    def variant(self, name: str) -> str:
+    def check_grpo_variant(self, name: str) -> str:
         """Run three steps of GRPO in another way, of a model of two layers; engine and trainer must
         agree after each push."""
         needed, settings = VARIANTS[name]
@@ -205,13 +205,13 @@ class Checks:
         sizes = EXPERTS if name == "experts" else BLOCKS
         model = self.work / ("moe" if name == "experts" else "tiny")
         if not model.exists():
-            make_model(model, large=False, sizes=sizes)
+            write_random_model(model, large=False, sizes=sizes)
         word, ranks = name.replace(" ", "_"), 1 if name == "nccl" else max(1, needed)
         # CUDA graphs would take half of a short run.
         eager = [ENGINE + "enforce_eager=true"] if ENGINES[self.engine].reserves_cache else []
         own = (f"actor_rollout_ref.model.path={model}", *SMALL, *eager, *settings)
         self.output_of(self.grpo_command(word, 3, *own, ranks=ranks, tensor=1), word)
-        steps = list(self.metrics(word).values())
+        steps = list(self.read_run_metrics(word).values())
         text = self.kl_of_each_step(steps, FP8_KL if name == "fp8" else KL)
         last = steps[-1]
         return (
@@ -221,8 +221,8 @@ class Checks:
 
     def training_run(self) -> str:
         """Run GRPO: generate, sleep, log-probs, update, push. Returns figures of the last step."""
-        last = self.run[-1]
-        return f"{len(self.run)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
+        last = self.shared_run_metrics[-1]
+        return f"{len(self.shared_run_metrics)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
 
     def memory_by_phase(self) -> str:
         """GiB in use by all processes on the fullest GPU at the end of each phase. Each figure must
@@ -246,7 +246,7 @@ class Checks:
         """Phase -> GiB of the fullest GPU, by ``ctrl-plan``."""
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         total = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        done = self.command(
+        done = self.run_python(
             *(
                 "-m",
                 "ctrl_megatron.commands.plan",
@@ -262,7 +262,7 @@ class Checks:
         rows = re.findall(r"^(\S.*?) {2,}(\d+\.\d)[ !] +\d+  ", done.stdout, re.M)
         return {phase: float(gib) for phase, gib in rows}
 
-    def no_growth(self) -> str:
+    def memory_does_not_grow(self) -> str:
         """Push, generate, sleep three times: no phase uses more memory the last time."""
         first, *_, last = self.device_memory()[1:]
         growth = {name: last[name] - first[name] for name in first if name in last}
@@ -273,7 +273,7 @@ class Checks:
 
     def engine_agrees(self) -> str:
         """Log-probs of the drawn tokens, engine against trainer, after pushes of new weights."""
-        return self.kl_of_each_step(self.run, KL)
+        return self.kl_of_each_step(self.shared_run_metrics, KL)
 
     @staticmethod
     def kl_of_each_step(steps: Sequence[Mapping[str, float]], allowed: float) -> str:
@@ -320,7 +320,7 @@ class Checks:
 
     def speed_of_last_step(self) -> str:
         """Speed of the last step. Figures of other systems are for larger models."""
-        last = self.run[-1]
+        last = self.shared_run_metrics[-1]
         tokens = last["perf/tokens_per_second"] / max(1, self.gpus)
         return (
             f"{tokens:,.0f} tokens/s a device over the whole step, MFU {last['perf/mfu']:.3f} in "
@@ -343,12 +343,12 @@ class Checks:
         if self.given is not None:
             return self.given
         directory = self.work / "model"
-        sizes = None if self.shape is None else sizes_of(self.shape)
-        make_model(directory, large=self.gpus > 0, sizes=sizes)
+        sizes = None if self.shape is None else model_widths(self.shape)
+        write_random_model(directory, large=self.gpus > 0, sizes=sizes)
         return directory
 
     @property
-    def run(self) -> list[dict[str, float]]:
+    def shared_run_metrics(self) -> list[dict[str, float]]:
         """The metrics of every step of one training run, which several items read."""
         if self.begun:
             if not self.steps:
@@ -356,7 +356,7 @@ class Checks:
             return self.steps
         self.begun = True
         self.output_of(self.grpo_command("run", STEPS), "run")
-        steps = self.metrics("run")
+        steps = self.read_run_metrics("run")
         if len(steps) != STEPS:
             raise ItemFailed(f"{len(steps)} of {STEPS} steps are recorded")
         self.steps = [steps[step] for step in sorted(steps)]
@@ -373,7 +373,7 @@ class Checks:
                 for name, value in step.items()
                 if name.startswith("memory/") and name.endswith(end)
             }
-            for step in self.run
+            for step in self.shared_run_metrics
         ]
         if not all(found):
             raise ItemFailed(f"the run has no metrics memory/*{end}")
@@ -440,13 +440,13 @@ class Checks:
         }
         file = self.work / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config, sort_keys=False))
-        return self.ranks("ctrl_megatron.commands.train_rl", str(file), *extra, ranks=ranks)
+        return self.rank_launch_command("ctrl_megatron.commands.train_rl", str(file), *extra, ranks=ranks)
 
-    def sft(self, name: str, steps: int, *, wants: str = "") -> dict[int, dict[str, float]]:
+    def run_sft(self, name: str, steps: int, *, wants: str = "") -> dict[int, dict[str, float]]:
         """Metrics by step of a fine-tuning run."""
         rows = self.work / "examples.parquet"
         if not rows.exists():
-            write_examples_to(rows)
+            write_sft_examples(rows)
         settings = (
             *(f"actor_rollout_ref.model.path={self.model}", "sft.train_batch_size=4"),
             *(f"actor_rollout_ref.model.dtype={self.dtype}", f"sft.train_files={rows}"),
@@ -462,20 +462,20 @@ class Checks:
         )
         file = self.work / "sft.yaml"
         file.write_text("{}\n")
-        command = self.ranks("ctrl_megatron.commands.train_sft", str(file), *settings)
+        command = self.rank_launch_command("ctrl_megatron.commands.train_sft", str(file), *settings)
         said = self.output_of(command, f"{name}_{steps}")
         if wants not in said:
             raise ItemFailed(f"the run did not go on {wants}:\n{said[-3000:]}")
-        return self.metrics(name)
+        return self.read_run_metrics(name)
 
-    def ranks(
+    def rank_launch_command(
         self, module: str, config: str, *settings: str, ranks: int | None = None
     ) -> list[str]:
         count = str(ranks or max(1, self.gpus))
         command = [sys.executable, "-m", module, "--nproc-per-node", count, "--config", config]
         return [*command, *settings]
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def run_python(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, *words],
             capture_output=True,
@@ -495,7 +495,7 @@ class Checks:
             raise ItemFailed(f"exit code {done.returncode}; the end of {log}:\n{text[-3000:]}")
         return text
 
-    def metrics(self, name: str) -> dict[int, dict[str, float]]:
+    def read_run_metrics(self, name: str) -> dict[int, dict[str, float]]:
         from ctrl_megatron.metrics import read_json_lines
 
         records = read_json_lines(self.work / "runs" / name / "metrics.jsonl")
@@ -537,7 +537,7 @@ EXPERTS = BLOCKS | {
 }
 
 
-def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None = None) -> None:
+def write_random_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None = None) -> None:
     """Write a byte tokenizer and a random model: small, ``large`` (0.9 billion parameters), or of
     the ``sizes`` of a config.json."""
     import torch
@@ -582,7 +582,7 @@ def make_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None 
     fast.save_pretrained(directory)
 
 
-def sizes_of(shape: Path) -> dict[str, Any]:
+def model_widths(shape: Path) -> dict[str, Any]:
     """The widths in a config.json of a dense model."""
     config = json.loads(shape.read_text())
     names = (
@@ -614,7 +614,7 @@ def write_problems(path: Path) -> None:
     write_rows(path, rows)
 
 
-def write_examples_to(path: Path) -> None:
+def write_sft_examples(path: Path) -> None:
     """Write supervised examples."""
     from ctrl_megatron.sft.examples import SftExample, write_examples
 
@@ -745,7 +745,7 @@ def transformers_result(
     return torch.cat(found), gradients
 
 
-@command("check_gpu")
+@command_entry_point("check_gpu")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the items; returns 0 if none failed."""
     parser = CommandParser(__doc__)
@@ -783,7 +783,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     work = options.keep or Path(tempfile.mkdtemp(prefix="check_gpu_"))
     work.mkdir(parents=True, exist_ok=True)
-    checks = Checks(
+    checks = GpuChecks(
         work=work,
         gpus=gpus,
         engine=options.engine or ("vllm" if _has("vllm") else "hf"),

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ctrl_megatron.commands.hub import MODEL, hub_directory
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.metrics import byte_progress_bar
 
 
-@command("convert_hf_to_megatron")
+@command_entry_point("convert_hf_to_megatron")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the checkpoint with one tensor in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)

@@ -10,15 +10,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.hub import check_push, push_model
+from ctrl_megatron.commands.hub import require_push_access, push_model
 from ctrl_megatron.commands.model_card import model_card
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import byte_progress_bar
 
 
-@command("convert_megatron_to_hf")
+@command_entry_point("convert_megatron_to_hf")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export the weights with one file in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("--private is for --push", remedy="give --push OWNER/NAME too")
     card = ""
     if options.push:
-        check_push(options.push)
+        require_push_access(options.push)
         card = model_card(options.checkpoint, model=options.model, adapters=options.adapters)
     _convert(options)
     if options.push:

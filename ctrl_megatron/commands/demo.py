@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import remove_tool_files
 from ctrl_megatron.commands.init import require_examples
-from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import evaluate_turns
 from ctrl_megatron.eval.transcripts import read_evaluation
@@ -43,7 +43,7 @@ def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
     """(title, command, product) of each stage; an existing product skips the stage, "" never
     does.
     """
-    run = run_of(seed)
+    run = rl_run_name(seed)
     data = (f"data.train_files={DATA}/rl.parquet", f"data.val_files={DATA}/unseen_mutants.parquet")
     drawn = (
         *(f"actor_rollout_ref.rollout.name={engine}", *data),
@@ -57,18 +57,18 @@ def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
 
     def tuned(name: str, file: str, *steps: str) -> list[str]:
         return [
-            *(*of("train_sft"), *trained),
+            *(*command_words("train_sft"), *trained),
             *(f"trainer.experiment_name={name}", f"actor_rollout_ref.model.path={MODEL}"),
             f"sft.train_files={DATA}/{file}",
             *steps,
         ]
 
     return [
-        ("prepare SmolLM2-135M", [*of("prepare_smollm2"), "--out", MODEL], ""),
+        ("prepare SmolLM2-135M", [*command_words("prepare_smollm2"), "--out", MODEL], ""),
         (
             "make training and test files of programs with one fault",
             [
-                *(*of("prepare_mutants"), "--out", DATA),
+                *(*command_words("prepare_mutants"), "--out", DATA),
                 *("--test-size", str(TESTED), "--longest-attempt", str(LONGEST)),
             ],
             f"{DATA}/rl.parquet",
@@ -86,7 +86,7 @@ def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
         (
             "reward critiques that lead to right programs (GRPO)",
             [
-                *(*of("train_rl"), *trained, *drawn),
+                *(*command_words("train_rl"), *trained, *drawn),
                 *(f"trainer.experiment_name={run}", f"trainer.total_training_steps={STEPS}"),
                 *(f"trainer.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
                 *(f"trainer.save_hf_freq={STEPS}", "data.val_files=[]"),
@@ -97,7 +97,7 @@ def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
         (
             f"compare on {TESTED} unseen programs, {SAMPLES} critiques each",
             [
-                *(*of("evaluate"), "--config", CONFIG),
+                *(*command_words("evaluate"), "--config", CONFIG),
                 *("--out", f"runs/{run}_evaluation"),
                 *("--samples", str(SAMPLES), "--temperature", "1"),
                 *(f"after SFT={CRITIC}", f"after RL=runs/{run}/hf_exports/global_step_{STEPS}"),
@@ -109,7 +109,7 @@ def stages(engine: str, seed: int) -> list[tuple[str, list[str], str]]:
     ]
 
 
-def of(command: str) -> list[str]:
+def command_words(command: str) -> list[str]:
     """The first words of one of the package's commands."""
     return [sys.executable, "-m", f"ctrl_megatron.commands.{command}"]
 
@@ -120,12 +120,12 @@ def _gpus() -> int:
     return visible_gpus()
 
 
-def run_of(seed: int) -> str:
+def rl_run_name(seed: int) -> str:
     """The name of the RL run of a seed. All seeds start from the same models."""
     return RL_RUN if seed == 1 else f"{RL_RUN}_seed{seed}"
 
 
-@command("demo", stopped="the same command goes on with this stage")
+@command_entry_point("demo", stopped="the same command goes on with this stage")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages in order; return the exit code of the first that fails."""
     parser = CommandParser(__doc__)
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed of reinforcement learning")
     options = parser.parse_args(arguments)
     require_examples()
-    run = run_of(options.seed)
+    run = rl_run_name(options.seed)
     if options.fresh:
         remove_tool_files(Path(DATA), "prepare_mutants")
         for folder in (PROXY_RUN, SFT_RUN, run, f"{run}_evaluation"):
@@ -174,8 +174,8 @@ def _summary(console: Console, run: str) -> None:
     first = results["after SFT"]
     table.add_row("no critique (first solutions)", _told(first.curves[0]["pass_rate"]), "")
     for name, result in results.items():
-        judged = result.last["judgment_accuracy"]
-        table.add_row(name, _told(result.last["pass_rate"]), f"{judged.value:.1%}")
+        judged = result.last_turn_rates["judgment_accuracy"]
+        table.add_row(name, _told(result.last_turn_rates["pass_rate"]), f"{judged.value:.1%}")
     console.print(table)
     gain = results["after RL"].gains["pass_rate"]
     console.print(f"RL over SFT, the same {TESTED} programs in pairs: {_told(gain, sign='+')}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.hub import hub_directory, is_hub_id
-from ctrl_megatron.commands.start import CommandParser, checked_config, command
+from ctrl_megatron.commands.start import CommandParser, load_checked_config, command_entry_point
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count_flag, existing_file, output_path, temperature
@@ -42,7 +42,7 @@ _CRITIC = (
 )
 
 
-@command("evaluate")
+@command_entry_point("evaluate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, run. Exit codes: 0 done, 2 wrong input, 13 a process failed, 14 the
     sandbox failed too often, 130 stopped.
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("every critic must be given as STAGE=DIR, each stage once")
     _check_draws(options)
     proxies = proxy_overrides(options.proxy, options.rows)
-    config = _in(options.out, checked_config(options.config, options.overrides, "rl"))
+    config = _in(options.out, load_checked_config(options.config, options.overrides, "rl"))
     critics = {name: hub_directory(where, f"{name}={where}") for name, where in critics.items()}
     out = Path(config.trainer.run_dir)
     from ctrl_megatron.eval.transcripts import ChainPlan
@@ -191,7 +191,7 @@ def _configs(
     for name, chosen in proxies.items():
         try:
             given = _read_with(chosen, options.overrides)
-            config = checked_config(options.config, [*given, *chosen], "rl")
+            config = load_checked_config(options.config, [*given, *chosen], "rl")
             configs[name] = _in(out / name, config)
             check_evaluation(configs[name], critics)
         except UserError as error:
@@ -247,7 +247,7 @@ def _compare(folders: Sequence[Path], out: Path, samples: int) -> None:
 
 def _tell(results: Sequence[CriticResult]) -> None:
     for result in results:
-        told = {name: round(rate.value, 4) for name, rate in result.last.items()}
+        told = {name: round(rate.value, 4) for name, rate in result.last_turn_rates.items()}
         before = result.curves[0].get("pass@1")
         first = {} if before is None else {"pass@1 before": round(before.value, 4)}
         print(result.critic, first | told)

@@ -32,7 +32,7 @@ from ctrl_megatron.commands.chat_flags import (
     convert_service_faults,
     open_flagged_sandbox,
 )
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import (
     count_flag,
     existing_path,
@@ -55,7 +55,7 @@ _TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 102
 """Kind of text -> temperature and most tokens, as in the CTRL paper."""
 
 
-@command("generate")
+@command_entry_point("generate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, grow. Exit codes: 0 done, 2 wrong input or a service failed, 130 stopped."""
     options = _parser().parse_args(arguments)
@@ -259,7 +259,7 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
     from ctrl_megatron.generation.search_nodes import (
         SearchNode,
         best_leaves,
-        layer_table,
+        layer_statistics,
         leaves_of,
         sum_if_known,
         write_records,
@@ -270,7 +270,7 @@ async def _finish(options: argparse.Namespace, tree: SearchTree) -> None:
     summary: dict[str, Any] = {
         "problems": sum(node.node_type == "root" for node in nodes),
         "nodes": len(nodes),
-        "turns": layer_table(nodes, options.widths),
+        "turns": layer_statistics(nodes, options.widths),
     }
     if options.best_of_n:
         leaves = leaves_of(nodes)

@@ -70,7 +70,7 @@ def with_hub_models(config: Config, purpose: Purpose, files: Sequence[str] = _FI
     return config
 
 
-def check_push(repo: str) -> None:
+def require_push_access(repo: str) -> None:
     """UserError if this machine has no token of the Hub, or ``repo`` is no name there."""
     from huggingface_hub import constants, get_token
 

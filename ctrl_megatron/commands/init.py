@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ctrl_megatron
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import output_path
 from ctrl_megatron.errors import UserError
 
@@ -27,7 +27,7 @@ def short_answers(items):
 '''
 
 
-@command("init")
+@command_entry_point("init")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Copy the files and print the first commands. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)

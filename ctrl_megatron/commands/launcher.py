@@ -51,7 +51,7 @@ class RestartLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchEnd:
+class LaunchResult:
     """How one start of all ranks ended: an exit code, and the rank that it is of."""
 
     code: int = 0
@@ -113,7 +113,7 @@ def start_ranks(
 
 def run_with_restarts(
     name: str,
-    once: Callable[[], LaunchEnd],
+    once: Callable[[], LaunchResult],
     restarts: RestartLimit | None = None,
     expected: Collection[int] = (),
 ) -> int:
@@ -121,7 +121,7 @@ def run_with_restarts(
     ``start_ranks``; with ``restarts`` it is called again after a failure.
     """
 
-    def start() -> LaunchEnd:
+    def start() -> LaunchResult:
         return once() if restarts is None else _start_again(name, once, restarts)
 
     return _exit_code(name, start, expected)
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _exit_code("launcher", lambda: _torchrun(words))
 
 
-def _exit_code(name: str, start: Callable[[], LaunchEnd], expected: Collection[int] = ()) -> int:
+def _exit_code(name: str, start: Callable[[], LaunchResult], expected: Collection[int] = ()) -> int:
     """The exit code of the ranks that ``start`` starts; reported as in ``start_ranks``."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -151,7 +151,7 @@ def _exit_code(name: str, start: Callable[[], LaunchEnd], expected: Collection[i
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: RestartLimit) -> LaunchEnd:
+def _start_again(name: str, once: Callable[[], LaunchResult], restarts: RestartLimit) -> LaunchResult:
     """Start the ranks by ``once`` until they end in a way that no restart changes, or until there
     have been too many restarts in a row.
     """
@@ -183,7 +183,7 @@ def _start_again(name: str, once: Callable[[], LaunchEnd], restarts: RestartLimi
     return end
 
 
-def _start_once(ranks: int, arguments: Sequence[str]) -> LaunchEnd:
+def _start_once(ranks: int, arguments: Sequence[str]) -> LaunchResult:
     """Start the ranks and wait for their end. Raises torch's SignalException after a signal."""
     flags = ["--nproc-per-node", str(ranks)]
     flags += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
@@ -198,7 +198,7 @@ def own_command() -> list[str]:
     return [sys.argv[0]] if spec is None else ["-m", spec.name]
 
 
-def _torchrun(words: Sequence[str]) -> LaunchEnd:
+def _torchrun(words: Sequence[str]) -> LaunchResult:
     """Run torch's launcher with these arguments in this process. Raises torch's SignalException
     after a signal.
     """
@@ -220,8 +220,8 @@ def _torchrun(words: Sequence[str]) -> LaunchEnd:
             run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return LaunchEnd(failure.exitcode, rank, user_code_running_in(failure.pid))
-    return LaunchEnd()
+        return LaunchResult(failure.exitcode, rank, user_code_running_in(failure.pid))
+    return LaunchResult()
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron import __version__
-from ctrl_megatron.config import read_yaml
-from ctrl_megatron.config.load import write_yaml
+from ctrl_megatron.config import parse_yaml
+from ctrl_megatron.config.load import dump_yaml
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.names import METRICS
@@ -40,7 +40,7 @@ def model_card(checkpoint: Path, *, model: str, adapters: bool) -> str:
             key="--push",
             remedy="name RUN/checkpoints/global_step_N, or leave --push out and use hf upload",
         )
-    tree = read_yaml(run.config, str(run_dir / "config.yaml"))[0]
+    tree = parse_yaml(run.config, str(run_dir / "config.yaml"))[0]
     base = _value(tree, "actor_rollout_ref.model.path")
     tuned = "sft/loss" in run.series
     learning = "supervised-fine-tuning" if tuned else "reinforcement-learning"
@@ -56,7 +56,7 @@ def model_card(checkpoint: Path, *, model: str, adapters: bool) -> str:
     installed = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
     rows = "".join(f"| {name} | {text} |\n" for name, text in _training(tree, base, tuned).items())
     return (
-        f"---\n{write_yaml(facts)}---\n\n# {run.name}\n\n"
+        f"---\n{dump_yaml(facts)}---\n\n# {run.name}\n\n"
         f"{what} {model} model of step {step[1]} of the run `{run.name}`, trained with "
         f"ctrl_megatron.\n\n<!-- {_AUTHOR} -->\n\n## Training\n\n| | |\n|---|---|\n{rows}\n"
         f"## Measures\n\n{_measures(run, int(step[1]))}\n"

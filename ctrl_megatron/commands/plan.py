@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.hub import SHAPE_FILES, with_hub_models
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
 from ctrl_megatron.config.elastic import max_fitting_hosts
 from ctrl_megatron.config.flags import count_flag, existing_file, float_flag
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.models.shape import ModelShape
 
 
-@command("plan")
+@command_entry_point("plan")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ctrl_megatron.checkpoint.files import require_replaceable_file, write_text_atomically
 from ctrl_megatron.commands.chat_flags import convert_service_faults
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_path, output_path
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.preparation.checked_problems import checked_problems
@@ -34,7 +34,7 @@ from ctrl_megatron.types import Problem
 _SHOWN = 3
 
 
-@command("prepare_data")
+@command_entry_point("prepare_data")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, select, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)

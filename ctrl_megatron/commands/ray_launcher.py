@@ -25,7 +25,7 @@ from typing import Any
 
 from ctrl_megatron.commands.launcher import (
     SHUTDOWN_SECONDS,
-    LaunchEnd,
+    LaunchResult,
     RestartLimit,
     own_command,
     run_with_restarts,
@@ -47,7 +47,7 @@ _POLL_SECONDS = 0.1
 _DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of linux/prctl.h."""
 _LIBC = ctypes.CDLL(None)
-Said = str | LaunchEnd
+Said = str | LaunchResult
 """A line that a rank has printed, or how the ranks of a machine have ended."""
 
 
@@ -84,7 +84,7 @@ class MachineActor:
     def __init__(self) -> None:
         self._ranks: list[subprocess.Popen[str]] = []
 
-    def meeting_place(self) -> tuple[str, int]:
+    def rendezvous_endpoint(self) -> tuple[str, int]:
         """The machine's address in the cluster, and a free port there for the ranks to meet."""
         address = _ray().util.get_node_ip_address()
         with socket.create_server((address, 0)) as server:
@@ -114,7 +114,7 @@ class MachineActor:
             self._ranks.append(process)
             readers.append(threading.Thread(target=_read, args=(process, lines), daemon=True))
             readers[-1].start()
-        end, open_ranks = LaunchEnd(rank=group.first), list(range(group.count))
+        end, open_ranks = LaunchResult(rank=group.first), list(range(group.count))
         deadline = float("inf")
         while open_ranks:
             yield from _waiting(lines)
@@ -124,7 +124,7 @@ class MachineActor:
                 if process.returncode and not end.code:
                     rank, ran = group.first + local_rank, user_code_running_in(process.pid)
                     end, deadline = (
-                        LaunchEnd(process.returncode, rank, ran),
+                        LaunchResult(process.returncode, rank, ran),
                         time.monotonic() + 30.0,
                     )
                     self.stop(signal.SIGTERM)
@@ -179,7 +179,7 @@ def start_on_ray(
     """
     with _cluster():
 
-        def start() -> LaunchEnd:
+        def start() -> LaunchResult:
             return _start_once(name, hosts, ranks, gpus, arguments)
 
         return run_with_restarts(name, start, restarts)
@@ -212,7 +212,7 @@ def _cluster() -> Iterator[None]:
 
 def _start_once(
     name: str, hosts: int, ranks: int, gpus: int, arguments: Sequence[str]
-) -> LaunchEnd:
+) -> LaunchResult:
     actors, group = _actors(hosts, gpus)
     ray = _ray()
     try:
@@ -286,15 +286,15 @@ def _listen(
     except ray.exceptions.RayError as error:
         reason = str(error).strip().splitlines()[0]
         said.put((host, f"{name}: {where} has died: {reason}\n"))
-        said.put((host, LaunchEnd(FAILED, group.first)))
+        said.put((host, LaunchResult(FAILED, group.first)))
 
 
-def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> LaunchEnd:
+def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> LaunchResult:
     """Print what the ranks print, until all have ended; the end of those that failed first.
 
     A Ctrl-C, SIGTERM or SIGHUP of the command becomes a SIGTERM of the ranks, which save.
     """
-    left, first, stopped, deadline = set(range(len(actors))), LaunchEnd(), False, float("inf")
+    left, first, stopped, deadline = set(range(len(actors))), LaunchResult(), False, float("inf")
 
     def stop() -> None:
         for one in left:
@@ -318,7 +318,7 @@ def _heard(actors: Sequence[Any], said: queue.SimpleQueue[tuple[int, Said]]) -> 
             if what.code not in (FAILED, -signal.SIGKILL):
                 # After a lost rank the others end by themselves, and say why.
                 stop()
-    return LaunchEnd(STOPPED) if stopped and not first.code else first
+    return LaunchResult(STOPPED) if stopped and not first.code else first
 
 
 def _ray() -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ctrl_megatron.commands.hub import pinned_models
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
-from ctrl_megatron.commands.start import add_run_arguments, checked_config, command
+from ctrl_megatron.commands.start import add_run_arguments, load_checked_config, command_entry_point
 from ctrl_megatron.config import Config, check_world_size
 from ctrl_megatron.config.environment import read_launch, set_device_variables
 from ctrl_megatron.config.flags import CommandParser, existing_path, float_flag
@@ -22,7 +22,7 @@ from ctrl_megatron.errors import STOPPED, UserError
 DIFFERS = 1
 
 
-@command("replay")
+@command_entry_point("replay")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the step agrees, 1 it differs, 2 wrong input, 13 a process failed, 130 stopped
     by a signal.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remedy="name a directory RUN/dumps/global_step_N",
         )
     here = _settings(options.dump, world, launch.local_world_size if ranks is None else ranks)
-    config = checked_config(str(file), [*here, *options.overrides], "rl")
+    config = load_checked_config(str(file), [*here, *options.overrides], "rl")
     check_world_size(config, world)
     if ranks is not None:
         further = ["--weights", str(options.weights)] if options.weights else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import is_evaluation, read_evaluation
@@ -20,7 +20,7 @@ from ctrl_megatron.metrics.report.run_files import read_run_files
 _TITLE = b"<!doctype html>"
 
 
-@command("report")
+@command_entry_point("report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 written, 2 wrong input."""
     parser = CommandParser(__doc__)

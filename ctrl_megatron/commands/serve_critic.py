@@ -17,12 +17,12 @@ import socket
 from collections.abc import Sequence
 
 from ctrl_megatron.commands.chat_flags import add_chat_flags, chat_sources, open_flagged_sandbox
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_file, port
 from ctrl_megatron.errors import UserError, convert_input_errors
 
 
-@command("serve_critic")
+@command_entry_point("serve_critic")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, serve until a signal. Exit codes: 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)

@@ -25,7 +25,7 @@ from types import FrameType
 
 from ctrl_megatron.commands.hub import is_hub_id, pinned_models, with_hub_models
 from ctrl_megatron.commands.launcher import RestartLimit, ranks_to_start, start_ranks
-from ctrl_megatron.config import Config, Purpose, check_files, check_world_size, load_config
+from ctrl_megatron.config import Config, Purpose, require_files_exist, check_world_size, load_config
 from ctrl_megatron.config.elastic import config_for_world_size
 from ctrl_megatron.config.environment import (
     Launch,
@@ -56,7 +56,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Main = Callable[[Sequence[str] | None], int]
 
 
-def command(
+def command_entry_point(
     name: str, *, stopped: str = "nothing was changed"
 ) -> Callable[[Main], Callable[..., int]]:
     """Decorator of a command's ``main``: turns UserErrors and signals into lines and exit codes.
@@ -219,7 +219,7 @@ def _launch() -> Launch | None:
         return None
 
 
-def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
+def load_checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Config:
     """Set the log level of the environment and return the checked configuration, whose models have
     been downloaded where they are ids on the Hugging Face Hub. Raises UserError.
     """
@@ -227,13 +227,13 @@ def checked_config(path: str, overrides: Sequence[str], purpose: Purpose) -> Con
     # This logger reports at each start that its feature is disabled.
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
     config = load_config(path, overrides, purpose)
-    check_files(config, purpose, elsewhere=is_hub_id)
+    require_files_exist(config, purpose, elsewhere=is_hub_id)
     config = with_hub_models(config, purpose)
-    check_files(config, purpose)
+    require_files_exist(config, purpose)
     if config.actor_rollout_ref.model.dtype == "auto":
-        from ctrl_megatron.run.measured_dtype import with_measured_dtype  # it imports torch
+        from ctrl_megatron.run.measured_dtype import resolve_auto_dtype  # it imports torch
 
-        config = with_measured_dtype(config)
+        config = resolve_auto_dtype(config)
     return config
 
 
@@ -264,7 +264,7 @@ def _let_rank_0_speak(launcher: int) -> None:
             time.sleep(_AGAIN_SECONDS)
 
 
-def training_config(
+def load_config_or_launch(
     name: str,
     purpose: Purpose,
     arguments: Sequence[str] | None,
@@ -299,7 +299,7 @@ def training_config(
             key="--launcher ray",
             remedy="add --nproc-per-node",
         )
-    config = checked_config(options.config, options.overrides, purpose)
+    config = load_checked_config(options.config, options.overrides, purpose)
     hosts = config.trainer.nnodes if on_ray else 1
     world_size = launch.world_size if ranks is None else ranks * hosts
     config = config_for_world_size(config, world_size)

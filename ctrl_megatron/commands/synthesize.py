@@ -47,11 +47,11 @@ from ctrl_megatron.commands.chat_flags import (
     DTYPES,
     MOST_THREADS,
     SERVERS,
-    add_tensor_flag,
+    add_tensor_parallel_flag,
     convert_service_faults,
     model_source,
 )
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import (
     count_flag,
     existing_file,
@@ -88,7 +88,7 @@ _RULES = 2
 _ROLES = ("solver", "critic", "reviser")
 
 
-@command(_TOOL, stopped="what is finished is kept; the same command goes on from there")
+@command_entry_point(_TOOL, stopped="what is finished is kept; the same command goes on from there")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, run what is left, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     options = _parse(arguments)
@@ -159,7 +159,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=integer_flag(1, MOST_THREADS), help="CPU threads of an engine"
     )
-    add_tensor_flag(parser)
+    add_tensor_parallel_flag(parser)
     parser.add_argument("--n", type=count_flag(), default=2, help="solutions per problem")
     parser.add_argument("--temperature", type=temperature, default=0.7, help="of the solver")
     parser.add_argument(

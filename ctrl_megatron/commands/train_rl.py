@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.commands.start import command, training_config
+from ctrl_megatron.commands.start import command_entry_point, load_config_or_launch
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import STOPPED
 
 
-@command("train_rl")
+@command_entry_point("train_rl")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 2 wrong input, 13 a process failed, 14 a service that judges failed,
     130 stopped by a signal.
     """
-    config = training_config("train_rl", "rl", arguments, __doc__, check_rl_inputs)
+    config = load_config_or_launch("train_rl", "rl", arguments, __doc__, check_rl_inputs)
     if isinstance(config, int):
         return config
     from ctrl_megatron.run.train import train

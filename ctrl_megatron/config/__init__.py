@@ -7,12 +7,12 @@ from ctrl_megatron.config.actor_rollout_ref import (
     GRPO_PIPELINE,
     Actor,
 )
-from ctrl_megatron.config.checks import Purpose, check_files, check_world_size
+from ctrl_megatron.config.checks import Purpose, require_files_exist, check_world_size
 from ctrl_megatron.config.load import (
     dict_without_secrets,
     load_config,
     parse_override,
-    read_yaml,
+    parse_yaml,
     to_dict,
     to_yaml,
 )
@@ -27,12 +27,12 @@ __all__ = [
     "Actor",
     "Config",
     "Purpose",
-    "check_files",
+    "require_files_exist",
     "check_world_size",
     "dict_without_secrets",
     "load_config",
     "parse_override",
-    "read_yaml",
+    "parse_yaml",
     "to_dict",
     "to_yaml",
 ]

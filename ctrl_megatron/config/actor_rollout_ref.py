@@ -315,7 +315,7 @@ class ReferenceModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineKeys:
+class EngineConfig:
     """Inference engines of one model."""
 
     name: EngineName = "hf"
@@ -380,7 +380,7 @@ class ProxyServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProxyKeys:
+class ProxyConfig:
     """The proxy that writes the revisions, frozen unless its kind is agent1, and where it runs."""
 
     kind: ProxyKind = "shared"
@@ -391,12 +391,12 @@ class ProxyKeys:
     keep_in_host_memory: bool = key(True, read=when(".kind", "shared"))
     """Keep the weights in the memory of every host with engines, which read them from there
     whenever they revise; false reads and sends them for every step."""
-    engine: EngineKeys = group(EngineKeys, read=when(".kind", "engine"))
+    engine: EngineConfig = group(EngineConfig, read=when(".kind", "engine"))
     api: ProxyServer = group(ProxyServer, read=when(".kind", "api"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout(EngineKeys):
+class Rollout(EngineConfig):
     """The inference engines of the actor and how they sample."""
 
     n: int = key(8, AT_LEAST_1)
@@ -478,7 +478,7 @@ class ActorRolloutRef:
     """The actor, its reference, the proxy, and the engine that generates for them."""
 
     model: Model = group(Model, stage="both")
-    proxy: ProxyKeys = group(ProxyKeys, read=REVISIONS)
+    proxy: ProxyConfig = group(ProxyConfig, read=REVISIONS)
     actor: Actor = group(Actor)
     ref: ReferenceModel = group(ReferenceModel, read=REFERENCE)
     rollout: Rollout = group(Rollout)
@@ -495,7 +495,7 @@ class ActorRolloutRef:
         """Parameter type inside the actor's engines."""
         return self.engine_dtype(self.rollout)
 
-    def engine_dtype(self, engine: EngineKeys) -> Dtype:
+    def engine_dtype(self, engine: EngineConfig) -> Dtype:
         """Parameter type inside an engine."""
         return engine.dtype or self.model_dtype
 

@@ -14,7 +14,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     ENVIRONMENT_PIPELINES,
     EPISODE_PIPELINES,
     POLICY_LOSSES,
-    EngineKeys,
+    EngineConfig,
 )
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
@@ -92,7 +92,7 @@ def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
         if config.writes_revisions:
             found["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
         found["agent1.model.path"] = config.agent1.model.path
-        if config.needs_values:
+        if config.needs_value_model:
             found["critic.model.path"] = config.critic.model.path
         if config.needs_reward_model:
             files = config.reward_model.model
@@ -101,7 +101,7 @@ def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
     return {key: path for key, path in found.items() if path}
 
 
-def check_files(
+def require_files_exist(
     config: Config, purpose: Purpose, elsewhere: Callable[[str], bool] = lambda path: False
 ) -> None:
     """UserError naming the key of every file or directory that does not exist, but for models whose
@@ -248,10 +248,10 @@ def _names(config: Config) -> Iterator[str]:
             require_one_of(names, value_at_key(config, key))
         except ValueError as error:
             own = "the module that registers names of your own goes into dag.custom_pipeline_fn"
-            yield f"{key} {error}; {policy_loss_hint(key, config) or own}"
+            yield f"{key} {error}; {estimator_is_loss_hint(key, config) or own}"
 
 
-def policy_loss_hint(key: str, config: Config) -> str:
+def estimator_is_loss_hint(key: str, config: Config) -> str:
     """A remedy where the estimator has the name of a policy loss, as gspo in siiRL's guide; empty
     for any other key and name."""
     name = config.algorithm.adv_estimator
@@ -360,7 +360,7 @@ def _parallelism(config: Config) -> Iterator[str]:
     yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
 
 
-def _uses_whole_hosts(config: Config, keys: EngineKeys, each: int) -> bool:
+def _uses_whole_hosts(config: Config, keys: EngineConfig, each: int) -> bool:
     """Whether engines of the configured size use all ``each`` devices of several hosts."""
     spans, rest = divmod(keys.tensor_model_parallel_size, each)
     able = spans > 1 and not rest and ENGINES[keys.name].tensor_parallel
@@ -407,7 +407,7 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
         yield f"{key} sends whole weights; leave {_R}quantization out, or {megatron}"
 
 
-def _engine(config: Config, prefix: str, keys: EngineKeys) -> Iterator[str]:
+def _engine(config: Config, prefix: str, keys: EngineConfig) -> Iterator[str]:
     size, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
     able = [name for name, kind in ENGINES.items() if kind.tensor_parallel]
     if "trust_remote_code" in keys.engine_kwargs:
@@ -466,7 +466,7 @@ def _agents(config: Config) -> Iterator[str]:
             "pipeline of your own, such as examples.two_agents:build, or leave the key out"
         )
     alone = f"{key} adds a second policy, which "
-    if config.needs_values:
+    if config.needs_value_model:
         yield (
             f"{alone}has no value model; choose an algorithm.adv_estimator other than gae, and "
             "leave critic.enable out"
@@ -596,7 +596,7 @@ def _objective(config: Config) -> Iterator[str]:
             f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
             f"never reads; leave critic.enable unset or use adv_estimator=gae"
         )
-    if config.trainer.critic_warmup and not config.needs_values:
+    if config.trainer.critic_warmup and not config.needs_value_model:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} has no value model to warm up: "
             f"algorithm.adv_estimator={estimator} uses none; set it to 0"
@@ -612,7 +612,7 @@ def _coupled(config: Config) -> Iterator[str]:
     if not ENGINES[family.rollout.name].denoises:
         able = " or ".join(name for name, kind in ENGINES.items() if kind.denoises)
         yield f"{_R}name={family.rollout.name} samples token by token; set {_R}name={able}"
-    if config.needs_values:
+    if config.needs_value_model:
         yield (
             f"{why} of all tokens together, and a value model reads them one after the other; "
             "choose an algorithm.adv_estimator other than gae, and leave critic.enable out"

@@ -131,7 +131,7 @@ def read_log_level(environ: Mapping[str, str] = os.environ) -> str:
     return level
 
 
-def read_provider_keys(
+def read_provider_options(
     provider: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
     """Options of a code provider that environment variables set, by the names of the options.
@@ -209,7 +209,7 @@ def set_device_variables(
         environ.setdefault(_KERNEL_ORDER, "1")
 
 
-def bind_to_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
+def bind_collectives_to_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let gloo and NCCL listen on loopback in this process and its children, unless the user names
     an interface: by themselves they take the one that the machine's name leads to.
     """

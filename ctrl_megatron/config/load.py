@@ -181,18 +181,18 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key or not all(key.split(".")):
         raise UserError(f"override {_NAME_END.split(text)[0]!r} is not of the form group.key=value")
     try:
-        return key, read_yaml(value, f"override {text!r}")[0]
+        return key, parse_yaml(value, f"override {text!r}")[0]
     except UserError:
         # Text that is not YAML has no parts of which some could be shown.
         declared = next((KEYS[name] for name in KEYS if f"{key}.".startswith(f"{name}.")), None)
         conceal_in_user_errors(secrets_in_value(declared, value) if declared else ())
-        return key, read_yaml(value, f"override {text!r}")[0]
+        return key, parse_yaml(value, f"override {text!r}")[0]
 
 
 def recorded_value(file: Path, key: str) -> Any:
     """The value of the dotted ``key`` in a run's ``config.yaml``; None where it has none. UserError
     if the file cannot be read."""
-    tree = read_yaml(read_text(file), str(file))[0]
+    tree = parse_yaml(read_text(file), str(file))[0]
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
@@ -226,7 +226,7 @@ def to_yaml(config: Config) -> str:
         for key, value in values.items()
         for name in dict.fromkeys(hidden_key_names(KEYS[key], value))
     )
-    return "".join(hidden) + write_yaml(_tree(values))
+    return "".join(hidden) + dump_yaml(_tree(values))
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def read_yaml(
+def parse_yaml(
     text: str, source: str, tags: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
 ) -> tuple[Any, dict[str, KeyPlace]]:
     """The tree of ``text``, and the place of every dotted key. ``tags``: a tag such as ``!Ref`` ->
@@ -264,7 +264,7 @@ def read_yaml(
     return tree, places
 
 
-def write_yaml(tree: Any) -> str:
+def dump_yaml(tree: Any) -> str:
     """``tree`` as YAML text in the order of its keys; ``read_yaml`` returns an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
@@ -317,7 +317,7 @@ def _read_file(path: Path) -> tuple[DictConfig, dict[str, KeyPlace]]:
         raise UserError(f"the configuration file {path} does not exist{hint}")
     with convert_input_errors(f"the configuration file {path}"):
         text = path.read_text(encoding="utf-8")
-    tree, places = read_yaml(text, str(path))
+    tree, places = parse_yaml(text, str(path))
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path} must hold groups of keys, not {type(tree).__name__}")
     for old, new in ALIASES.items():

@@ -14,7 +14,7 @@ from ctrl_megatron.errors import UserError, describe_location, did_you_mean, rai
 _LOOSE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def explicit_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters
     return {name: p for name, p in parameters.items() if p.kind not in _LOOSE}
 
@@ -29,7 +29,7 @@ def accepted_options(function: Callable[..., Any], offered: Mapping[str, Any]) -
     """The entries of ``offered`` for which ``function`` has a parameter; all if it has ``**``."""
     if takes_any_keyword(function):
         return dict(offered)
-    parameters = named_parameters(function)
+    parameters = explicit_parameters(function)
     return {name: value for name, value in offered.items() if name in parameters}
 
 
@@ -52,7 +52,7 @@ def function_options(
     wrong type, and every option that has neither a default nor a value. ``place``, where the key
     was written, begins the messages about values.
     """
-    options = {name: p for name, p in named_parameters(function).items() if name not in inputs}
+    options = {name: p for name, p in explicit_parameters(function).items() if name not in inputs}
     any_name, who = takes_any_keyword(function), describe_location(function)
     before = "" if place is None else f"{place}: "
     problems, found = [], dict[str, Any]()

@@ -23,7 +23,7 @@ class RewardModelFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelKeys:
+class RewardModelConfig:
     """A frozen model whose number for a conversation is a reward; its other settings are those of
     `actor_rollout_ref.actor`."""
 

@@ -40,7 +40,7 @@ from ctrl_megatron.config.keys import (
     keys_of_class,
     when,
 )
-from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelKeys
+from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelConfig
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 """Sinks of metrics that file the run under a project."""
@@ -271,7 +271,7 @@ class Config:
     placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
     reward: Reward = group(Reward)
-    reward_model: RewardModelKeys = group(RewardModelKeys, read=REWARD_MODEL)
+    reward_model: RewardModelConfig = group(RewardModelConfig, read=REWARD_MODEL)
     sandbox: Sandbox = group(Sandbox)
     trainer: Trainer = group(Trainer, stage="both")
     dag: Dag = group(Dag)
@@ -350,7 +350,7 @@ class Config:
         return sum(keys.n_gpus_per_node or 0 for keys, alone in owners if alone)
 
     @property
-    def needs_values(self) -> bool:
+    def needs_value_model(self) -> bool:
         """True if a value model is trained."""
         return VALUE_MODEL.is_met(self)
 

@@ -57,7 +57,7 @@ class ControlTokenEncoder:
         self._outside = {mark: spelling for spelling, mark in self._shelter.items()}
         self._tokenizer = _respelled(inner, self._inside)
 
-    def is_control(self, number: int) -> bool:
+    def is_control_token(self, number: int) -> bool:
         return self._tokenizer.id_to_token(number) in self._inside.values()
 
     def escape_control_tokens(self, text: str, role: Role) -> str:

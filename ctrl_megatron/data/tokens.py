@@ -202,7 +202,7 @@ class TextCodec:
         except UserError:
             return None  # a template without answers
         shared = takewhile(lambda both: both[0] == both[1], zip(ends, goes_on, strict=False))
-        return next((token for token, _ in shared if self._control.is_control(token)), None)
+        return next((token for token, _ in shared if self._control.is_control_token(token)), None)
 
     @property
     def pad_token_id(self) -> int:

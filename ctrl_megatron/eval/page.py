@@ -71,7 +71,7 @@ def _tiles(results: Sequence[CriticResult]) -> list[tuple[str, str, str]]:
     before = results[0].curves[0]["pass@1"]
     shown = [("First solutions", rate_text(before.value, "pass@1"), "pass@1, by problem")]
     for result in results[:_TILES]:
-        after, gain = result.last["pass@1"], result.gains.get("pass@1")
+        after, gain = result.last_turn_rates["pass@1"], result.gains.get("pass@1")
         than = (
             f"{rate_difference_text(gain, 'pass@1')} than {results[0].critic}" if gain else "pass@1"
         )
@@ -83,24 +83,24 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
     solved = {
         r.critic: {
             "before": _point(r.curves[0]["pass@1"]),
-            "after": _point(r.last["pass@1"]),
+            "after": _point(r.last_turn_rates["pass@1"]),
         }
         for r in results
     }
     yield _drawing("Solved", "pass@1 of first solutions and after revision", interval_svg(solved))
     turned = {
         r.critic: {
-            "up": _point(r.last["delta_up"]),
-            "down": _point(r.last["delta_down"]),
+            "up": _point(r.last_turn_rates["delta_up"]),
+            "down": _point(r.last_turn_rates["delta_down"]),
         }
         for r in results
     }
     yield _drawing("Turned", "wrong to right, right to wrong", interval_svg(turned))
     f1 = {
         r.critic: {
-            name.removeprefix("f1_"): _point(r.last[name])
+            name.removeprefix("f1_"): _point(r.last_turn_rates[name])
             for name in ("f1_correct", "f1_incorrect", "f1_macro")
-            if name in r.last
+            if name in r.last_turn_rates
         }
         for r in results
     }

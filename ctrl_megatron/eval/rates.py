@@ -146,14 +146,14 @@ def restrict_to_solutions(played: CriticChains, wanted: set[Given]) -> CriticCha
         unjudged=played.unjudged,
         least_drawn=played.least_drawn,
     )
-    fill_cells(kept, ())
+    fill_rate_cells(kept, ())
     return kept
 
 
 # Cells: the sums that a rate is computed from, by seed and problem
 
 
-def fill_cells(played: CriticChains, ks: Sequence[int]) -> None:
+def fill_rate_cells(played: CriticChains, ks: Sequence[int]) -> None:
     """Fill in ``played.cells``. pass@k exists where every problem has k chains; it counts the
     problems with k judged chains.
     """

@@ -112,7 +112,7 @@ def _write(
         "critics": [
             {
                 **dataclasses.asdict(dataclasses.replace(r, per_problem=())),
-                "last": _plain(r.last),
+                "last": _plain(r.last_turn_rates),
             }
             for r in results
         ],

@@ -16,7 +16,7 @@ from ctrl_megatron.eval.rates import (
     CriticChains,
     chains_by_critic,
     critic_chains,
-    fill_cells,
+    fill_rate_cells,
     require_verdict,
     restrict_to_solutions,
     turn_statistics,
@@ -93,7 +93,7 @@ class CriticResult:
     per_problem: tuple[ProblemResult, ...]
 
     @property
-    def last(self) -> dict[str, Estimate]:
+    def last_turn_rates(self) -> dict[str, Estimate]:
         """The rates after the last turn; rates of judgments are those of the first turn."""
         judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
         first = self.curves[_TURN_OF_JUDGMENTS]
@@ -130,7 +130,7 @@ def evaluate_turns(
     base: CriticChains | None = None
     results = []
     for critic, mine in played.items():
-        fill_cells(mine, ks)
+        fill_rate_cells(mine, ks)
         results.append(_result(critic, mine, base, judged.get(critic, []), ks, plan))
         base = base or mine
     return results

@@ -33,7 +33,7 @@ def report_tables(results: Sequence[CriticResult]) -> list[Table]:
             [*MAIN_RATES[:1], *_more_ks(results), *MAIN_RATES[1:]],
         ),
     ]
-    if any(name in result.last for result in results for name in _JUDGMENT_RATES):
+    if any(name in result.last_turn_rates for result in results for name in _JUDGMENT_RATES):
         note = "Critiques of the first turn, in which all critics criticise the same programs."
         listed.append(
             _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
@@ -86,7 +86,7 @@ def _few(results: Sequence[CriticResult]) -> Iterable[str]:
     for result in results:
         for name, (count, places) in result.too_few.items():
             least, of = name.partition("@")[2], f"{count} of {places} problems (times seeds)"
-            if name in result.last:
+            if name in result.last_turn_rates:
                 what = f"leaves out {of} with fewer than {least} judged chains"
             else:
                 what = f"is missing, because {of} have fewer than {least} chains"
@@ -95,7 +95,7 @@ def _few(results: Sequence[CriticResult]) -> Iterable[str]:
 
 def _one_class(results: Sequence[CriticResult]) -> str:
     """The reason for a missing F1; empty where it exists."""
-    if any("f1_macro" in result.last for result in results):
+    if any("f1_macro" in result.last_turn_rates for result in results):
         return ""
     return " There is no F1: all of the programs are right, or all are wrong."
 
@@ -126,13 +126,13 @@ def _rates_table(
     results: Sequence[CriticResult],
     names: Sequence[str],
 ) -> Table:
-    known = [name for name in names if any(name in result.last for result in results)]
+    known = [name for name in names if any(name in result.last_turn_rates for result in results)]
     head = ["critic", "pass@1 before", *map(rate_in_words, known)]
     rows = [
         [
             result.critic,
             _cell(result.curves[0].get("pass@1"), "pass@1"),
-            *(_cell(result.last.get(name), name) for name in known),
+            *(_cell(result.last_turn_rates.get(name), name) for name in known),
         ]
         for result in results
     ]
@@ -140,7 +140,7 @@ def _rates_table(
 
 
 def _more_ks(results: Sequence[CriticResult]) -> list[str]:
-    names = {n for r in results for n in r.last if n.startswith("pass@") and n != "pass@1"}
+    names = {n for r in results for n in r.last_turn_rates if n.startswith("pass@") and n != "pass@1"}
     return sorted(names, key=lambda name: int(name.partition("@")[2]))
 
 
@@ -174,7 +174,7 @@ def rate_in_words(name: str) -> str:
 
 def rate_meanings(results: Sequence[CriticResult]) -> list[tuple[str, str]]:
     """(rate in words, its meaning) for every rate of ``results``."""
-    shown = {name for result in results for name in result.last}
+    shown = {name for result in results for name in result.last_turn_rates}
     if any(name.startswith("pass@") and name != "pass@1" for name in shown):
         shown.add("pass@K")
     return [(rate_in_words(name), text) for name, text in RATES.items() if name in shown]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctrl_megatron.background import awaited, count_one_done, gather_results
+from ctrl_megatron.background import track_wait, advance_wait, gather_results
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
@@ -54,7 +54,7 @@ class UncountedTest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedTests:
+class TestCheckResult:
     """The result of a check."""
 
     uncounted: tuple[UncountedTest, ...] = ()
@@ -85,7 +85,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class TestChecks:
+class RowTestChecks:
     """The checks of ``rows``, those that were made before included. ``options`` are those of
     ``row_tests``. Results are kept in the folder of each row's file, or in ``spare`` where that
     cannot be written. Raises ``UserError`` naming a file of results that was changed.
@@ -98,9 +98,9 @@ class TestChecks:
     options: Mapping[str, Any] = field(default_factory=dict)
     missing: list[_Open] = field(default_factory=list, init=False)
     """One entry per check that is to be made."""
-    _known: dict[str, CheckedTests] = field(default_factory=dict, init=False)
+    _known: dict[str, TestCheckResult] = field(default_factory=dict, init=False)
     _keys: dict[str, str] = field(default_factory=dict, init=False)
-    _new: dict[str, CheckedTests] = field(default_factory=dict, init=False)
+    _new: dict[str, TestCheckResult] = field(default_factory=dict, init=False)
     _unsure: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -117,19 +117,19 @@ class TestChecks:
                     self.missing.append(_Open(key=key, row=row, tests=of_row))
                     seen.add(key)
 
-    def result_of(self, row: Row) -> CheckedTests:
-        return self._known[self._keys[row.id]] if row.id in self._keys else CheckedTests()
+    def result_of(self, row: Row) -> TestCheckResult:
+        return self._known[self._keys[row.id]] if row.id in self._keys else TestCheckResult()
 
-    def results_by_row(self) -> dict[str, CheckedTests]:
+    def results_by_row(self) -> dict[str, TestCheckResult]:
         """Id of a row -> its result, where that changes anything."""
         found = {row.id: self.result_of(row) for row in self.rows}
         return {name: one for name, one in found.items() if one.fault or one.uncounted}
 
-    def results_by_key(self) -> dict[str, CheckedTests]:
+    def results_by_key(self) -> dict[str, TestCheckResult]:
         """The results of the rows as a file has them, without those that may not be kept."""
         return {key: self._known[key] for key in self._keys.values() if key not in self._unsure}
 
-    async def run_missing(
+    async def run_missing_checks(
         self, judge: Judge, *, at_once: int, advance: Callable[[int], None] = lambda _: None
     ) -> None:
         """Make the missing checks, at most ``at_once`` at the same time; ``advance`` is called with
@@ -152,12 +152,12 @@ class TestChecks:
             else:
                 self._new[check.key], folders[check.key] = found, folder_of_row_file(check.row)
             advance(done)
-            count_one_done()
+            advance_wait()
             if done % _SAVED_EVERY == 0:
                 self._save(folders)
 
         try:
-            with awaited("the check of tests and references", len(self.missing), "problems"):
+            with track_wait("the check of tests and references", len(self.missing), "problems"):
                 await gather_results([partial(one, check) for check in self.missing])
         finally:
             self._save(folders)
@@ -176,7 +176,7 @@ def folder_of_row_file(row: Row) -> Path:
     return Path(row.place.rpartition(": row ")[0]).parent
 
 
-def read_check_results(file: Path) -> dict[str, CheckedTests]:
+def read_check_results(file: Path) -> dict[str, TestCheckResult]:
     """The results in ``file`` by key; none where there is no file. Raises ``UserError`` for a file
     that this project did not write so.
     """
@@ -195,7 +195,7 @@ def read_check_results(file: Path) -> dict[str, CheckedTests]:
         ) from error
 
 
-def write_check_results(file: Path, results: Mapping[str, CheckedTests]) -> None:
+def write_check_results(file: Path, results: Mapping[str, TestCheckResult]) -> None:
     """Write a file that ``read_check_results`` reads; it appears whole or not at all."""
     lines = [
         json.dumps({"key": key, "uncounted": one.uncounted, "fault": one.fault}) + "\n"
@@ -206,17 +206,17 @@ def write_check_results(file: Path, results: Mapping[str, CheckedTests]) -> None
     write_text_atomically(file, json.dumps(head) + "\n" + body)
 
 
-def _entry(line: bytes) -> tuple[str, CheckedTests]:
+def _entry(line: bytes) -> tuple[str, TestCheckResult]:
     record = json.loads(line)
     uncounted = tuple(UncountedTest(*one) for one in record["uncounted"])
     typed = [(record["key"], str), (record["fault"], str)]
     typed += [(v, t) for one in uncounted for v, t in zip(one, (int, str, str), strict=True)]
     if any(type(value) is not kind for value, kind in typed):
         raise TypeError("a value of another type")
-    return record["key"], CheckedTests(uncounted=uncounted, fault=record["fault"])
+    return record["key"], TestCheckResult(uncounted=uncounted, fault=record["fault"])
 
 
-async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTests, bool]:
+async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[TestCheckResult, bool]:
     """The result for ``row``, and whether it may be kept: nothing on which time or the limits of
     the judge decided.
     """
@@ -228,7 +228,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
             if len(uncounted) == len(names):
                 whys = " or ".join(dict.fromkeys(uncounted.values()))
                 fault = f"none of its tests counts: they pass for programs that {whys}"
-                return CheckedTests(fault=fault), sure
+                return TestCheckResult(fault=fault), sure
         if row.reference.strip():
             # The reference is judged on every test, so that the positions are the same.
             program = program_to_judge(row.reference, tests.config.language or "python")
@@ -241,11 +241,11 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[CheckedTest
             if failed:
                 number, why = failed[0]
                 fault = f"the reference fails test {number + 1} of {len(verdict.passed)}: {why}"
-                return CheckedTests(fault=fault), sure and not verdict.timed_out
+                return TestCheckResult(fault=fault), sure and not verdict.timed_out
     except ValueError as error:  # RequestRefused among them
-        return CheckedTests(fault=str(error)), False
+        return TestCheckResult(fault=str(error)), False
     left_out = (UncountedTest(n, names[n][:_SHOWN], why) for n, why in sorted(uncounted.items()))
-    return CheckedTests(uncounted=tuple(left_out)), sure
+    return TestCheckResult(uncounted=tuple(left_out)), sure
 
 
 def _names(tests: RowTests) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from ctrl_megatron.rewards.grading import (
 )
 from ctrl_megatron.rollout.callback_stream import callback_stream
 from ctrl_megatron.rollout.engine import EngineError
-from ctrl_megatron.sandbox.access import foreign_page, is_allowed
+from ctrl_megatron.sandbox.access import cross_site_refusal, is_allowed
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams
 
@@ -63,7 +63,7 @@ class CritiqueRequest(_Body):
     stream: bool = False
 
 
-class ChatTurn(_Body):
+class ChatMessage(_Body):
     """One message of ``POST /v1/chat/completions``."""
 
     role: str = Field(pattern="^(system|user|assistant)$")
@@ -79,7 +79,7 @@ class StreamOptions(BaseModel):
 class CompletionRequest(BaseModel):
     """Body of ``POST /v1/chat/completions``; other fields are ignored."""
 
-    messages: list[ChatTurn] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -127,7 +127,7 @@ class CriticService:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         sent = request.host, request.method, request.content_type
-        if foreign := foreign_page(*sent, loopback=self._loopback):
+        if foreign := cross_site_refusal(*sent, loopback=self._loopback):
             return _refusal(*foreign)
         token = None if request.path == "/" else self._token
         if not is_allowed(request.headers.get("Authorization", ""), token):

@@ -21,7 +21,7 @@ from ctrl_megatron.generation.chat import ChatAnswer, ChatError, TextListener
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
-    Silence,
+    SilenceDeadline,
     describe_failure,
     is_temporary,
     retry,
@@ -239,7 +239,7 @@ class OpenAIChat:
     async def _retried(
         self, body: dict[str, Any], tell: Callable[[str], None] | None
     ) -> ChatAnswer:
-        heard, time_left = False, Silence(self._total)
+        heard, time_left = False, SilenceDeadline(self._total)
 
         def hear(text: str) -> None:
             nonlocal heard
@@ -283,7 +283,7 @@ class OpenAIChat:
         return prompt + completion
 
     async def _attempt(
-        self, body: dict[str, Any], hear: Callable[[str], None], time_left: Silence
+        self, body: dict[str, Any], hear: Callable[[str], None], time_left: SilenceDeadline
     ) -> ChatAnswer:
         queued = time.monotonic()
         async with self._slots:

@@ -117,7 +117,7 @@ def leaves_of(nodes: Sequence[SearchNode]) -> list[SearchNode]:
     return [node for node in nodes if node.hash not in parents]
 
 
-def layer_table(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
+def layer_statistics(nodes: Sequence[SearchNode], widths: Sequence[int]) -> list[dict[str, Any]]:
     """A row for every layer of the tree from the first solutions on: ``nodes``, ``stopped``,
     ``errors``, ``judged_correct`` (share of the judgments), ``solved`` and ``pass_rate`` (means
     over problems of their chains; a chain that has ended keeps its values), tokens. Unknown values

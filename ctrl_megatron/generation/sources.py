@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ctrl_megatron.config.environment import bind_to_loopback, read_openai_key
+from ctrl_megatron.config.environment import bind_collectives_to_loopback, read_openai_key
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
@@ -150,7 +150,7 @@ def open_chats(
                 devices=devices,
                 gpu_memory_utilization=share,
             )
-            bind_to_loopback()
+            bind_collectives_to_loopback()
             launched.append(launch_engine(spec))
             engine: RemoteEngine = launched[-1].connect()
             codec = TextCodec(source.model)

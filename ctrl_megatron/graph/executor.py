@@ -186,7 +186,7 @@ class Executor:
         if output is None:
             return
         if output.batch is not None and output.batch is not self.batches[policy]:
-            self._link.rows_changed()
+            self._link.notify_rows_changed()
         named = with_policy_prefix(output.metrics, policy)
         if repeated := metrics.keys() & named.keys():
             by = "" if node is None else f", of which {node.node_id!r} is the second"
@@ -221,7 +221,7 @@ class Executor:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
             output = self._worker.wait_conditions.wait_together(future, what)
-            output = self._worker.groups.from_leader(output)
+            output = self._worker.groups.broadcast_from_leader(output)
         for moved in self._moves[policy][before:] if output is not None else ():
             output = self._brought(output, moved, node_id)
         self._merge(policy, output, metrics, self.graph.nodes[node_id])
@@ -241,7 +241,7 @@ class Executor:
                     f"the node {node_id!r} returns {name} of shape {tuple(value.shape)}, but its "
                     "rows went to other ranks while it ran; return one value per row"
                 )
-        parts = self._worker.groups.from_data_ranks(dict(output.fields))
+        parts = self._worker.groups.gather_data_ranks(dict(output.fields))
         return dataclasses.replace(output, fields=select_rows(parts, moved))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.config.import_path import import_callable
-from ctrl_megatron.config.options import named_parameters
+from ctrl_megatron.config.options import explicit_parameters
 from ctrl_megatron.errors import did_you_mean
 from ctrl_megatron.graph.declarations import Service, as_node_function
 from ctrl_megatron.graph.node import Function, Node
@@ -248,7 +248,7 @@ def _described(described: Mapping[str, Any], number: int, graph_id: str) -> Node
     for name in ("node_id", "node_type"):
         if not described.get(name):
             raise ValueError(f"{where} has no {name}")
-    known = list(named_parameters(Node.__init__))[1:-1]
+    known = list(explicit_parameters(Node.__init__))[1:-1]
     fields = dict(described)
     for name in fields:
         if name not in known:

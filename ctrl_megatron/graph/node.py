@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ctrl_megatron.config.import_path import import_callable
-from ctrl_megatron.config.options import accepted_options, named_parameters
+from ctrl_megatron.config.options import accepted_options, explicit_parameters
 from ctrl_megatron.errors import UserError, describe_location
 from ctrl_megatron.graph.declarations import OF_MODELS, Service, as_node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
@@ -197,7 +197,7 @@ class Node(NodeLife):
         """(the ``self`` of a method, else None; the keyword arguments)."""
         if self.executable is None:
             return None, {}
-        names = named_parameters(self.executable)
+        names = explicit_parameters(self.executable)
         offered = {"worker": worker, "batch": batch}
         if "config" in names:
             offered["config"] = worker.config

@@ -23,7 +23,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.steps.batch import data_rows_of
 from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
-from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported_setting
+from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported_setting_error
 from ctrl_megatron.steps.sampling import balance
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -64,7 +64,7 @@ def embodied_srpo_pipeline(
         turn_tokens=turn_tokens,
         fields=(SUCCESS, TRAJECTORY),
     )
-    if error := unsupported_setting(config, episodes):
+    if error := unsupported_setting_error(config, episodes):
         raise error
     pipeline = Pipeline(
         "embodied_grpo_training_pipeline",
@@ -132,7 +132,7 @@ class ProgressReward:
             _successes(batch),
             self._tasks(worker, batch),
         )
-        parts = worker.groups.from_data_ranks(own)
+        parts = worker.groups.gather_data_ranks(own)
         points, won = torch.cat([part[0] for part in parts]), [s for part in parts for s in part[1]]
         success, tasks = torch.tensor(won), [task for part in parts for task in part[2]]
         rewards = progress_rewards(points, success, tasks)

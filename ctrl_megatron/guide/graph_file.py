@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.config import Config, read_yaml
+from ctrl_megatron.config import Config, parse_yaml
 from ctrl_megatron.errors import UserError, convert_input_errors, did_you_mean
 from ctrl_megatron.graph.graph import TaskGraph
 
@@ -35,7 +35,7 @@ def pipeline_from_file(config: Config, *, file: str) -> TaskGraph:
     """The graph that ``file`` describes; UserError names the file and what is wrong with it."""
     with convert_input_errors(file):
         text = Path(file).read_text(encoding="utf-8")
-    tree, _ = read_yaml(text, file, {"!Ref": GraphReference})
+    tree, _ = parse_yaml(text, file, {"!Ref": GraphReference})
     if not isinstance(tree, dict):
         raise UserError("has no entries", file=file, remedy=f"give {', '.join(_ENTRIES)}")
     for name in tree:

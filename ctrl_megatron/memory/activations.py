@@ -64,7 +64,7 @@ class PassShape:
         return self.shape
 
     @property
-    def key_value_copies(self) -> float:
+    def key_value_replication_factor(self) -> float:
         """How often keys and values are attended to on the context ranks, each of which has all
         tokens of a part of the heads or, where they do not divide, all keys of its own tokens
         (``models.context_parallel``)."""
@@ -79,13 +79,13 @@ class PassShape:
         if self.layout.context == 1:
             return 0
         attention = self.shape.attention
-        numbers = attention.products_per_pair + self.key_value_copies * attention.attended_width
+        numbers = attention.products_per_pair + self.key_value_replication_factor * attention.attended_width
         return self.dtype_size * numbers / self.layout.tensor
 
     @property
     def gathered_key_value_bytes(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        numbers = self.shape.attention.attended_width * self.key_value_copies / self.layout.tensor
+        numbers = self.shape.attention.attended_width * self.key_value_replication_factor / self.layout.tensor
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
@@ -289,7 +289,7 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     The package's own layer spec saves more than these kernels, and frees it meanwhile.
     """
     e, hidden = p.dtype_size, p.shape.hidden_size
-    ffn = e * p.shape.widest / p.layout.tensor
+    ffn = e * p.shape.max_layer_width / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
     gathered += 2 * p.exchanged_bytes_per_token
     # The copy of the experts' weights, and their gradients, which are as large.
@@ -320,7 +320,7 @@ def logits_workspace(p: PassShape, *, backward: bool) -> float:
 def inference_workspace(p: PassShape, *, pp: int) -> int:
     """Bytes of a pass without gradients at its peak on a rank of stage ``pp``."""
     e, hidden = p.dtype_size, p.shape.hidden_size
-    ffn = e * p.shape.widest / p.layout.tensor
+    ffn = e * p.shape.max_layer_width / p.layout.tensor
     gathered = e * hidden if p.layout.sequence_parallel else 0
     stream = 3 if p.kernels == "te" else 5
     # An adapter's output, before and after its parts are joined, is beside the layer's own.

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.actor_rollout_ref import EngineKeys
+from ctrl_megatron.config.actor_rollout_ref import EngineConfig
 from ctrl_megatron.engine_kinds import BATCHED_TOKENS, ENGINES
 from ctrl_megatron.memory.model_state import DTYPE_SIZE, engine_weight_bytes
 from ctrl_megatron.memory.pushes import received_bucket_bytes
@@ -97,7 +97,7 @@ def proxy_engine_memory(config: Config, shape: ModelShape, gpu_memory: int) -> E
 
 def _use(
     config: Config,
-    keys: EngineKeys,
+    keys: EngineConfig,
     shape: AnyShape,
     gpu_memory: int,
     longest: int,
@@ -109,7 +109,7 @@ def _use(
     given = keys.engine_kwargs.get("max_num_batched_tokens") or BATCHED_TOKENS
     sequences = keys.max_num_seqs or ENGINES[keys.name].default_max_sequences(gpu_memory)
     tokens = max(given, sequences)
-    width = 4 * shape.hidden_size + 3 * shape.widest / tensor
+    width = 4 * shape.hidden_size + 3 * shape.max_layer_width / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, sequences) * shape.vocab_size * 3 * 4
     cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
@@ -148,7 +148,7 @@ def _use(
 def _largest_module(shape: AnyShape) -> int:
     """Elements of the HF tensors that vLLM buffers at most before it cuts them: a fused layer's."""
     arriving = 0
-    for rule in param_rules(shape.base):
+    for rule in param_rules(shape.without_adapters):
         sizes = [math.prod(tensor.shape) for tensor in rule.hf]
         arriving = max(arriving, sum(sizes) if rule.kind == "column" else max(sizes))
     return arriving

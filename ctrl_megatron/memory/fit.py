@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ctrl_megatron.config import Config, Purpose
-from ctrl_megatron.config.actor_rollout_ref import EngineKeys
+from ctrl_megatron.config.actor_rollout_ref import EngineConfig
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, format_gib, memory_budget
@@ -139,7 +139,7 @@ def _changes(config: Config, purpose: Purpose) -> Iterator[Change]:
                 yield _PROXY + "tensor_model_parallel_size", size
 
 
-def _shares(prefix: str, keys: EngineKeys) -> Iterator[Change]:
+def _shares(prefix: str, keys: EngineConfig) -> Iterator[Change]:
     for step in range(_SHARE_STEPS - 1, int(_SMALLEST_SHARE * _SHARE_STEPS), -1):
         share = step / _SHARE_STEPS
         if share != keys.gpu_memory_utilization:

@@ -179,7 +179,7 @@ def engine_weight_bytes(
     keys and values at most over their heads, and the vocabulary is padded. ``quantised``: linear
     layers have 8 bits and scales."""
     total = 0
-    for rule in param_rules(shape.base):
+    for rule in param_rules(shape.without_adapters):
         if rule.part == "output" and shape.tied_embeddings:
             continue
         for position, whole in enumerate(rule.hf):

@@ -10,7 +10,7 @@ from ctrl_megatron.memory.model_state import DTYPE_SIZE
 from ctrl_megatron.models.shape import TransformersShape
 
 if TYPE_CHECKING:
-    from ctrl_megatron.models.kept_by_modules import ModulePass
+    from ctrl_megatron.models.kept_by_modules import ActivationBytes
 
 
 def fsdp_update_activations_and_workspace(
@@ -46,11 +46,11 @@ def _gathered(p: PassShape, shape: TransformersShape) -> int:
     return p.dtype_size * (outside + 2 * inside)
 
 
-def _kept(p: PassShape, shape: TransformersShape) -> ModulePass:
+def _kept(p: PassShape, shape: TransformersShape) -> ActivationBytes:
     # Other strategies need no modules.
-    from ctrl_megatron.models.kept_by_modules import module_pass
+    from ctrl_megatron.models.kept_by_modules import count_activation_bytes
 
-    return module_pass(shape, _name(p.dtype_size))
+    return count_activation_bytes(shape, _name(p.dtype_size))
 
 
 def _name(dtype_size: int) -> str:

@@ -39,7 +39,7 @@ def push_plan(config: Config, shape: AnyShape) -> PushPlan:
     if colocated:
         takers, hosts = takers_of_engines(placement, host_of_rank)
     return PushPlan(
-        shape.base,
+        shape.without_adapters,
         world.layout,
         engine_cut(rollout.name, tensor, rollout.engine_kwargs, on_cpu=False),
         takers,

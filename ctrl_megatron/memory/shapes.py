@@ -9,7 +9,7 @@ from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.hf_config import parse_model_shape, parse_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
-from ctrl_megatron.models.shape import AnyShape, ModelShape, value_shape
+from ctrl_megatron.models.shape import AnyShape, ModelShape, value_model_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,12 @@ def model_shapes(
     reference = value = None
     if purpose == "rl" and config.needs_reference and not config.reference_is_base:
         reference = shape_of(family.ref.model.path)
-    if purpose == "rl" and config.needs_values:
-        value = value_shape(shape_of(config.critic.model.path))
+    if purpose == "rl" and config.needs_value_model:
+        value = value_model_shape(shape_of(config.critic.model.path))
         value = shape_with_adapters(value, lora_of_config(config, value=True))
     rewarding = None
     if purpose == "rl" and config.needs_reward_model:
-        rewarding = value_shape(shape_of(config.reward_model.model.path), head_bias=False)
+        rewarding = value_model_shape(shape_of(config.reward_model.model.path), head_bias=False)
     actor = shape_with_adapters(shape_of(own), lora_of_config(config))
     second = config.agent1.model.path if purpose == "rl" else None
     proxy, unknown = None, ""

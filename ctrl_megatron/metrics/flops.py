@@ -45,7 +45,7 @@ def table_peak_flops(device_name: str) -> float:
     )
 
 
-def product_rates(
+def measure_matmul_rates(
     dtype: str, *, sizes: tuple[int, int] = SQUARE, tokens: int = 512, seconds: float = 0.1
 ) -> tuple[float, float, float]:
     """Best flop/s on this CPU, with torch's current threads, of the three products of a linear
@@ -83,7 +83,7 @@ def measure_cpu_peak_flops(
     return max(
         rate
         for shape in {sizes, SQUARE}
-        for rate in product_rates(dtype, sizes=shape, tokens=1024, seconds=seconds)
+        for rate in measure_matmul_rates(dtype, sizes=shape, tokens=1024, seconds=seconds)
     )
 
 

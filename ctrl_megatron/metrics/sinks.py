@@ -73,7 +73,7 @@ def build_sinks(
     for name in dict.fromkeys(names):
         try:
             if ":" in name:
-                sinks.append(OwnSink(name, run_dir, config))
+                sinks.append(UserSink(name, run_dir, config))
             else:
                 sinks.append(kinds[name]())
         except BaseException as error:
@@ -286,11 +286,11 @@ class SwanlabSink:
         self._run.finish()
 
 
-class OwnSink:
+class UserSink:
     """A sink of the user's; its exceptions name ``trainer.logger`` and the line."""
 
     def __init__(self, name: str, run_dir: Path, config: Mapping[str, Any]) -> None:
-        made = own_sink_class(name)
+        made = load_user_sink_class(name)
         self._said = f"trainer.logger: {name}"
         with convert_user_code_errors(self._said):
             self._sink: Sink = made(run_dir, config)
@@ -304,7 +304,7 @@ class OwnSink:
             self._sink.close()
 
 
-def own_sink_class(path: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
+def load_user_sink_class(path: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
     """The class at ``module:Class`` or ``FILE.py:Class``, which is called with the run's directory
     and the configuration as nested dicts, and has the methods of ``Sink``.
 

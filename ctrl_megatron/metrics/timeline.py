@@ -35,8 +35,8 @@ class Phase:
 class PhaseMeter(Protocol):
     """A further measurement of the main thread's phases."""
 
-    def begin(self, name: str) -> None: ...
-    def end(self, name: str) -> None: ...
+    def begin_phase(self, name: str) -> None: ...
+    def end_phase(self, name: str) -> None: ...
 
 
 class Timeline:
@@ -72,14 +72,14 @@ class Timeline:
             self._on_begin(name)
         meter = self._meter if kind == "main" else None
         if meter is not None:
-            meter.begin(name)
+            meter.begin_phase(name)
         start = self._clock()
         try:
             yield
         finally:
             end = self._clock()
             if meter is not None:
-                meter.end(name)
+                meter.end_phase(name)
             with self._lock:
                 self._phases.append(Phase(name, kind, start - self._origin, end - self._origin))
             if self._on_end is not None:

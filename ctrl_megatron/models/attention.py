@@ -23,7 +23,7 @@ from torch.nn.attention import varlen
 from ctrl_megatron.models import attention_kernel
 from ctrl_megatron.models.context_parallel import attend_over_context_ranks
 from ctrl_megatron.models.packed_layout import PackedLayout, PackedLayoutParams, Segment
-from ctrl_megatron.torch_features import varlen_attention_asks_for_groups
+from ctrl_megatron.torch_features import varlen_attention_needs_enable_gqa
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _APART = 256
@@ -139,7 +139,7 @@ class SegmentAttention(torch.autograd.Function):
             apart = before >= _APART or not layout.causal
             for segment in members:
                 tokens, start = slice(segment.start, segment.end), here
-                here += segment.queries
+                here += segment.num_queries
                 if before == 0 or apart:
                     rows = slice(start, here)
                     out[rows], log_sum[rows] = attend(
@@ -271,7 +271,7 @@ class _Scratch:
 
     def __init__(self, layout: PackedLayout, query: torch.Tensor, wide: torch.dtype) -> None:
         most = query.shape[1] * max(
-            min(_TOGETHER, segment.queries) * segment.keys for segment in layout.segments
+            min(_TOGETHER, segment.num_queries) * segment.num_keys for segment in layout.segments
         )
         types = (wide, query.dtype, query.dtype)
         self._memory = [query.new_empty(most, dtype=dtype) for dtype in types]
@@ -283,8 +283,8 @@ class _Scratch:
 
 def _pieces(segment: Segment) -> list[slice]:
     """The segment's queries in pieces of about equal size, counted from its start."""
-    count = -(-segment.queries // _TOGETHER)
-    bounds = [segment.queries * number // count for number in range(count + 1)]
+    count = -(-segment.num_queries // _TOGETHER)
+    bounds = [segment.num_queries * number // count for number in range(count + 1)]
     return list(starmap(slice, pairwise(bounds)))
 
 
@@ -322,7 +322,7 @@ def variable_length_attention(
         scale=factor,
         # With more keys than queries flash attention aligns a causal mask at the bottom right.
         window_size=(-1, 0) if packed.layout.causal else (-1, -1),
-        **(groups if varlen_attention_asks_for_groups() else {}),
+        **(groups if varlen_attention_needs_enable_gqa() else {}),
     )
     return out[..., : value.shape[2]]
 
@@ -362,14 +362,14 @@ def masked_attention(
     dtype. With a ``window`` a token sees only so many tokens of its row, itself included.
     """
     outputs, segments = [], packed.layout.segments
-    queries = query.split([segment.queries for segment in segments])
+    queries = query.split([segment.num_queries for segment in segments])
     for segment, q in zip(segments, queries, strict=True):
         own, prefix = slice(segment.start, segment.end), segment.prefix
         shared = segment.prefix_end > segment.prefix_start
-        mask, before = None, segment.keys - segment.queries
-        narrow = window is not None and window < segment.keys
+        mask, before = None, segment.num_keys - segment.num_queries
+        narrow = window is not None and window < segment.num_keys
         if (shared or narrow) and packed.layout.causal:
-            mask = torch.ones(segment.queries, segment.keys, dtype=torch.bool, device=query.device)
+            mask = torch.ones(segment.num_queries, segment.num_keys, dtype=torch.bool, device=query.device)
             mask = mask.tril(before)
             if window is not None:
                 mask = mask.triu(before - window + 1)

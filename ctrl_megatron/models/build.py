@@ -14,17 +14,17 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.adapters import add_adapters
-from ctrl_megatron.models.expert_choice import ChoiceInGroups
-from ctrl_megatron.models.latent_attention import LatentRotation
+from ctrl_megatron.models.expert_choice import GroupLimitedRouterReplay
+from ctrl_megatron.models.latent_attention import LatentRotaryEmbedding
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
-    adds_weight_gradients,
+    supports_gradient_accumulation_fusion,
     block_spec,
     fuses_norms,
     has_transformer_engine,
 )
-from ctrl_megatron.models.rope import Rope, Yarn, rope_frequencies
+from ctrl_megatron.models.rope import Rope, YarnScaling, rope_frequencies
 from ctrl_megatron.models.shape import (
     Attention,
     Dense,
@@ -90,7 +90,7 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline
         if layout.virtual_pipeline > 1
         else None,
-        "pipeline_model_parallel_layout": uneven_stages(shape.num_layers, layout),
+        "pipeline_model_parallel_layout": uneven_pipeline_layout(shape.num_layers, layout),
         # With two interleaved stages the next and the previous rank are the same one; Megatron
         # separates the two directions only if their messages are not batched.
         "overlap_p2p_comm": layout.virtual_pipeline > 1,
@@ -103,7 +103,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "recompute_granularity": options.recompute_granularity,
         "perform_initialization": False,
-        "gradient_accumulation_fusion": adds_weight_gradients(),
+        "gradient_accumulation_fusion": supports_gradient_accumulation_fusion(),
     }
     for kind in shape.layers_by_kind:
         settings |= _feed_forward_settings(kind)
@@ -157,7 +157,7 @@ def _attention_settings(
             }
         case MultiLatentAttention():
             scaled = {}
-            if isinstance(rope.scaling, Yarn):
+            if isinstance(rope.scaling, YarnScaling):
                 # Megatron computes the factor of all scores from them.
                 scaled["rotary_scaling_factor"] = rope.scaling.factor
                 scaled["mscale_all_dim"] = rope.scaling.mscale_all_dim
@@ -176,7 +176,7 @@ def _attention_settings(
             }
 
 
-def uneven_stages(num_layers: int, layout: Layout) -> list[list[str]] | None:
+def uneven_pipeline_layout(num_layers: int, layout: Layout) -> list[list[str]] | None:
     """The modules of each virtual stage, in the order of the layers, by Megatron's names; None if
     all have as many layers, which Megatron assumes."""
     stages = [
@@ -269,7 +269,7 @@ def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
         case GroupedQueryAttention():
             model.rotary_pos_emb = PackedRotaryEmbedding(frequencies)  # type: ignore[assignment]
         case MultiLatentAttention():
-            rotation = LatentRotation(frequencies, shape.rope.attention_factor)
+            rotation = LatentRotaryEmbedding(frequencies, shape.rope.attention_factor)
             for layer in model.decoder.layers:
                 layer.self_attention.rotary_pos_emb = rotation  # type: ignore[union-attr]
 

@@ -44,7 +44,7 @@ def attend_over_context_ranks(
     shared = packed.shared
     if shared is None:
         return kernel(query, key, value, packed)
-    if query.shape[1] % shared.ranks:
+    if query.shape[1] % shared.num_ranks:
         return _with_all_keys(kernel, query, key, value, shared)
     return _with_all_tokens(kernel, query, key, value, shared)
 
@@ -56,7 +56,7 @@ def _with_all_tokens(
     value: torch.Tensor,
     shared: ContextShardedTokens,
 ) -> torch.Tensor:
-    ranks, groups = shared.ranks, key.shape[1]
+    ranks, groups = shared.num_ranks, key.shape[1]
     if times := lcm(groups, ranks) // groups - 1:
         key, value = (x.repeat_interleave(times + 1, dim=1) for x in (key, value))
     # (t, C, A / C * D) each, so that one message has all three.

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.models.shape import GroupChoice
+from ctrl_megatron.models.shape import GroupLimitedRouting
 
 
-def choose_experts_in_groups(
-    scores: torch.Tensor, top_k: int, choice: GroupChoice
+def group_limited_topk(
+    scores: torch.Tensor, top_k: int, choice: GroupLimitedRouting
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores, numbers) of the chosen experts, both (T, top_k), of scores (T, experts).
 
@@ -24,16 +24,16 @@ def choose_experts_in_groups(
     return grouped.masked_fill(~own[:, :, None], -torch.inf).flatten(1).topk(top_k, dim=1)
 
 
-class ChoiceInGroups:
+class GroupLimitedRouterReplay:
     """``choose_experts_in_groups`` in place of Megatron's ``RouterReplay``, which a router asks for
     its choice.
     """
 
-    def __init__(self, choice: GroupChoice) -> None:
+    def __init__(self, choice: GroupLimitedRouting) -> None:
         self._choice = choice
 
     def get_replay_topk(
         self, scores: torch.Tensor, top_k: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, numbers) of the chosen experts, both (T, top_k), of scores (T, experts)."""
-        return choose_experts_in_groups(scores, top_k, self._choice)
+        return group_limited_topk(scores, top_k, self._choice)

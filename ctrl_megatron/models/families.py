@@ -20,7 +20,7 @@ from ctrl_megatron.models.hf_keys import (
     require_even_rotary_width,
     require_multiple,
 )
-from ctrl_megatron.models.rope import Yarn
+from ctrl_megatron.models.rope import YarnScaling
 from ctrl_megatron.models.shape import (
     CLASSIFIERS,
     Attention,
@@ -28,7 +28,7 @@ from ctrl_megatron.models.shape import (
     ExpertNames,
     Experts,
     FeedForward,
-    GroupChoice,
+    GroupLimitedRouting,
     GroupedQueryAttention,
     MaskedDiffusion,
     ModelShape,
@@ -186,7 +186,7 @@ def _deepseek_experts(config: HfConfig, where: str, **own: Any) -> Experts:
     )
 
 
-def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupChoice | None:
+def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupLimitedRouting | None:
     groups, chosen = (whole(config, key, where) for key in ("n_group", "topk_group"))
     count, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
     require_multiple(count, "n_routed_experts", groups, "n_group", where)
@@ -195,7 +195,7 @@ def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupChoice | N
             f"{where}: topk_group={chosen} of n_group={groups} groups have no "
             f"num_experts_per_tok={top_k} of n_routed_experts={count} experts to choose"
         )
-    return None if groups == chosen else GroupChoice(groups=groups, chosen=chosen, best=best)
+    return None if groups == chosen else GroupLimitedRouting(groups=groups, chosen=chosen, best=best)
 
 
 def _deepseek_v2(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
@@ -349,7 +349,7 @@ FAMILIES: Mapping[str, Family] = {
             "topk_method": (None, "greedy", "group_limited_greedy"),
             "norm_topk_prob": (None, False),  # transformers does not read it
         },
-        scalings=(NoneType, Yarn),
+        scalings=(NoneType, YarnScaling),
     ),
     "deepseek_v3": Family(
         attention=_latent,
@@ -368,7 +368,7 @@ FAMILIES: Mapping[str, Family] = {
             "topk_method": (None, "noaux_tc"),
             "norm_topk_prob": (None, True),
         },
-        scalings=(NoneType, Yarn),
+        scalings=(NoneType, YarnScaling),
     ),
     "Dream": Family(
         attention=partial(_grouped_query, qkv_bias=True, qk_norm=False),
@@ -416,7 +416,7 @@ FAMILIES: Mapping[str, Family] = {
 """``model_type`` -> family."""
 
 
-def engine_obstacle(shape: ModelShape, engine: EngineName) -> str | None:
+def engine_mismatch_reason(shape: ModelShape, engine: EngineName) -> str | None:
     """Why ``engine`` would compute another model than the trainer, with a remedy; None if it
     computes the same."""
     own, denoises, attention = ENGINES[engine], shape.diffusion is not None, shape.attention

@@ -78,7 +78,7 @@ def forward_with_loss(
     # Keeps every parameter in the graph, also for a micro-batch without rows and for a constant
     # loss: the sum of gradients over data-parallel ranks waits for each parameter.
     return share + 0.0 * (output.sum() + vectors[0].sum()), partial(
-        report_loss, LossShare(rows=micro.rows, scalars=scalars)
+        precomputed_loss_func, LossShare(rows=micro.rows, scalars=scalars)
     )
 
 
@@ -95,7 +95,7 @@ def forward_only(
         return output, None
     vectors = head(module, micro, output)
     _keep(vectors, micro, results)
-    return vectors[0].sum(), partial(report_loss, LossShare(rows=micro.rows, scalars={}))
+    return vectors[0].sum(), partial(precomputed_loss_func, LossShare(rows=micro.rows, scalars={}))
 
 
 def _as_rows(vectors: tuple[torch.Tensor, ...], micro: MicroBatch) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _keep(vectors: tuple[torch.Tensor, ...], micro: MicroBatch, results: torch.T
     results[:, micro.rows.to(results.device)] = _as_rows(vectors, micro)
 
 
-def report_loss(
+def precomputed_loss_func(
     share: LossShare, loss: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, LossShare]:
     """Megatron's ``loss_func``: (``loss`` (), 1 in the place of a number of tokens, ``share``): the

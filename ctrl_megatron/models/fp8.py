@@ -29,7 +29,7 @@ FP8 = "float8_e4m3fn"
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def weight_block(config: Mapping[str, Any], where: str) -> Block | None:
+def parse_weight_block_size(config: Mapping[str, Any], where: str) -> Block | None:
     """The blocks of a ``config.json`` mapping's weights; None if they are not quantised.
 
     Raises UserError for another quantisation.
@@ -77,7 +77,7 @@ def quantization_config() -> dict[str, Any]:
     }
 
 
-def divided_blocks(shape: ModelShape, workers: int, *, whole_experts: bool) -> dict[str, int]:
+def misaligned_part_widths(shape: ModelShape, workers: int, *, whole_experts: bool) -> dict[str, int]:
     """Part of a layer -> its width on each of an engine's tensor ``workers``, of the parts that end
     within a block. ``whole_experts``: each worker has some experts whole.
 

@@ -34,12 +34,12 @@ from ctrl_megatron.models.sharded_adam import ShardedAdam
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
 from ctrl_megatron.models.transformers_model import (
-    ReadsValues,
+    ValueHeadDecoder,
     empty_model,
     longest_row_without_longrope,
     register_attention,
 )
-from ctrl_megatron.parallel.gloo import SumOfParts
+from ctrl_megatron.parallel.gloo import OrderedReduceScatter
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
@@ -85,7 +85,7 @@ def _attention(
     if packed is None:
         _seen.obstacles["its layers pass no arguments on to their attention"] = None
         return torch.zeros_like(q).unsqueeze(0), None
-    longest = max(segment.keys for segment in packed.layout.segments)
+    longest = max(segment.num_keys for segment in packed.layout.segments)
     if sliding_window is not None and sliding_window < longest:
         return masked_attention(q, k, v, packed, scaling, sliding_window).unsqueeze(0), None
     return attend_packed(q, k, v, packed, scaling).unsqueeze(0), None
@@ -121,7 +121,7 @@ class FsdpStrategy:
         model, self._blocks = empty_model(shape.config, torch.float32)
         self._config = model.config
         bias = shape.head_bias
-        self._module: Any = ReadsValues(model, bias=bias) if shape.value_head else model
+        self._module: Any = ValueHeadDecoder(model, bias=bias) if shape.value_head else model
         self._head: Any = self._module.score if shape.value_head else model.get_output_embeddings()
         if not shape.value_head:
             self._project()
@@ -145,7 +145,7 @@ class FsdpStrategy:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if groups.device.type == "cpu":
-                module.set_custom_reduce_scatter(SumOfParts())
+                module.set_custom_reduce_scatter(OrderedReduceScatter())
         self._module._apply(
             lambda t: (
                 torch.empty_like(t, device=groups.device) if t.is_meta else t.to(groups.device)
@@ -204,12 +204,12 @@ class FsdpStrategy:
         ]
         return ShardedAdam(pairs, self._options.optimizer, self._groups)
 
-    def padded_micro_batches(self, own: int) -> int:
+    def padded_micro_batch_count(self, own: int) -> int:
         """As in ``Strategy``: the most of any rank, because every pass gathers the layers from all
         ranks."""
         return self._groups.max_over_data(own)
 
-    def begin_step(self) -> None:
+    def zero_gradients(self) -> None:
         """As in ``Strategy``: the gradients of the last step are freed."""
 
     def run_passes(
@@ -270,7 +270,7 @@ class FsdpStrategy:
         return F.linear(hidden, head.weight.float(), bias).squeeze(-1)
 
     @torch.no_grad()
-    def choose_computation(self) -> None:
+    def choose_row_packing(self) -> None:
         """As in ``Strategy``: compare three rows with one prompt, packed and each for itself. A
         family that packed attention cannot compute runs with rows apart, which is said."""
         _seen.layers, _seen.obstacles = 0, self._obstacles()

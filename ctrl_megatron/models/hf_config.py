@@ -10,7 +10,7 @@ from typing import Any
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES, Family
-from ctrl_megatron.models.fp8 import weight_block
+from ctrl_megatron.models.fp8 import parse_weight_block_size
 from ctrl_megatron.models.hf_keys import positive_int, positive_number
 from ctrl_megatron.models.rope import parse_rope
 from ctrl_megatron.models.shape import AnyShape, ModelShape, value_head_has_bias
@@ -103,7 +103,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     family = FAMILIES[name]
     config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
-    weight_block(config, where)
+    parse_weight_block_size(config, where)
     if left := _LEFT_BY_TOOLS & config.keys():
         _warn_of_keys(
             where, ", ".join(sorted(left)), "which other tools wrote and no forward pass reads"
@@ -195,7 +195,7 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
             )
 
 
-def product_sizes(directory: str | Path) -> tuple[int, int] | None:
+def typical_linear_sizes(directory: str | Path) -> tuple[int, int] | None:
     """The widths of a linear layer that is typical of the products of the model in ``directory``:
     the hidden size, and that of a feed-forward layer, or of one expert's. None where config.json
     names no hidden size. UserError if it cannot be read."""

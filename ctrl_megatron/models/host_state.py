@@ -31,7 +31,7 @@ class StatePart:
     memory: OffloadedTensors
 
 
-class HostState:
+class HostAdamState:
     """The state of ``adam``, an optimizer of torch or of Transformer Engine."""
 
     def __init__(self, adam: Any, state_of: StateOf, make: Callable[[torch.Tensor], None]) -> None:

@@ -23,7 +23,7 @@ _COUNTED, _TOKENS = "ctrl_counted", 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModulePass:
+class ActivationBytes:
     """Bytes per token that a forward pass keeps."""
 
     layers: float
@@ -66,7 +66,7 @@ register_attention(_COUNTED, _attention)
 
 
 @lru_cache(maxsize=8)
-def module_pass(shape: TransformersShape, dtype: str) -> ModulePass:
+def count_activation_bytes(shape: TransformersShape, dtype: str) -> ActivationBytes:
     """Bytes of activations that a pass of the model in ``dtype`` keeps, without recomputation.
 
     UserError for a model whose passes depend on the numbers in its tensors.
@@ -96,7 +96,7 @@ def module_pass(shape: TransformersShape, dtype: str) -> ModulePass:
         mask = torch.zeros(1, 1, _TOKENS, _TOKENS, device="meta")
         model.base_model(tokens, attention_mask=mask, position_ids=tokens, use_cache=False)
     of_layers = [kept.get(number, 0) / _TOKENS for number in range(len(blocks))]
-    return ModulePass(
+    return ActivationBytes(
         layers=sum(of_layers), layer=max(of_layers), outside=kept.get(-1, 0) / _TOKENS
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def providers(dtype: str = "bfloat16") -> dict[str, str]:
+def kernel_providers(dtype: str = "bfloat16") -> dict[str, str]:
     """Kernel -> ``module.Class`` that computes it in this dtype; imports Megatron-Core."""
     from megatron.core import optimizer
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -58,7 +58,7 @@ def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
     """``providers`` as a line for the start of a run, with a remedy for slow kernels on a GPU."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
-    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in providers(dtype).items())
+    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in kernel_providers(dtype).items())
     if note := attention_note(dtype):
         line += f"; {note}"
     if on_gpu and not has_transformer_engine():
@@ -86,10 +86,10 @@ def _wgrad() -> str:
     """The library that adds a weight's gradient to those of earlier micro-batches."""
     from megatron.core.tensor_parallel import layers
 
-    from ctrl_megatron.models.layer_spec import adds_weight_gradients, has_transformer_engine
+    from ctrl_megatron.models.layer_spec import supports_gradient_accumulation_fusion, has_transformer_engine
 
     if has_transformer_engine():
         return "transformer_engine (inside its linear layers)"
-    if adds_weight_gradients():
+    if supports_gradient_accumulation_fusion():
         return layers.fused_weight_gradient_mlp_cuda.__name__
     return "torch, in a pass of its own"

@@ -62,7 +62,7 @@ class _Assemble(torch.autograd.Function):
         return to_query, torch.cat([key[..., :plain], value], dim=-1), to_shared, None, None
 
 
-class LatentRotation(torch.nn.Module):
+class LatentRotaryEmbedding(torch.nn.Module):
     """The rotation of packed tokens, in place of Megatron's for the positions of one sequence."""
 
     def __init__(self, inverse_frequencies: torch.Tensor, factor: float) -> None:

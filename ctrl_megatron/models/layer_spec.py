@@ -104,7 +104,7 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def adds_weight_gradients() -> bool:
+def supports_gradient_accumulation_fusion() -> bool:
     """True if Megatron's own linear layers can add a weight's gradient to earlier ones: with Apex
     built with ``--cuda_ext``, and on a CPU (``parallel.weight_gradient``)."""
     return tensor_layers._grad_accum_fusion_available

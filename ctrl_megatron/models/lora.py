@@ -77,7 +77,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class LoraBaseWeights:
     """The weights beside which adapters are trained."""
 
     path: str

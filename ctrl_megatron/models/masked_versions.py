@@ -11,7 +11,7 @@ import torch
 
 from ctrl_megatron.algorithms.coupled import coupled_log_prob_weights
 from ctrl_megatron.data.packing import pack_by_length
-from ctrl_megatron.models.micro_batch import Fields, MicroBatch, attended_tokens, micro_batch
+from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_attended_values, micro_batch
 from ctrl_megatron.models.packed_layout import build_packed_layout
 from ctrl_megatron.models.shape import MaskedDiffusion
 
@@ -50,8 +50,8 @@ def split_into_masked_versions(
     start = attended.shape[1] - answered.shape[1]
     _check_no_holes(answered)
     _check_no_holes(attended[:, start:])
-    prompts, canvases = attended_tokens(batch["input_ids"].cpu(), attended, start)
-    hidden_prompts, hidden = attended_tokens(batch["masked"].cpu(), attended, start)
+    prompts, canvases = split_attended_values(batch["input_ids"].cpu(), attended, start)
+    hidden_prompts, hidden = split_attended_values(batch["masked"].cpu(), attended, start)
     answers = answered.sum(dim=1).tolist()
     for row, (prompt, seen, answer) in enumerate(zip(prompts, canvases, answers, strict=True)):
         if len(seen) < answer:

@@ -23,7 +23,7 @@ from ctrl_megatron.models.adapters import merged_parameter
 from ctrl_megatron.models.build import build_chunks, output_weight
 from ctrl_megatron.models.layer_spec import fuse_weight_gradients
 from ctrl_megatron.models.micro_batch import MicroBatch
-from ctrl_megatron.models.optimizer import Optimization, OptimizerOptions
+from ctrl_megatron.models.optimizer import ModelOptimizer, OptimizerOptions
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
@@ -43,7 +43,7 @@ class MegatronStrategy:
         self.chunks: list[Any] = list(self.models)
         """The models, in what sums their gradients if they learn."""
 
-    def choose_computation(self) -> None:
+    def choose_row_packing(self) -> None:
         """As in ``Strategy``: there is one way."""
 
     def rank_part(self, chunk: int, param: ShardParam) -> torch.Tensor:
@@ -109,12 +109,12 @@ class MegatronStrategy:
             self.config.no_sync_func = wait if len(wait) > 1 else wait[0]
         self.config.finalize_model_grads_func = _finalise_without_division
 
-    def start_optimizer(self) -> Optimization:
+    def start_optimizer(self) -> ModelOptimizer:
         options = self._options
         assert options.optimizer is not None
-        return Optimization(self.chunks, options.optimizer, options.build, self._groups)
+        return ModelOptimizer(self.chunks, options.optimizer, options.build, self._groups)
 
-    def padded_micro_batches(self, own: int) -> int:
+    def padded_micro_batch_count(self, own: int) -> int:
         """As in ``Strategy``. Data ranks that compute a layer's experts together take part in each
         other's micro-batches, so that all of them take the most of any; other ranks take ``own``.
         The interleaved schedule needs a multiple of the stages."""
@@ -123,7 +123,7 @@ class MegatronStrategy:
         multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
         return -(-most // multiple) * multiple
 
-    def begin_step(self) -> None:
+    def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()

@@ -96,7 +96,7 @@ def split_into_micro_batches(
         _predicted(row, *masks)
         for row, masks in enumerate(zip(attended[:, start:], answered, strict=True))
     ]
-    prompts, responses = attended_tokens(batch["input_ids"].cpu(), attended, start)
+    prompts, responses = split_attended_values(batch["input_ids"].cpu(), attended, start)
     for row, (prompt, chosen) in enumerate(zip(prompts, predicted, strict=True)):
         if not len(prompt) and 0 in chosen.places:
             raise ValueError(f"row {row} has response tokens to predict but no prompt token")
@@ -116,7 +116,7 @@ def split_into_micro_batches(
     ]
 
 
-def attended_tokens(
+def split_attended_values(
     values: torch.Tensor, attended: torch.Tensor, start: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """``values`` (B, P+R) of the attended tokens of every row, before column ``start`` and from it

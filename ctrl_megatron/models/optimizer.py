@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES, BuildOptions
-from ctrl_megatron.models.host_state import HostState
+from ctrl_megatron.models.host_state import HostAdamState
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.parallel.groups import ProcessGroups, as_default_group
 
@@ -53,7 +53,7 @@ class OptimizerOptions:
         return self.lr * self.min_lr_ratio
 
     @property
-    def learning_rate(self) -> str:
+    def learning_rate_setting(self) -> str:
         """``KEY=VALUE`` of the configuration, for messages."""
         return f"{self.lr_key}={self.lr:g}"
 
@@ -105,7 +105,7 @@ def _make_moments(adam: Any, main: torch.Tensor) -> None:
     state |= {name: torch.zeros_like(main) for name in MOMENTS}
 
 
-def require_finite(norm: float, *, update: int, learning_rate: str) -> None:
+def require_finite_weight_norm(norm: float, *, update: int, learning_rate: str) -> None:
     """UserError if ``norm``, that of all weights after update number ``update``, is not finite;
     ``learning_rate`` is ``KEY=VALUE``.
     """
@@ -117,7 +117,7 @@ def require_finite(norm: float, *, update: int, learning_rate: str) -> None:
         )
 
 
-class Optimization:
+class ModelOptimizer:
     """Optimizer and schedule of one model; a ``models.strategy.Optimizer``."""
 
     def __init__(
@@ -161,14 +161,14 @@ class Optimization:
         }
         """``id`` of a tensor that Adam updates -> the weight that it belongs to, and its first
         index there."""
-        self._on_host: list[HostState] = []
+        self._on_host: list[HostAdamState] = []
         for inner in self._inner:
             # Adam would create the moments during its first step, in memory that activations used
             # on a CPU; the second step would then take a tenth longer in new memory.
             make = partial(_make_moments, inner.optimizer)
             if options.on_host:
                 state_of = partial(self._state_of, inner.optimizer)
-                self._on_host.append(HostState(inner.optimizer, state_of, make))
+                self._on_host.append(HostAdamState(inner.optimizer, state_of, make))
                 continue
             for group in inner.optimizer.param_groups:
                 for main in group["params"]:
@@ -206,15 +206,15 @@ class Optimization:
         else:
             self.optimizer.step_with_ready_grads()
         weights = float(get_total_norm([weight.detach() for weight in self._weights]))
-        require_finite(weights, update=self.update_count + 1, learning_rate=self.learning_rate)
+        require_finite_weight_norm(weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting)
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
     @property
-    def learning_rate(self) -> str:
-        return self._options.learning_rate
+    def learning_rate_setting(self) -> str:
+        return self._options.learning_rate_setting
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         for inner in self.optimizer.chained_optimizers:
             for group in inner.optimizer.param_groups:
                 yield from group["params"]
@@ -222,7 +222,7 @@ class Optimization:
                 yield from (state[name] for name in MOMENTS)
 
     @property
-    def on_host(self) -> list[OffloadedTensors]:
+    def offloaded_state(self) -> list[OffloadedTensors]:
         return [memory for state in self._on_host for memory in state.memory]
 
     def _state_of(self, adam: Any, main: torch.Tensor) -> Iterator[torch.Tensor]:

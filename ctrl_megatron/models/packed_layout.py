@@ -38,14 +38,14 @@ class Segment:
         return slice(self.prefix_start, self.prefix_end)
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """The number of tokens."""
         return self.end - self.start
 
     @property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         """The number of tokens that the last token sees."""
-        return self.prefix_end - self.prefix_start + self.queries
+        return self.prefix_end - self.prefix_start + self.num_queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PackedLayout:
     causal: bool = True
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """T."""
         return self.segments[-1].end if self.segments else 0
 
@@ -80,9 +80,9 @@ class PackedLayout:
     def attended_pairs(self) -> int:
         """Number of pairs of a token and a token that it sees, itself included."""
         if not self.causal:
-            return sum(s.queries * s.keys for s in self.segments)
+            return sum(s.num_queries * s.num_keys for s in self.segments)
         return sum(
-            s.queries * (s.keys - s.queries) + s.queries * (s.queries + 1) // 2
+            s.num_queries * (s.num_keys - s.num_queries) + s.num_queries * (s.num_queries + 1) // 2
             for s in self.segments
         )
 
@@ -99,7 +99,7 @@ class PackedLayout:
 
     def positions(self) -> torch.Tensor:
         """(T,) int64: the position of every token in its row."""
-        return _joined(torch.arange(s.keys - s.queries, s.keys) for s in self.segments)
+        return _joined(torch.arange(s.num_keys - s.num_queries, s.num_keys) for s in self.segments)
 
     def key_index(self) -> torch.Tensor:
         """(sum of the segments' keys,) int64: the tokens whose keys the segments see, one segment
@@ -212,7 +212,7 @@ class ContextShardedTokens:
     """The layout of all tokens."""
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """C."""
         return self.group.size()
 
@@ -220,8 +220,8 @@ class ContextShardedTokens:
     def own_tokens(self) -> torch.Tensor:
         """(T / C,) int64: this rank's tokens."""
         device = self.packed.positions.device
-        tokens = reorder_by_rank(torch.arange(self.packed.layout.tokens, device=device), self.ranks)
-        return tokens.chunk(self.ranks)[self.group.rank()]
+        tokens = reorder_by_rank(torch.arange(self.packed.layout.num_tokens, device=device), self.num_ranks)
+        return tokens.chunk(self.num_ranks)[self.group.rank()]
 
     @cached_property
     def own_queries(self) -> tuple[PackedLayoutParams, torch.Tensor]:
@@ -231,7 +231,7 @@ class ContextShardedTokens:
         pieces = [range(int(p[0]), int(p[-1]) + 1) for p in self.own_tokens.chunk(2)]
         layout, keys = self.packed.layout.restricted_to_queries(pieces)
         places = reorder_by_token(
-            torch.arange(self.packed.layout.tokens, device=device), self.ranks
+            torch.arange(self.packed.layout.num_tokens, device=device), self.num_ranks
         )
         return _params(layout, device), places[keys.to(device)]
 
@@ -278,15 +278,15 @@ def _params(layout: PackedLayout, device: torch.device) -> PackedLayoutParams:
     def bounds(sizes: Iterable[int]) -> torch.Tensor:
         return torch.tensor([*accumulate(sizes, initial=0)], dtype=torch.int32, device=device)
 
-    queries = [s.queries for s in layout.segments]
-    keys = [s.keys for s in layout.segments]
-    whole = bounds([layout.tokens])
+    queries = [s.num_queries for s in layout.segments]
+    keys = [s.num_keys for s in layout.segments]
+    whole = bounds([layout.num_tokens])
     return PackedLayoutParams(
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
-        max_seqlen_q=layout.tokens,
-        max_seqlen_kv=layout.tokens,
+        max_seqlen_q=layout.num_tokens,
+        max_seqlen_kv=layout.num_tokens,
         layout=layout,
         positions=layout.positions().to(device),
         attention=PackedSeqParams(

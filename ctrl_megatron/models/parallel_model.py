@@ -27,7 +27,7 @@ from ctrl_megatron.models.forward_step import (
     forward_with_loss,
 )
 from ctrl_megatron.models.layer_spec import fuses_norms
-from ctrl_megatron.models.lora import Base
+from ctrl_megatron.models.lora import LoraBaseWeights
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.megatron import MegatronStrategy
@@ -79,8 +79,8 @@ class ParallelModel:
         self._take_device = take_device
         self.strategy = _strategy(shape, groups, options)
         self._routers = Routers(self.models, shape)
-        self.strategy.make_trainable_or_frozen(self.places())
-        self.base: Base | None = None
+        self.strategy.make_trainable_or_frozen(self.shards_without_onload())
+        self.base: LoraBaseWeights | None = None
         """The frozen weights beside which adapters are trained, once they are loaded."""
         self.optimization: Optimizer | None = None
         self._flops = (0, 0)
@@ -129,10 +129,10 @@ class ParallelModel:
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         """Optimizer state without the weights: a float32 model has no master copy of them."""
-        if self.optimization is None or self.optimization.on_host:
+        if self.optimization is None or self.optimization.offloaded_state:
             return
         device, weights = self.groups.device.type, storages_of(self.strategy.weights())
-        for tensor in self.optimization.tensors():
+        for tensor in self.optimization.state_tensors():
             shared = tensor.untyped_storage()._cdata in weights
             if tensor.device.type == device and not shared:
                 yield tensor
@@ -140,7 +140,7 @@ class ParallelModel:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """In the block the model computes without its adapters, as its directory's weights do."""
-        shape, self.shape = self.shape, self.shape.base
+        shape, self.shape = self.shape, self.shape.without_adapters
         with adapters_disabled(self.models):
             try:
                 yield
@@ -150,7 +150,7 @@ class ParallelModel:
     def current_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, a weight or optimizer state; if it is away, the same view of its copy in host
         memory."""
-        on_host = () if self.optimization is None else self.optimization.on_host
+        on_host = () if self.optimization is None else self.optimization.offloaded_state
         views = (part.host_view(tensor) for part in (*self._parts.values(), *on_host))
         return next((view for view in views if view is not None), tensor)
 
@@ -158,9 +158,9 @@ class ParallelModel:
         """This rank's parameters, and its buffers that have a rule, on the device, with their
         places in the HF tensors."""
         self.onload("weights")
-        yield from self.places()
+        yield from self.shards_without_onload()
 
-    def places(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
+    def shards_without_onload(self) -> Iterator[tuple[ShardParam, torch.Tensor]]:
         """``shards``, wherever the weights' memory is."""
         for chunk in range(len(self.models)):
             for param in shard_params(
@@ -181,7 +181,7 @@ class ParallelModel:
             raise ValueError("only a frozen model approaches, and only one of its own shape")
         # Both are on the device before the first weight is read.
         other.onload("weights")
-        for (_, own), (_, theirs) in zip(self.shards(), other.places(), strict=True):
+        for (_, own), (_, theirs) in zip(self.shards(), other.shards_without_onload(), strict=True):
             if share == 1:
                 own.copy_(theirs)
             else:
@@ -201,19 +201,19 @@ class ParallelModel:
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
         self.onload("weights")
-        results = self.new_results(rows, vectors)
+        results = self.allocate_results(rows, vectors)
         self.strategy.run_passes(
             partial(forward_only, head=head, results=results),
             self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
             backward=False,
         )
-        return self.on_all_ranks(results)
+        return self.broadcast_results(results)
 
-    def on_all_ranks(self, results: torch.Tensor) -> torch.Tensor:
+    def broadcast_results(self, results: torch.Tensor) -> torch.Tensor:
         """``new_results`` after a pass, on the host of every rank of the model copy. Collective."""
-        return self.groups.from_last_stage(results).cpu()
+        return self.groups.broadcast_from_last_stage(results).cpu()
 
-    def new_results(self, rows: Fields, vectors: int) -> torch.Tensor:
+    def allocate_results(self, rows: Fields, vectors: int) -> torch.Tensor:
         """(vectors, B, R) float32 zeros on the device, for the vectors of a pass over ``rows``."""
         shape = (vectors, *rows["response_mask"].shape)
         return torch.zeros(shape, dtype=torch.float32, device=self.groups.device)
@@ -246,7 +246,7 @@ class ParallelModel:
             raise RuntimeError("call start_optimizer() after the weights are loaded")
         self.onload("weights", "gradients", "optimizer")
         counts = global_counts(rows.get("loss_mask", rows["response_mask"]), self.groups)
-        self.strategy.begin_step()
+        self.strategy.zero_gradients()
         self.optimization.forget_gradients()
         shares = self.strategy.run_passes(
             partial(
@@ -264,18 +264,18 @@ class ParallelModel:
         scalars, norm = self._sum(shares), self.optimization.grad_norm()
         fine = math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0))
         # All ranks skip or none does: otherwise the copies of the weights would differ.
-        if self.groups.on_any(not fine)[0]:
+        if self.groups.any_rank(not fine)[0]:
             self._skip(shares, scalars.get("loss", math.nan), norm, rows.get("place"))
             return {}
         stepped = self.optimization.step(norm)
-        self._routers.step_biases()
+        self._routers.update_expert_biases()
         return {
             **scalars,
             **stepped,
             **{f"{self.load_metrics}/{name}": value for name, value in loads.items()},
         }
 
-    def take_skipped(self) -> list[SkippedUpdate]:
+    def take_skipped_updates(self) -> list[SkippedUpdate]:
         """The optimizer steps that were skipped since the last call, in their order."""
         taken, self._skipped = self._skipped, []
         return taken
@@ -288,14 +288,14 @@ class ParallelModel:
         bad = [s.rows for s in shares if not all(v.isfinite().all() for v in _loss_of(s))]
         mine = sorted(int(row if place is None else place[row]) for rows in bad for row in rows)
         # Only the last stage has the losses.
-        parts = self.groups.from_all((self.groups.place.dp, mine))
+        parts = self.groups.all_gather((self.groups.place.dp, mine))
         rows = {row for dp, found in parts if dp == self.groups.place.dp for row in found}
         self._skipped.append(
             SkippedUpdate(
                 reason=f"the loss is {loss:g} and the norm of the gradient {norm:g} in update "
                 f"{self.update_count + 1}",
                 rows=tuple(sorted(rows)),
-                learning_rate=self.optimization.learning_rate,
+                learning_rate=self.optimization.learning_rate_setting,
             )
         )
 
@@ -311,7 +311,7 @@ class ParallelModel:
         responses = 0 if shape.value_head else sum(micro.num_predicted for micro in micro_batches)
         flops = model_flops(
             shape,
-            tokens=sum(layout.tokens for layout in layouts),
+            tokens=sum(layout.num_tokens for layout in layouts),
             pairs=sum(layout.attended_pairs for layout in layouts),
             projected_tokens=responses,
             backward=backward,
@@ -347,7 +347,7 @@ class ParallelModel:
             token_budget=token_budget,
             multiple=layout.token_multiple,
             # Ranks without rows take part in the sums over ranks with a micro-batch without rows.
-            count=lambda own: self.strategy.padded_micro_batches(max(own, 1)),
+            count=lambda own: self.strategy.padded_micro_batch_count(max(own, 1)),
             device=self.groups.device,
             context=self.groups.context_group,
         )
@@ -366,7 +366,7 @@ class ParallelModel:
                 _add(mine, share.scalars)
             totals = {}
             # A rank without rows does not know the names of the loss function's scalars.
-            for of_rank in self.groups.from_data_ranks(mine):
+            for of_rank in self.groups.gather_data_ranks(mine):
                 _add(totals, of_rank)
         if self.groups.layout.pipeline == 1:
             return totals or {}

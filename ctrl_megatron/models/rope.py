@@ -35,7 +35,7 @@ class RopeScaling(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class LinearScaling:
     """Every position divided by ``factor`` (arXiv 2306.15595)."""
 
     factor: float
@@ -47,7 +47,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dynamic:
+class DynamicScaling:
     """Plain frequencies up to ``max_position_embeddings``, beyond which transformers changes them
     with the length of the longest sequence of a batch. A run refuses such sequences."""
 
@@ -58,7 +58,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3:
+class Llama3Scaling:
     """Frequencies whose wavelength exceeds the original context are divided by ``factor``, those of
     short wavelengths stay, and those between are interpolated (Llama 3.1 model card)."""
 
@@ -81,7 +81,7 @@ class Llama3:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yarn:
+class YarnScaling:
     """Dimensions that turn ``beta_fast`` times or more within the original context stay, those that
     turn ``beta_slow`` times or less are divided by ``factor``, with a ramp between (arXiv
     2309.00071). ``truncate`` rounds the ends of the ramp outwards to whole dimensions."""
@@ -160,18 +160,18 @@ def parse_rope(config: dict[str, Any], where: str) -> Rope:
     return Rope(theta=float(theta), scaling=build(given, where))
 
 
-def engine_difference(rope: Rope, engine: EngineName, context: int) -> str | None:
+def engine_rope_mismatch(rope: Rope, engine: EngineName, context: int) -> str | None:
     """Why ``engine`` would rotate sequences of up to ``context`` tokens otherwise than the trainer,
     with a remedy; None if it rotates them alike."""
     traits: list[RopeTrait] = []
     facts: dict[str, object] = {"context": context}
     match rope.scaling:
-        case Linear(factor=factor) if isinstance(factor, int):
+        case LinearScaling(factor=factor) if isinstance(factor, int):
             traits = ["whole factor"]
             facts |= {"factor": factor, "decimal": float(factor)}
-        case Dynamic():
+        case DynamicScaling():
             traits = ["dynamic"]
-        case Yarn(factor=factor, original_max_position_embeddings=original) as yarn:
+        case YarnScaling(factor=factor, original_max_position_embeddings=original) as yarn:
             if original * factor < context:
                 traits.append("short yarn")
             if yarn.sets_attention_factor:
@@ -185,20 +185,20 @@ def _plain(given: Mapping[str, Any], where: str) -> None:
     return None
 
 
-def _linear(given: Mapping[str, Any], where: str) -> Linear:
-    return Linear(factor=_factor(given, where))
+def _linear(given: Mapping[str, Any], where: str) -> LinearScaling:
+    return LinearScaling(factor=_factor(given, where))
 
 
-def _dynamic(given: Mapping[str, Any], where: str) -> Dynamic:
+def _dynamic(given: Mapping[str, Any], where: str) -> DynamicScaling:
     _factor(given, where)
-    return Dynamic()
+    return DynamicScaling()
 
 
-def _llama3(given: Mapping[str, Any], where: str) -> Llama3:
+def _llama3(given: Mapping[str, Any], where: str) -> Llama3Scaling:
     low, high = (float(_need(given, f"{end}_freq_factor", where)) for end in ("low", "high"))
     if not low < high:
         raise UserError(f"{where}: low_freq_factor={low} must be less than high_freq_factor={high}")
-    return Llama3(
+    return Llama3Scaling(
         factor=float(_factor(given, where)),
         low_freq_factor=low,
         high_freq_factor=high,
@@ -206,7 +206,7 @@ def _llama3(given: Mapping[str, Any], where: str) -> Llama3:
     )
 
 
-def _yarn(given: Mapping[str, Any], where: str) -> Yarn:
+def _yarn(given: Mapping[str, Any], where: str) -> YarnScaling:
     # transformers takes 0 for a missing key, of these two.
     given = {k: v for k, v in given.items() if v or k not in ("mscale", "mscale_all_dim")}
     factor = float(_factor(given, where))
@@ -219,7 +219,7 @@ def _yarn(given: Mapping[str, Any], where: str) -> Yarn:
     )
     if fast < slow:
         raise UserError(f"{where}: beta_fast={fast} must not be less than beta_slow={slow}")
-    return Yarn(
+    return YarnScaling(
         factor=factor,
         original_max_position_embeddings=int(_need(given, _CONTEXT, where)),
         attention_factor=_yarn_attention(given, factor, where),

@@ -138,7 +138,7 @@ class Routers:
         }
 
     @torch.no_grad()
-    def step_biases(self) -> None:
+    def update_expert_biases(self) -> None:
         """Change the biases by the loads that ``metrics`` has counted."""
         for router in self._own if self._options.bias_rate else ():
             if router.expert_bias is not None:

@@ -178,7 +178,7 @@ def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
 
 def linear_layer_names(shape: AnyShape) -> tuple[str, ...]:
     """The linear layers of a decoder layer, by the last part of their names."""
-    named = (_projection(rule, t) for rule in param_rules(shape.base) for t in rule.hf)
+    named = (_projection(rule, t) for rule in param_rules(shape.without_adapters) for t in rule.hf)
     return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
@@ -314,7 +314,7 @@ def _gated(
 
 
 @lru_cache(maxsize=64)
-def hf_buffers(shape: AnyShape) -> Mapping[str, str]:
+def hf_buffer_dtypes(shape: AnyShape) -> Mapping[str, str]:
     """Name -> type of every HF tensor that keeps its own type, whatever the model's is."""
     return MappingProxyType(
         {

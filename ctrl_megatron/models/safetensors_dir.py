@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ctrl_megatron.errors import UserError, convert_input_errors, read_json
-from ctrl_megatron.models.fp8 import SCALES, dequantise, weight_block
+from ctrl_megatron.models.fp8 import SCALES, dequantise, parse_weight_block_size
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import AnyShape
 
@@ -33,7 +33,7 @@ class SafetensorsDirectory:
         self._file_of = self._index()
         config = self.directory / "config.json"
         # A folder of weights alone has none.
-        self.block = weight_block(read_json(config), str(config)) if config.is_file() else None
+        self.block = parse_weight_block_size(read_json(config), str(config)) if config.is_file() else None
         """Rows and columns with one scale; None if the weights are not quantised."""
 
     def _index(self) -> dict[str, str]:

@@ -47,7 +47,7 @@ class GroupedQueryAttention:
         return 2 * self.query_width
 
     @property
-    def split_sizes(self) -> Mapping[str, int]:
+    def divisible_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
         return {"num_attention_heads": self.heads, "num_key_value_heads": self.groups}
 
@@ -95,7 +95,7 @@ class MultiLatentAttention:
         return self.heads * (self.qk_head_dim + self.v_head_dim)
 
     @property
-    def split_sizes(self) -> Mapping[str, int]:
+    def divisible_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
         return {"num_attention_heads": self.heads}
 
@@ -111,7 +111,7 @@ class Dense:
     width: int
 
     @property
-    def split_sizes(self) -> Mapping[str, int]:
+    def divisible_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
         return {"intermediate_size": self.width}
 
@@ -127,7 +127,7 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupChoice:
+class GroupLimitedRouting:
     """A token chooses its experts in the ``chosen`` of ``groups`` groups of experts whose ``best``
     highest scores have the largest sum."""
 
@@ -150,7 +150,7 @@ class Experts:
     """The function from the router's logits to an expert's weight."""
     scaling: float = 1.0
     """The factor of these weights."""
-    choice: GroupChoice | None = None
+    choice: GroupLimitedRouting | None = None
     """None if a token chooses among all experts."""
     correction_bias: bool = False
     """Whether the router has a number per expert that is added to its score for the choice alone.
@@ -166,7 +166,7 @@ class Experts:
         return self.top_k * self.expert_width + self.shared_width
 
     @property
-    def split_sizes(self) -> Mapping[str, int]:
+    def divisible_sizes(self) -> Mapping[str, int]:
         """Key of ``config.json`` -> a size that must divide over the expert tensor ranks."""
         return {"moe_intermediate_size": self.expert_width}
 
@@ -231,7 +231,7 @@ class ModelShape:
     prediction). They are not read."""
 
     @property
-    def base(self) -> ModelShape:
+    def without_adapters(self) -> ModelShape:
         """The model without adapters, or with merged ones."""
         return replace(self, lora=None)
 
@@ -240,7 +240,7 @@ class ModelShape:
         return len(self.feed_forward)
 
     @property
-    def widest(self) -> int:
+    def max_layer_width(self) -> int:
         """Numbers of one token between the two products of the widest feed-forward layer."""
         return max(kind.width for kind in self.feed_forward)
 
@@ -294,12 +294,12 @@ class TransformersShape:
     layers_left_out: ClassVar[int] = 0
 
     @property
-    def widest(self) -> int:
+    def max_layer_width(self) -> int:
         """Largest first dimension of a layer's parameters."""
         return max(t.shape[0] for layer, t in self.tensors if layer is not None)
 
     @property
-    def base(self) -> TransformersShape:
+    def without_adapters(self) -> TransformersShape:
         """The model without adapters, or with merged ones."""
         return replace(self, lora=None)
 
@@ -309,7 +309,7 @@ AnyShape = ModelShape | TransformersShape
 SomeShape = TypeVar("SomeShape", bound=AnyShape)
 
 
-def value_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:
+def value_model_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:
     """The value model with the same decoder; without ``head_bias`` the reward model."""
     if isinstance(shape, TransformersShape):
         kept = [(layer, own) for layer, own in shape.tensors if own.name not in shape.outputs]

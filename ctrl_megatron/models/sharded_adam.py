@@ -11,14 +11,14 @@ import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.tensor import DTensor
 
-from ctrl_megatron.models.host_state import HostState
+from ctrl_megatron.models.host_state import HostAdamState
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.models.optimizer import (
     MOMENTS,
     OptimizerOptions,
     OwnedRange,
     make_schedule,
-    require_finite,
+    require_finite_weight_norm,
 )
 from ctrl_megatron.parallel.groups import ProcessGroups
 
@@ -51,9 +51,9 @@ class ShardedAdam:
             weight_decay=options.weight_decay,
             fused=True,
         )
-        self._on_host: HostState | None = None
+        self._on_host: HostAdamState | None = None
         if options.on_host:
-            self._on_host = HostState(self.adam, self._moments_of, self._make_moments)
+            self._on_host = HostAdamState(self.adam, self._moments_of, self._make_moments)
         else:
             for _, shard in self._pairs:
                 self._make_moments(shard)
@@ -76,8 +76,8 @@ class ShardedAdam:
         return self._schedule.num_steps - self._ahead
 
     @property
-    def learning_rate(self) -> str:
-        return self._options.learning_rate
+    def learning_rate_setting(self) -> str:
+        return self._options.learning_rate_setting
 
     def forget_gradients(self) -> None:
         for parameter, shard in self._pairs:
@@ -129,16 +129,16 @@ class ShardedAdam:
             self.adam.step()
         self.forget_gradients()
         weights = self._norm([shard for _, shard in self._pairs])
-        require_finite(weights, update=self.update_count + 1, learning_rate=self.learning_rate)
+        require_finite_weight_norm(weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting)
         self._schedule.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         for _, shard in self._pairs:
             yield from self._moments_of(shard)
 
     @property
-    def on_host(self) -> Sequence[OffloadedTensors]:
+    def offloaded_state(self) -> Sequence[OffloadedTensors]:
         return () if self._on_host is None else self._on_host.memory
 
     def owned_ranges(self) -> Iterator[OwnedRange]:

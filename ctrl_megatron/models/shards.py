@@ -33,12 +33,12 @@ class Piece:
         return tuple(slice(a, a + n) for a, n in zip(self.hf_start, self.extent, strict=True))
 
     @property
-    def slices(self) -> tuple[slice, ...]:
+    def shard_slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.extent, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class SplitDimension:
     """A dimension of a parameter that is split over the ranks of an axis."""
 
     dim: int
@@ -52,7 +52,7 @@ class ShardParam:
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SplitDimension, ...]
     mesh: MeshName
     at: Indices
     """The indices that distinguish this shard from the parameter's others; ``Layout.holders`` of
@@ -83,10 +83,10 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
         )
     tensor = ("tensor_model_parallel_size", layout.tensor)
     expert_tensor = ("expert_tensor_parallel_size", layout.expert_tensor_ranks)
-    sizes = [(size, tensor) for size in shape.attention.split_sizes.items()]
+    sizes = [(size, tensor) for size in shape.attention.divisible_sizes.items()]
     for kind in shape.layers_by_kind:
         ranks = expert_tensor if isinstance(kind, Experts) else tensor
-        sizes += [(size, ranks) for size in kind.split_sizes.items()]
+        sizes += [(size, ranks) for size in kind.divisible_sizes.items()]
     sizes += [
         (("experts", k.count), ("expert_model_parallel_size", layout.expert)) for k in experts
     ]
@@ -205,7 +205,7 @@ def _stage(
                     name=name.format(i=local, e=number),
                     shape=size,
                     pieces=tuple(placed),
-                    cuts=tuple(Cut(dim=int(rule.kind == "row"), axis=a) for a in axes if a != "ep"),
+                    cuts=tuple(SplitDimension(dim=int(rule.kind == "row"), axis=a) for a in axes if a != "ep"),
                     mesh=rule.mesh,
                     at=(*at, ("pp", pp)),
                     copy=copy,

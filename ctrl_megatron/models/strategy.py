@@ -52,7 +52,7 @@ class Optimizer(Protocol):
         ...
 
     @property
-    def learning_rate(self) -> str:
+    def learning_rate_setting(self) -> str:
         """``KEY=VALUE`` of the configuration, for messages."""
         ...
 
@@ -74,12 +74,12 @@ class Optimizer(Protocol):
         """
         ...
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         """Master weights and moments, without the step counts."""
         ...
 
     @property
-    def on_host(self) -> Sequence[OffloadedTensors]:
+    def offloaded_state(self) -> Sequence[OffloadedTensors]:
         """The memory of ``tensors`` that rests on the host between steps and visits the device
         during one; none where the state stays on the device."""
         ...
@@ -111,7 +111,7 @@ class Strategy(Protocol):
         """Whether a micro-batch may have several rows; without it each row is passed by itself."""
         ...
 
-    def choose_computation(self) -> None:
+    def choose_row_packing(self) -> None:
         """Compare ways of computing the model, where there are several, when it has its first
         weights. Collective. UserError if they differ."""
         ...
@@ -144,12 +144,12 @@ class Strategy(Protocol):
         """The optimizer of the weights as they are now (it copies them in float32)."""
         ...
 
-    def padded_micro_batches(self, own: int) -> int:
+    def padded_micro_batch_count(self, own: int) -> int:
         """The number of micro-batches of a pass, of which ``own`` have rows of this rank and the
         others are empty. Collective."""
         ...
 
-    def begin_step(self) -> None:
+    def zero_gradients(self) -> None:
         """Set the gradients to zero."""
         ...
 

@@ -21,7 +21,7 @@ from ctrl_megatron.models.shape import (
     HfTensor,
     TransformersShape,
     value_head_has_bias,
-    value_shape,
+    value_model_shape,
 )
 
 _OF_FILES = (
@@ -132,7 +132,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
     )
     bias = value_head_has_bias(keys, where)
-    return shape if bias is None else value_shape(shape, head_bias=bias)
+    return shape if bias is None else value_model_shape(shape, head_bias=bias)
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Mod
     return model.eval(), blocks
 
 
-class ReadsValues(torch.nn.Module):
+class ValueHeadDecoder(torch.nn.Module):
     """The decoder of a language model with a head for values, under the names of transformers'
     classification models.
 

@@ -64,7 +64,7 @@ class FailureWatch:
         # A separate connection: the main thread may block the other store.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store: Any = dist.distributed_c10d.PrefixStore("failure", store.clone())
-        self._near = groups.from_host(os.getpid())
+        self._near = groups.gather_from_host(os.getpid())
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
@@ -266,7 +266,7 @@ class FailureWatch:
             os._exit(code)
 
 
-class StuckThreadStart:
+class StuckThreadStartDetector:
     """Notices a main thread that waits for a thread which never begins: where memory or process ids
     are used up the system may start it, and Python cannot run it.
     """

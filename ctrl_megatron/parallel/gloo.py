@@ -108,7 +108,7 @@ def _gather(buffer: torch.Tensor, shard: torch.Tensor, group: Any, async_op: boo
         _started.append(dist.broadcast(part, src=rank, group=group, async_op=True))
 
 
-class SumOfParts:
+class OrderedReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``: the sum over ranks, each of which keeps a part
     of it."""
 

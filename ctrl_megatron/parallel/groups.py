@@ -61,28 +61,28 @@ class RankSet:
     def host_index(self) -> int:
         return self.hosts.of_rank[self.rank]
 
-    def from_first(self, value: T | None) -> T:
+    def broadcast_from_first(self, value: T | None) -> T:
         """Rank 0's ``value`` on every rank (pickled, over gloo). Collective."""
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=self.host)
         return box[0]  # type: ignore[return-value]
 
-    def from_all(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """One value per rank, in rank order, on every rank. Collective."""
         return _gather(value, self.size, self.host)
 
-    def from_host(self, value: T) -> dict[int, T]:
+    def gather_from_host(self, value: T) -> dict[int, T]:
         """The values of this host's ranks by rank, ascending. Collective over all ranks."""
-        values = enumerate(self.from_all(value))
+        values = enumerate(self.all_gather(value))
         return {
             rank: given for rank, given in values if self.hosts.of_rank[rank] == self.host_index
         }
 
-    def from_first_of_host(self, value: T) -> T:
+    def broadcast_from_host_first(self, value: T) -> T:
         """The ``value`` of the first rank of this rank's host. Collective over all ranks."""
-        return next(iter(self.from_host(value).values()))
+        return next(iter(self.gather_from_host(value).values()))
 
-    def on_any(self, *flags: bool) -> tuple[bool, ...]:
+    def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """For each flag whether it is set on any rank. Collective over all ranks."""
         raised = torch.tensor([int(flag) for flag in flags])
         dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.host)
@@ -137,7 +137,7 @@ class ProcessGroups(RankSet):
         """True on the ranks with the model's output layer."""
         return self.place.pp == self.layout.pipeline - 1
 
-    def from_leader(self, value: T | None) -> T:
+    def broadcast_from_leader(self, value: T | None) -> T:
         """The leader's ``value`` on every rank of this model copy (pickled, over gloo). Collective
         over the copy."""
         if self.layout.model_parallel_size == 1:
@@ -146,7 +146,7 @@ class ProcessGroups(RankSet):
         dist.broadcast_object_list(box, group_src=0, group=self.host_model)
         return box[0]  # type: ignore[return-value]
 
-    def from_data_ranks(self, value: T) -> list[T]:
+    def gather_data_ranks(self, value: T) -> list[T]:
         """One value per data-parallel rank, in their order, on every rank. Collective over them."""
         return _gather(value, self.layout.data, self.host_data)
 
@@ -163,7 +163,7 @@ class ProcessGroups(RankSet):
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.host_data)
         return int(most)
 
-    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """The last pipeline stage's ``tensor`` on all stages; each passes one of that shape
         and dtype. Collective over them.
         """
@@ -267,8 +267,8 @@ def _collect(
     local_groups = made[worlds.index(world)]
     alone = len(worlds) == 1
     ours = _Makers.of(every, timeout)
-    host = local_groups["host"] if alone else ours.host.group_of([every])
-    writers = local_groups["writers"] if alone else ours.writers.group_of([every])
+    host = local_groups["host"] if alone else ours.host.create_own_group([every])
+    writers = local_groups["writers"] if alone else ours.writers.create_own_group([every])
     identities = _gather(host_identity(), len(every), host)
     hosts = number_hosts(identities)
     several = len(hosts.names) > 1
@@ -283,7 +283,7 @@ def _collect(
         **local_groups,
     )
     everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)
-    mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").group_of([every])
+    mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").create_own_group([every])
     return JoinedGroups(
         everyone=groups if alone else everyone, groups=groups, world=world, mail=mail
     )
@@ -311,14 +311,14 @@ class _Makers:
 def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
     layout, every = world.layout, [tuple(range(world.layout.world_size))]
     return {
-        "host": make.host.group_of(every),
-        "host_model": make.host.group_of(layout.rank_sets_along("tp", "cp", "pp")),
-        "host_data": make.host.group_of(layout.rank_sets_along("dp")),
-        "writers": make.writers.group_of(every),
+        "host": make.host.create_own_group(every),
+        "host_model": make.host.create_own_group(layout.rank_sets_along("tp", "cp", "pp")),
+        "host_data": make.host.create_own_group(layout.rank_sets_along("dp")),
+        "writers": make.writers.create_own_group(every),
         "megatron": megatron_groups(layout, make.devices),
-        "shards": make.devices.group_of(layout.rank_sets_along("shard")),
-        "copies": make.devices.group_of(layout.rank_sets_along("copy")),
-        "alone": make.devices.group_of((number,) for number in range(layout.world_size)),
+        "shards": make.devices.create_own_group(layout.rank_sets_along("shard")),
+        "copies": make.devices.create_own_group(layout.rank_sets_along("copy")),
+        "alone": make.devices.create_own_group((number,) for number in range(layout.world_size)),
     }
 
 
@@ -334,7 +334,7 @@ class GroupMaker:
         self._world, self._timeout, self._backend = world, timeout, backend
         self._made: dict[tuple[int, ...], Any] = {}
 
-    def group_of(self, sets: Iterable[tuple[int, ...]]) -> Any:
+    def create_own_group(self, sets: Iterable[tuple[int, ...]]) -> Any:
         """The group of that one of the disjoint ``sets``, which have ranks' numbers in the world,
         that has this rank; None if none has."""
         local_group = None
@@ -353,14 +353,14 @@ def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     def along(*axes: Axis) -> Any:
-        return maker.group_of(layout.rank_sets_along(*axes))
+        return maker.create_own_group(layout.rank_sets_along(*axes))
 
     stages = layout.rank_sets_along("pp")
     return ProcessGroupCollection(
         tp=along("tp"),
         cp=along("cp"),
         dp=along("dp"),
-        pp=maker.group_of(stages),
+        pp=maker.create_own_group(stages),
         mp=along("tp", "pp"),
         tp_cp=along("tp", "cp"),
         dp_cp=along("cp", "dp"),
@@ -377,8 +377,8 @@ def megatron_groups(layout: Layout, maker: GroupMaker) -> ProcessGroupCollection
         inter_dist_opt=None,
         hcp=None,
         # The stages with the embedding and with the output layer; with one stage both.
-        embd=maker.group_of(tuple(dict.fromkeys((s[0], s[-1]))) for s in stages),
-        pos_embd=maker.group_of(stage[:1] for stage in stages),
+        embd=maker.create_own_group(tuple(dict.fromkeys((s[0], s[-1]))) for s in stages),
+        pos_embd=maker.create_own_group(stage[:1] for stage in stages),
     )
 
 

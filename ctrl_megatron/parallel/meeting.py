@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ctrl_megatron.config.environment import Launch, bind_to_loopback, read_run_key
+from ctrl_megatron.config.environment import Launch, bind_collectives_to_loopback, read_run_key
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.parallel.signed_objects import install_object_signing
 from ctrl_megatron.parallel.store import AddressStore
@@ -38,7 +38,7 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     if launch.has_store:
         _require_store(address, launch.master_port)
     if launch.local_world_size == launch.world_size:
-        bind_to_loopback()
+        bind_collectives_to_loopback()
         address = address if launch.has_store else LOOPBACK
     store: Any = AddressStore(
         address,

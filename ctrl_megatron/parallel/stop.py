@@ -62,7 +62,7 @@ class StopFlag:
 
     def requested_on_any_rank(self, groups: RankSet) -> bool:
         """True on all ranks of ``groups`` if a stop was requested on any of them. Collective."""
-        return groups.on_any(self.is_set)[0]
+        return groups.any_rank(self.is_set)[0]
 
     @contextmanager
     def end_on_stop(self, end: Callable[[], None]) -> Iterator[None]:

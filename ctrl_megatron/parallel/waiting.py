@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ctrl_megatron.background import describe_awaited
+from ctrl_megatron.background import describe_waits
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel.groups import RankSet
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
@@ -71,7 +71,7 @@ class WaitRules:
                 except ServiceLost as error:
                     lost = str(error)
             waited = time.monotonic() - began
-            stopped, busy, due, failed = self.groups.on_any(
+            stopped, busy, due, failed = self.groups.any_rank(
                 asked, working, aloud and working and waited > next_sign, bool(lost)
             )
             if stopped:
@@ -79,7 +79,7 @@ class WaitRules:
                     work.cancel()
                 raise StopRequested
             if not busy and failed:
-                raise ServiceLost(next(filter(None, self.groups.from_all(lost))))
+                raise ServiceLost(next(filter(None, self.groups.all_gather(lost))))
             if not busy:
                 return None if work is None else work.result()
             if working and waited > self.limit:
@@ -107,14 +107,14 @@ class WaitRules:
 
     def _say(self, waited: float, mine: str | None) -> None:
         """Print on rank 0 what the ranks wait for. Collective."""
-        named = [words for words in self.groups.from_all(mine) if words is not None]
+        named = [words for words in self.groups.all_gather(mine) if words is not None]
         if self.groups.is_first and named:
             others = f" (and {len(named) - 1} more of the ranks)" if len(named) > 1 else ""
             print(f"waiting {waited:.0f} s for {named[0]}{others}", file=sys.stderr, flush=True)
 
 
 def _words(what: str) -> str:
-    details = describe_awaited()
+    details = describe_waits()
     shown = "; ".join(details[:_MOST_DETAILS])
     left = f"; and {len(details) - _MOST_DETAILS} more" if len(details) > _MOST_DETAILS else ""
     return f"{what}: {shown}{left}" if details else what

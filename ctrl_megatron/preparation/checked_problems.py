@@ -11,7 +11,7 @@ from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.checked_tests import (
     FILE,
-    TestChecks,
+    RowTestChecks,
     read_check_results,
     write_check_results,
 )
@@ -45,7 +45,7 @@ def checked_problems(
         for number, problem in enumerate(problems, start=1)
     ]
     beside = source if source.is_dir() else source.parent
-    checks = TestChecks(rows, beside)
+    checks = RowTestChecks(rows, beside)
     if checks.missing:
         asyncio.run(_make(checks, open_judge))
     if beside.resolve() != folder.resolve():
@@ -64,7 +64,7 @@ def checked_problems(
     return kept, left_out
 
 
-async def _make(checks: TestChecks, open_judge: OpenJudge) -> None:
+async def _make(checks: RowTestChecks, open_judge: OpenJudge) -> None:
     with count_progress_bar("the check of tests and references", len(checks.missing)) as advance:
         async with open_judge() as judge:
-            await checks.run_missing(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)
+            await checks.run_missing_checks(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)

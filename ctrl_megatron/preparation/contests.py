@@ -11,7 +11,7 @@ from typing import Any
 from ctrl_megatron.data.verl_form import data_source_of, problem_of_verl_row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH
-from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
+from ctrl_megatron.problems.fields import json_field, non_empty_list_field, object_field, text_field
 from ctrl_megatron.problems.input_output import function_problem, problem_of_tests, program_problem
 from ctrl_megatron.sandbox.datasets.problems import StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
@@ -95,7 +95,7 @@ def _input_output(record: Mapping[str, Any], name: str) -> Problem:
     if not tests or not tests.get("inputs"):
         raise NoTests("has no tests")
     given = json_field(record.get("solutions") or "[]", "solutions")
-    solutions = list_field(given, "solutions") if given else []
+    solutions = non_empty_list_field(given, "solutions") if given else []
     return problem_of_tests(
         name,
         text_field(record.get("question"), "question"),

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.problems.fields import list_field, text_field
+from ctrl_megatron.problems.fields import non_empty_list_field, text_field
 from ctrl_megatron.sandbox.datasets.functions import human_eval_tests, read_function_tests
 from ctrl_megatron.types import Problem
 
@@ -191,7 +191,7 @@ def _against_reference(
     atol = record.get("atol") or 0
     # One row of MBPP+ has an empty object instead of an empty list.
     given = {name: record.get(name) or [] for name in columns}
-    inputs = [i for name in columns if given[name] for i in list_field(given[name], name)]
+    inputs = [i for name in columns if given[name] for i in non_empty_list_field(given[name], name)]
     if not inputs:
         raise UserError(f"column {columns[-1]!r} has no input")
     tests = tuple(
@@ -207,7 +207,7 @@ def _against_reference(
 
 
 def _arguments(given: Any) -> str:
-    return ", ".join(map(repr, list_field(given, "an input") if given else ()))
+    return ", ".join(map(repr, non_empty_list_field(given, "an input") if given else ()))
 
 
 def _problem(

@@ -17,7 +17,7 @@ from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.preparation.records import Record
 from ctrl_megatron.preparation.task_rows import SOLVING
 from ctrl_megatron.problems.comparison import TOKENS
-from ctrl_megatron.problems.fields import list_field, positive_field, text_field
+from ctrl_megatron.problems.fields import non_empty_list_field, positive_field, text_field
 
 Tests = Mapping[tuple[int, str, str], tuple[str, str]]
 """(year, problem, name of a test) -> (input, output)."""
@@ -69,7 +69,7 @@ def _row(record: Mapping[str, Any], tests: Tests, longest: int | None) -> Row:
     points = positive_field(record.get("score"), "score")
     year, problem = _year(record), text_field(record.get("id"), "id")
     names = [
-        text_field(n, "test_names") for n in list_field(record.get("test_names"), "test_names")
+        text_field(n, "test_names") for n in non_empty_list_field(record.get("test_names"), "test_names")
     ]
     if any((year, problem, name) not in tests for name in names):
         raise NoTests("has tests that are not in the files of tests")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctrl_megatron.preparation.contests import NoTests
-from ctrl_megatron.problems.fields import list_field, object_field, text_field
+from ctrl_megatron.problems.fields import non_empty_list_field, object_field, text_field
 from ctrl_megatron.types import Problem
 
 _LEVELS = {"easy": 1, "medium": 2, "hard": 3}
@@ -53,7 +53,7 @@ def _entry_points(tests: str, column: str, record: Mapping[str, Any]) -> list[st
     where = "test_info"
     told = [
         str(object_field(entry, f"{where}[{i}]").get("function_name") or "")
-        for i, entry in enumerate(list_field(record.get(where) or [""], where))
+        for i, entry in enumerate(non_empty_list_field(record.get(where) or [""], where))
         if entry
     ]
     if not any(told):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.problems.fields import list_field, text_field
+from ctrl_megatron.problems.fields import non_empty_list_field, text_field
 from ctrl_megatron.types import Problem
 
 Split = Literal["prompt", "test", "validation", "train"]
@@ -29,7 +29,7 @@ def mbpp_problem(record: Mapping[str, Any], number: int) -> Problem:
     missing = {"task_id", "code", "test_list", statement_key} - record.keys()
     if missing:
         raise UserError(f"key(s) {', '.join(sorted(missing))} missing")
-    given = list_field(record["test_list"], "test_list") if record["test_list"] else []
+    given = non_empty_list_field(record["test_list"], "test_list") if record["test_list"] else []
     tests = tuple(_unix(text_field(test, "a test")) for test in given)
     setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or ())
     code, statement = (_unix(text_field(record[key], key)) for key in ("code", statement_key))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ctrl_megatron.preparation.contests import NoTests, level_of_rating
 from ctrl_megatron.problems.comparison import CODE_CONTESTS, TOKENS
-from ctrl_megatron.problems.fields import json_field, list_field, object_field, text_field
+from ctrl_megatron.problems.fields import json_field, non_empty_list_field, object_field, text_field
 from ctrl_megatron.problems.input_output import problem_of_tests
 from ctrl_megatron.prompts import extract_code
 from ctrl_megatron.types import Problem
@@ -44,7 +44,7 @@ def verifiable_problem(record: Mapping[str, Any], number: int) -> Problem:
     where = "verification_info.test_cases"
     cases = [
         object_field(case, f"{where}[{i}]")
-        for i, case in enumerate(list_field(json_field(info["test_cases"], where), where))
+        for i, case in enumerate(non_empty_list_field(json_field(info["test_cases"], where), where))
     ]
     for i, case in enumerate(cases):
         if missing := {"input", "output"} - case.keys():
@@ -87,7 +87,7 @@ def codeforces_problem(record: Mapping[str, Any], number: int) -> Problem:
         raise NoTests("reads or writes a file")
     if not record.get("official_tests"):
         raise NoTests("has no tests")
-    given = list_field(record["official_tests"], "official_tests")
+    given = non_empty_list_field(record["official_tests"], "official_tests")
     cases = [object_field(case, f"official_tests[{i}]") for i, case in enumerate(given)]
     limit = record.get("time_limit")
     return problem_of_tests(

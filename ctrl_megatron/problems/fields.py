@@ -24,7 +24,7 @@ def text_field(value: Any, where: str) -> str:
     return value
 
 
-def list_field(value: Any, where: str) -> list[Any]:
+def non_empty_list_field(value: Any, where: str) -> list[Any]:
     """Require a list that is not empty. Raises ``ValueError``."""
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, got {type(value).__name__}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import APPS, RESULT_CHECK, RESULT_CHECK_NAMES
-from ctrl_megatron.problems.fields import json_field, list_field, rule_field, text_field
+from ctrl_megatron.problems.fields import json_field, non_empty_list_field, rule_field, text_field
 from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
 from ctrl_megatron.types import Problem
 
@@ -31,8 +31,8 @@ def read_cases(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tu
     The input of a call is a list of arguments, or text with one JSON value per line. ``where``
     names the record in messages. Raises ``ValueError``.
     """
-    inputs = list_field(record.get("inputs"), f"{where}.inputs")
-    outputs = list_field(record.get("outputs"), f"{where}.outputs")
+    inputs = non_empty_list_field(record.get("inputs"), f"{where}.inputs")
+    outputs = non_empty_list_field(record.get("outputs"), f"{where}.outputs")
     if len(inputs) != len(outputs):
         raise ValueError(f"{where} has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = [

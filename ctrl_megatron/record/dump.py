@@ -85,14 +85,14 @@ class StepDump:
         worker, groups = self._worker, self._worker.groups
         kept = {n: t for n, t in tensor_fields(batch).items() if n not in _DERIVED}
         self._kept = frozenset(map(str, batch.keys()))
-        sizes = groups.from_all(_num_bytes(kept) if groups.is_leader else 0)
-        counts = groups.from_data_ranks(len(batch))
-        ids = groups.from_data_ranks(texts(batch[ROW_ID]) if ROW_ID in batch else [])
+        sizes = groups.all_gather(_num_bytes(kept) if groups.is_leader else 0)
+        counts = groups.gather_data_ranks(len(batch))
+        ids = groups.gather_data_ranks(texts(batch[ROW_ID]) if ROW_ID in batch else [])
         target = self._folder / f"{_PREFIX}{step}"
         if groups.is_first:
             require_free_disk_bytes(self._folder, sum(sizes), f"the dump of step {step}")
         with atomic_directory(target, active=groups.is_first) as work:
-            work = Path(groups.from_first(str(work)))
+            work = Path(groups.broadcast_from_first(str(work)))
             if groups.is_leader:
                 part = groups.place.dp
                 _save(kept, work / f"batch_{part:04}.safetensors")

@@ -59,7 +59,7 @@ class StepProfile:
             return
         groups, name = self._worker.groups, f"step_{step}"
         own = self._folder / f"{name}.rank_{groups.rank}"
-        ranks = groups.from_all(self._worker.timeline.phases())
+        ranks = groups.all_gather(self._worker.timeline.phases())
         if self._on_gpu:
             # The first rank that stops ends the recording of its host.
             torch.cuda.profiler.stop()

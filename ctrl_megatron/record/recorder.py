@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.config import Config, dict_without_secrets, read_yaml, to_yaml
+from ctrl_megatron.config import Config, dict_without_secrets, parse_yaml, to_yaml
 from ctrl_megatron.config.load import with_current_key_names
 from ctrl_megatron.config.secrets import HIDDEN, hide_secrets_in_tree
 from ctrl_megatron.errors import UserError, read_json, read_text
@@ -194,7 +194,7 @@ def config_changes(run_dir: Path, text: str) -> list[str]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return []
-    trees = (read_yaml(part, str(path))[0] for part in (read_text(path), text))
+    trees = (parse_yaml(part, str(path))[0] for part in (read_text(path), text))
     old, new = (_flat(hide_secrets_in_tree(with_current_key_names(tree))) for tree in trees)
     keys = [
         key

@@ -39,7 +39,7 @@ from ctrl_megatron.resharding.plan import (
 )
 from ctrl_megatron.resharding.schedule import push_steps
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports import ReadableBucket
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, tensor_at
 from ctrl_megatron.types import TensorSpec
 
@@ -210,7 +210,7 @@ class PushPhases(Protocol):
         """Return when the bucket may be offered to engines, as far as this rank is concerned."""
         ...
 
-    def sent(self, number: int) -> SentBucket:
+    def sent(self, number: int) -> ReadableBucket:
         """The bucket for this host's engines."""
         ...
 
@@ -220,7 +220,7 @@ def run_push(
     phases: PushPhases,
     groups: ProcessGroups,
     wait_until_read: Callable[[int], None],
-) -> Iterator[SentBucket]:
+) -> Iterator[ReadableBucket]:
     """Execute ``schedule.push_steps``; yields each bucket when engines may load it. Collective.
 
     ``wait_until_read(number)`` returns when the engines beside this rank have read a bucket.
@@ -392,13 +392,13 @@ class HostExchange:
         for work in leaving:
             work.wait()
 
-    def sent(self, number: int) -> SentBucket:
+    def sent(self, number: int) -> ReadableBucket:
         """The bucket; its tensors are those of one engine of this host, where all of its workers
         are here."""
         chunk = self._memory.chunk(number)
         if self._scattered:
-            return SentBucket(chunk=chunk, unseen=True)
-        return SentBucket(chunk=chunk, tensors=self._memory.tensors(number))
+            return ReadableBucket(chunk=chunk, unseen=True)
+        return ReadableBucket(chunk=chunk, tensors=self._memory.tensors(number))
 
     def _place(self, number: int, transfer: Transfer, piece: Piece) -> torch.Tensor:
         """The place of a rectangle in the memory of the worker for which this host takes it."""
@@ -445,7 +445,7 @@ def push_through_host(
     groups: ProcessGroups,
     memory: BucketMemory,
     wait_until_read: Callable[[int], None],
-) -> Iterator[SentBucket]:
+) -> Iterator[ReadableBucket]:
     """``run_push`` through memory of the hosts. Collective."""
     phases = HostExchange(buckets, groups, memory)
     return run_push(len(buckets.parts), phases, groups, wait_until_read)

@@ -294,7 +294,7 @@ class DeviceOwner:
         """Whether an engine was lost; all run again. Collective."""
         if self._restarts is None:
             return False
-        (lost,) = self._groups.on_any(self._suspect or self._restarts.lost())
+        (lost,) = self._groups.any_rank(self._suspect or self._restarts.lost())
         if not lost:
             return False
         self._offload_models()
@@ -304,7 +304,7 @@ class DeviceOwner:
         # Also where this host has only workers of an engine that another one serves.
         restored = self._loop.submit(self._restarts.restore(self._asleep))
         count = self._waiting.wait_together(restored, "the engines to start again")
-        if any(self._groups.on_any(bool(count))):
+        if any(self._groups.any_rank(bool(count))):
             self._losses = 0
         self._suspect, self._loaded = False, None
         return True
@@ -326,9 +326,9 @@ class DeviceOwner:
         """The name of the role's weights as they are now: a new one whenever they have changed.
         ``step`` as in ``to_engine``.
         """
-        return role if role == "proxy" else self.versions[role].name(self.update_counts(role), step)
+        return role if role == "proxy" else self.versions[role].name(self.update_count(role), step)
 
-    def update_counts(self, role: Role) -> int:
+    def update_count(self, role: Role) -> int:
         """How often the role's model was updated, those before a resume included; 0 for a role
         without a model."""
         model = self._sources[role].model

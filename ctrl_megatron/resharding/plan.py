@@ -23,7 +23,7 @@ from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.models.offload import aligned_size
-from ctrl_megatron.models.rules import ParamRule, hf_buffers, hf_shapes, param_rules, trained_names
+from ctrl_megatron.models.rules import ParamRule, hf_buffer_dtypes, hf_shapes, param_rules, trained_names
 from ctrl_megatron.models.shape import AnyShape, GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -101,8 +101,8 @@ def hf_specs(
 ) -> list[TensorSpec]:
     """The HF tensors that are sent, in checkpoint order, in ``dtype`` but for buffers and for what
     is ``quantised``."""
-    own = hf_buffers(shape)
-    names = hf_shapes(shape.base).keys() if sends == "merged" else trained_names(shape)
+    own = hf_buffer_dtypes(shape)
+    names = hf_shapes(shape.without_adapters).keys() if sends == "merged" else trained_names(shape)
     specs = [
         TensorSpec(name=name, dtype=own.get(name, dtype), shape=size)
         for name, size in hf_shapes(shape).items()
@@ -272,9 +272,9 @@ class PushPlan:
         self, rank: int | None, pattern: int, number: int, pp: int
     ) -> list[tuple[Flow, tuple[int, ...]]]:
         """(flow, its takers) of a parameter, where ``rank`` holds or takes it."""
-        taken = {w for w, takers in enumerate(self.takers_of) if rank is None or rank in takers}
+        taken = {w for w, takers in enumerate(self.receiving_ranks_by_worker) if rank is None or rank in takers}
         return [
-            (flow, self.takers_of[flow.worker])
+            (flow, self.receiving_ranks_by_worker[flow.worker])
             for flow in self.patterns[pattern][number]
             if flow.worker in taken or rank in self._holders(flow.mesh, flow.at, pp)
         ]
@@ -283,7 +283,7 @@ class PushPlan:
         return self.train.holders(mesh, (*at, ("pp", pp)))
 
     @cached_property
-    def takers_of(self) -> tuple[tuple[int, ...], ...]:
+    def receiving_ranks_by_worker(self) -> tuple[tuple[int, ...], ...]:
         """Worker -> the ranks that receive for it, engine by engine."""
         return tuple(zip(*self.takers, strict=True))
 
@@ -295,7 +295,7 @@ class PushPlan:
         """Who sends a flow of ``part`` to which engine, as far as ``rank`` sends or takes it."""
         holders, whole = self._holders(flow.mesh, flow.at, part.pp), self.sends_whole(flow)
         turn = part.layer % len(holders) if whole else 0
-        takers = self.takers_of[flow.worker]
+        takers = self.receiving_ranks_by_worker[flow.worker]
         by_host = self._host_memory
         return _shares(holders, takers, self.host_of_rank, rank, whole, turn, by_host)
 

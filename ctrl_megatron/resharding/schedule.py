@@ -221,7 +221,7 @@ class _Loads:
     def _load(self, part: PushPart) -> Load:
         plan, load = self._plan, Load()
         for flow in plan.flows(part):
-            size, takers = flow.num_bytes, plan.takers_of[flow.worker]
+            size, takers = flow.num_bytes, plan.receiving_ranks_by_worker[flow.worker]
             for share in plan.shares(part, flow):
                 own = size * (share.end - share.begin) / share.of
                 for giver, taker in pairwise((share.giver, *(takers[e] for e in share.engines))):

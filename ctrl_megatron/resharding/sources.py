@@ -76,7 +76,7 @@ class ModelSource:
         self.specs = hf_specs(model.shape, layout.dtype, layout.sends, quantised=layout.quantised)
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
-        return self.model.engine_part(chunk, rectangle.param).detach()[rectangle.piece.slices]
+        return self.model.engine_part(chunk, rectangle.param).detach()[rectangle.piece.shard_slices]
 
 
 class ZeroAdapters:

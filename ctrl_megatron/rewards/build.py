@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.environment import read_provider_keys
+from ctrl_megatron.config.environment import read_provider_options
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import is_user_defined
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
@@ -122,7 +122,7 @@ def code_judge(
             "token": sandbox_token if file is None else read_token(file),
         }
     else:
-        options = {**read_provider_keys(name), **config.reward.provider_options}
+        options = {**read_provider_options(name), **config.reward.provider_options}
     reward = config.reward
     shared = {"max_concurrency": reward.max_requests, "silence": reward.request_timeout}
     return make_provider(name, **{**shared, **options})

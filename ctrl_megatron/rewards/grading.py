@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from ctrl_megatron.background import count_one_done, gather_results
+from ctrl_megatron.background import advance_wait, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.fields import json_field, object_field
@@ -442,7 +442,7 @@ class CachedJudge:
         async def first(number: int, job: GradingJob | None) -> RewardOutcome | None:
             answer = None if job is None else await attempt(number, job)
             judged()
-            count_one_done()
+            advance_wait()
             return answer
 
         found = await gather_results([partial(first, *pair) for pair in enumerate(jobs)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from ctrl_megatron.background import awaited, gather_results
+from ctrl_megatron.background import track_wait, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
@@ -121,7 +121,7 @@ class RewardSum:
         outcomes = [item.outcome for item in items]
         if self.critic is not None:
             new = [n for n in self._mine("critic", items) if outcomes[n] is None]
-            with awaited("the reward 'critic'", len(new)):
+            with track_wait("the reward 'critic'", len(new)):
                 made = await self.critic.judge([items[number] for number in new])
             self.judging += JudgeCounts.from_outcomes(made)
             for number, outcome in zip(new, made, strict=True):
@@ -168,7 +168,7 @@ class RewardSum:
     ) -> list[RewardOutcome]:
         """``RewardModelForCritic.judge_solutions``; the run has a ``critic``."""
         assert self.critic is not None
-        with awaited("the judging of solutions", len(rows)):
+        with track_wait("the judging of solutions", len(rows)):
             outcomes = await self.critic.judge_solutions(texts, rows)
         self.judging += JudgeCounts.from_outcomes(outcomes)
         return outcomes
@@ -179,7 +179,7 @@ class RewardSum:
         """
         for name, function in self.functions.items():
             if isinstance(function, JudgingReward) and name != "critic":
-                with awaited(f"the reward {name!r}", len(items)):
+                with track_wait(f"the reward {name!r}", len(items)):
                     outcomes = await function.judge(items)
                 self.judging += JudgeCounts.from_outcomes(outcomes)
                 return outcomes
@@ -203,7 +203,7 @@ class RewardSum:
 
     async def _asked(self, name: str, items: Sequence[RewardItem]) -> Rewards:
         function = self.functions[name]
-        with awaited(f"the reward {name!r}", len(items)):
+        with track_wait(f"the reward {name!r}", len(items)):
             if not isinstance(function, JudgingReward):
                 return await function(items)
             outcomes = await function.judge(items)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.background import count_one_done, gather_results
+from ctrl_megatron.background import advance_wait, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, convert_user_code_errors
 from ctrl_megatron.rewards.items import RewardItem, item_rows
@@ -50,7 +50,7 @@ def as_item_reward(path: str, function: Callable[..., Any]) -> Callable[..., Any
         async def one(item: RewardItem, values: Mapping[str, Any]) -> Any:
             with convert_user_code_errors(f"reward {path!r} failed for {_name(item)}"):
                 score = _score(path, await function(**values, **options), item)
-            count_one_done()
+            advance_wait()
             return score
 
         calls = zip(items, arguments(items), strict=True)
@@ -61,7 +61,7 @@ def as_item_reward(path: str, function: Callable[..., Any]) -> Callable[..., Any
         for item, values in zip(items, arguments(items), strict=True):
             with convert_user_code_errors(f"reward {path!r} failed for {_name(item)}"):
                 scores.append(_score(path, function(**values, **options), item))
-            count_one_done()
+            advance_wait()
         return scores
 
     called = getattr(function, "__call__", None)  # noqa: B004  for callable objects

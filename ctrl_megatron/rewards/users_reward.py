@@ -107,7 +107,7 @@ class UsersReward:
         where = "it awaits something that does not come"
         if thread is not None and thread.alive():
             where = f"it is at {thread.current_line()}"
-        elif loop is not None and loop.running_task():
+        elif loop is not None and loop.running_task_name():
             where = f"its event loop is blocked at {loop.current_line()}"
         return UserError(
             f"reward {self.name!r} ({self.place}) has not returned within {self.seconds:g} s for "

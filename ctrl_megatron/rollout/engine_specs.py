@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.config import Config
-from ctrl_megatron.config.actor_rollout_ref import EngineKeys
+from ctrl_megatron.config.actor_rollout_ref import EngineConfig
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
@@ -28,7 +28,7 @@ from ctrl_megatron.rollout.engine import EnginePart, EngineSpec
 from ctrl_megatron.sandbox.cores import usable_cores
 
 
-def engine_keys(config: Config, role: EngineRole) -> EngineKeys:
+def engine_config(config: Config, role: EngineRole) -> EngineConfig:
     """The configuration of the engines that play ``role``."""
     family = config.actor_rollout_ref
     return family.rollout if role == "rollout" else family.proxy.engine
@@ -47,7 +47,7 @@ def engine_placement(
     def placed(
         role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
     ) -> Placement:
-        keys = engine_keys(config, role)
+        keys = engine_config(config, role)
         tensor = keys.tensor_model_parallel_size
         devices = [
             engine_devices(
@@ -92,7 +92,7 @@ def engine_meetings(placement: Placement, groups: ProcessGroups) -> dict[int, En
                 watch_port=watch,
                 token=secrets.token_urlsafe(32),
             )
-    return {number: part for found in groups.from_all(parts) for number, part in found.items()}
+    return {number: part for found in groups.all_gather(parts) for number, part in found.items()}
 
 
 def engine_spec(
@@ -105,7 +105,7 @@ def engine_spec(
 ) -> EngineSpec:
     """The configured engine at one of its places, or its ``part`` there: with the proxy's weights,
     or waiting for the actor's."""
-    family, keys = config.actor_rollout_ref, engine_keys(config, place.role)
+    family, keys = config.actor_rollout_ref, engine_config(config, place.role)
     hosts, host = groups.hosts, place.host + (part.number if part else 0)
     together = len(placement.engines_on(host))
     same = placement.of_role(place.role).engines
@@ -147,7 +147,7 @@ def engine_spec(
     )
 
 
-def max_sequences(keys: EngineKeys, device: torch.device) -> int:
+def max_sequences(keys: EngineConfig, device: torch.device) -> int:
     """How many sequences an engine on such a device decodes at the same time."""
     if keys.max_num_seqs is not None:
         return keys.max_num_seqs

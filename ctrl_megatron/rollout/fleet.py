@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ctrl_megatron.background import AbandonableCall, BackgroundLoop, StallClock, awaited
+from ctrl_megatron.background import AbandonableCall, BackgroundLoop, StallClock, track_wait
 from ctrl_megatron.config import Config
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost
@@ -30,18 +30,18 @@ from ctrl_megatron.rollout.engine import (
     EngineMemory,
 )
 from ctrl_megatron.rollout.engine_specs import (
-    engine_keys,
+    engine_config,
     engine_meetings,
     engine_placement,
     engine_spec,
     max_sequences,
 )
-from ctrl_megatron.rollout.kept_engine import EngineService, ProbedEngine
+from ctrl_megatron.rollout.kept_engine import EngineService, EngineProbe
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.sandbox.cores import usable_cores
-from ctrl_megatron.sandbox.kept import ProbedSandbox, SandboxService, sandbox_options
+from ctrl_megatron.sandbox.kept import SandboxProbe, SandboxService, sandbox_options
 
 _LOOK_SECONDS = 0.1
 _GAUGE_SECONDS = 2.0
@@ -98,7 +98,7 @@ class Services:
             self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
         )
         if own_sandbox:
-            self.sandbox_token = groups.from_first(secrets.token_hex(32))
+            self.sandbox_token = groups.broadcast_from_first(secrets.token_hex(32))
         meetings = engine_meetings(self.placement, groups)
         if not groups.is_first_of_host:
             return
@@ -147,7 +147,7 @@ class Services:
         groups, box, engines = self._groups, self._sandbox, self._engines.values()
 
         async def ready(start: Callable[[], None], what: str) -> None:
-            with awaited(what):
+            with track_wait(what):
                 await asyncio.wrap_future(AbandonableCall(start, what).future)
 
         async def all_ready() -> None:
@@ -167,7 +167,7 @@ class Services:
         waiting.wait_together(starting, "the engines and sandboxes to start")
         self._watch_services()
         addresses = {number: engine.address for number, engine in self._serving().items()}
-        everywhere = groups.from_all((addresses, box.box.endpoint if box else ""))
+        everywhere = groups.all_gather((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
         # This host's sandbox comes first: a client takes the first of those that are equally busy.
@@ -182,10 +182,10 @@ class Services:
         limit, probes = self._config.trainer.failure_timeout, self._probes
         self._watch.add_check(BlockedLoopDetector(self._background, limit), hang=True)
         for number, engine in self._engines.items():
-            probed = ProbedEngine(engine.connect())
+            probed = EngineProbe(engine.connect())
             self._keepers[number].watch(SilenceDetector(probed, probes, limit))
         if (box := self._sandbox) is not None and self._sandbox_keeper is not None:
-            probed = ProbedSandbox(lambda: box.box, self.sandbox_token)
+            probed = SandboxProbe(lambda: box.box, self.sandbox_token)
             self._sandbox_keeper.watch(SilenceDetector(probed, probes, limit))
 
     # Engines that were started again
@@ -228,7 +228,7 @@ class Services:
                     keeper.request_restart(str(error) or "it does not answer", before)
             if not keeper.is_up:
                 keeper.allow_restart()
-            with awaited(f"the {keeper.service.name} to start again"):
+            with track_wait(f"the {keeper.service.name} to start again"):
                 while not keeper.is_up:
                     if keeper.failure:
                         raise EngineError(keeper.failure)
@@ -272,7 +272,7 @@ class Services:
             clients[address.name] = self._clients[number]
         if len(clients) == 1:
             return next(iter(clients.values()))
-        keys, layout = engine_keys(self._config, places[0].role), self._groups.layout
+        keys, layout = engine_config(self._config, places[0].role), self._groups.layout
         return EnginePool(
             clients,
             # Enough for an engine never to wait for requests, divided between the leaders.
@@ -344,7 +344,7 @@ class BlockedLoopDetector:
         held = self._standstill.seconds_unchanged(self._loop.turns)
         if held < self._limit:
             return None
-        name = self._loop.running_task() or "a coroutine of the run"
+        name = self._loop.running_task_name() or "a coroutine of the run"
         return (
             f"{name} has blocked the event loop of the requests to engines and sandboxes for "
             f"{held:.0f} s; let it await long work (asyncio.to_thread); it is here:\n"

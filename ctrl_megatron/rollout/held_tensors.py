@@ -25,7 +25,7 @@ HF_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldExperts:
+class RankExpertWeights:
     """The weights of a layer's experts on one tensor rank."""
 
     gate_up: torch.Tensor
@@ -41,14 +41,14 @@ class HeldExperts:
     """The projections' HF names."""
 
 
-def held_tensors(
+def engine_hf_tensors(
     model: Any,
     dtype: torch.dtype,
     *,
     gather: Gather,
     fused: Mapping[str, Sequence[str]],
     computed_weight: Callable[[Any, int], torch.Tensor] = lambda module, width: module.weight,
-    computed_experts: Callable[[Any], HeldExperts] = lambda module: HeldExperts(
+    computed_experts: Callable[[Any], RankExpertWeights] = lambda module: RankExpertWeights(
         module.w13_weight, module.w2_weight
     ),
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,7 +91,7 @@ def held_tensors(
                 yield f"{path}.{name}" if path else name, parameter
 
 
-def held_checksums(
+def engine_hf_checksums(
     model: Any, dtype: torch.dtype, *, is_first: bool, tied: bool, **how: Any
 ) -> dict[str, str]:
     """HF name -> checksum of ``held_tensors(model, dtype, **how)``, with a ``tied`` pair once.
@@ -100,7 +100,7 @@ def held_checksums(
     RuntimeError if a tied head computes with other weights than the embedding.
     """
     with torch.inference_mode():
-        held = held_tensors(model, dtype, **how)
+        held = engine_hf_tensors(model, dtype, **how)
         by_name = checksums(held if is_first else (pair for pair in held if False))
     if tied and "model.embed_tokens.weight" in by_name:
         head = by_name.pop("lm_head.weight", None)
@@ -109,7 +109,7 @@ def held_checksums(
     return by_name
 
 
-def _expert_tensors(held: HeldExperts, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+def _expert_tensors(held: RankExpertWeights, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
     """(expert and projection, whole tensor) of all experts of a layer."""
     spread = held.numbers is not None
     parts = zip(held.names, (*held.gate_up.chunk(2, dim=1), held.down), (1, 1, 2), strict=True)

@@ -41,7 +41,7 @@ from ctrl_megatron.rollout.weight_update import (
     checkpoint_specs,
     checksums,
     read_model_config,
-    updated_tensors,
+    updated_tensor_specs,
 )
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec
 
@@ -90,7 +90,7 @@ class HfEngine:
             torch.set_num_threads(spec.threads)
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(updated_tensors(spec))
+        self._state = WeightState(updated_tensor_specs(spec))
         loaded = load(spec)
         self._model: Any = loaded.model
         self._batch: Any = loaded.batch

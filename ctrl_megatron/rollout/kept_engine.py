@@ -25,7 +25,7 @@ class EngineService:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbedEngine:
+class EngineProbe:
     """An engine answers during generations, updates and sleep too."""
 
     engine: RemoteEngine

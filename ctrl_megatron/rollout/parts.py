@@ -23,7 +23,7 @@ _SILENCE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KE
 ends a connection to a host that is gone."""
 
 
-def end_with_other_parts(part: EnginePart, end: Callable[[str], None]) -> None:
+def watch_other_parts(part: EnginePart, end: Callable[[str], None]) -> None:
     """Call ``end(reason)``, in a thread, once another part of the engine has ended."""
     watch = _await_others if part.number == 0 else _stay_with_first
     threading.Thread(target=watch, args=(part, end), name="parts", daemon=True).start()

@@ -168,7 +168,7 @@ class EnginePool:
             member.drawn += sum(len(c.token_ids) for group in task.result() for c in group)
         self._freed.set()
 
-    def take_drawn_tokens(self) -> list[int]:
+    def take_drawn_token_counts(self) -> list[int]:
         """The tokens that each engine has drawn for this pool since the last call."""
         drawn = [member.drawn for member in self._members]
         for member in self._members:

@@ -38,8 +38,8 @@ from ctrl_megatron.rollout.engine import (
     WorkingPart,
 )
 from ctrl_megatron.rollout.imports import garbage_collection_paused
-from ctrl_megatron.rollout.parts import end_with_other_parts
-from ctrl_megatron.torch_features import exact_pinned_memory
+from ctrl_megatron.rollout.parts import watch_other_parts
+from ctrl_megatron.torch_features import exact_pinned_memory_variables
 from ctrl_megatron.types import Completion, Lora, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ Calls = dict[str, Callable[[wire.Json], Awaitable[Any]]]
 """Path -> what answers a request's body."""
 
 
-def adapter_of(spec: EngineSpec) -> Any:
+def engine_adapter_class(spec: EngineSpec) -> Any:
     module, _, name = ENGINES[spec.name].adapter.partition(":")
     with garbage_collection_paused():
         return getattr(import_module(module), name)
@@ -66,7 +66,7 @@ def adapter_of(spec: EngineSpec) -> Any:
 
 async def build_engine(spec: EngineSpec) -> EmbeddedEngine:
     """The engine of ``spec`` in this process, after it has computed a token."""
-    engine: EmbeddedEngine = await adapter_of(spec).build(spec)
+    engine: EmbeddedEngine = await engine_adapter_class(spec).build(spec)
     # Some engines refuse a model only in their first computation.
     await engine.generate([[0]], _PROBE)
     if spec.awaits_weights:
@@ -235,7 +235,7 @@ async def _receive(socket: web.WebSocketResponse) -> wire.Json:
     return json.loads(message.data)
 
 
-async def end_with_engine(engine: WorkingPart) -> None:
+async def exit_when_engine_dies(engine: WorkingPart) -> None:
     """End the process when its engine has died, also without requests."""
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
@@ -258,13 +258,13 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     processes with this one.
     """
     if spec.part is not None:
-        end_with_other_parts(spec.part, end_engine_process)
+        watch_other_parts(spec.part, end_engine_process)
     try:
         if spec.is_serving:
             engine = await build_engine(spec)
             app = engine_application(engine, token)
         else:
-            engine: WorkingPart = await adapter_of(spec).build_part(spec)
+            engine: WorkingPart = await engine_adapter_class(spec).build_part(spec)
             app = build_web_application({"/health": lambda body: engine.health()}, token)
     except Exception as error:
         traceback.print_exc()
@@ -285,7 +285,7 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
     await web.TCPSite(runner, spec.host, spec.port).start()
     os.write(ready_fd, json.dumps({"port": runner.addresses[0][1]}).encode())
     os.close(ready_fd)
-    await end_with_engine(engine)
+    await exit_when_engine_dies(engine)
 
 
 def main() -> None:
@@ -297,7 +297,7 @@ def main() -> None:
     started = json.loads(os.fdopen(os.dup(0), "rb", buffering=0).readline())
     end_with_parent()
     # Asked here because this interpreter may have another torch than the trainer's.
-    os.environ.update(exact_pinned_memory(os.environ))
+    os.environ.update(exact_pinned_memory_variables(os.environ))
     # The engine's own processes would inherit it and keep the launcher's pipe open.
     os.set_inheritable(arguments.ready_fd, False)
     try:

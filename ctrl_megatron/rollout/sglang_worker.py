@@ -32,7 +32,7 @@ with garbage_collection_paused():
 
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.parallel.store import install_address_store
-from ctrl_megatron.rollout.held_tensors import HF_NAMES, HeldExperts, held_checksums
+from ctrl_megatron.rollout.held_tensors import HF_NAMES, RankExpertWeights, engine_hf_checksums
 from ctrl_megatron.rollout.sampling import (
     DRAWN_ROWS,
     inverse_sample,
@@ -176,14 +176,14 @@ def hf_checksums(
 ) -> dict[str, Any]:
     """Checksums by HF name, on the first tensor rank; replaces SGLang's of its fused layers."""
     model = self._get_model()
-    found = held_checksums(
+    found = engine_hf_checksums(
         model,
         next(model.parameters()).dtype,
         is_first=get_parallel().tp_rank == 0,
         tied=model.config.tie_word_embeddings,
         gather=tensor_model_parallel_all_gather,
         fused=getattr(model, "packed_modules_mapping", _FUSED),
-        computed_experts=lambda module: held_experts(module, model.config),
+        computed_experts=lambda module: rank_expert_weights(module, model.config),
     )
     return {
         "checksums": found,
@@ -192,7 +192,7 @@ def hf_checksums(
     }
 
 
-def held_experts(module: Any, config: Any) -> HeldExperts:
+def rank_expert_weights(module: Any, config: Any) -> RankExpertWeights:
     """The weights of a ``FusedMoE``; ``config`` is the model's.
 
     RuntimeError for a kernel whose layout cannot be read back.
@@ -217,7 +217,7 @@ def held_experts(module: Any, config: Any) -> HeldExperts:
     key = "moe_intermediate_size" if has_own else "intermediate_size"
     width = getattr(config, f"original_{key}", getattr(config, key))
     names = ("w1", "w3", "w2") if config.model_type == "mixtral" else HF_NAMES
-    return HeldExperts(gate_up, module.w2_weight, numbers, width, names)
+    return RankExpertWeights(gate_up, module.w2_weight, numbers, width, names)
 
 
 def free_cpu_memory(self: Any, forget_weights: bool) -> None:

@@ -41,7 +41,7 @@ from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.vllm_adapters import PushedAdapters, lora_args
 from ctrl_megatron.rollout.vllm_counters import VllmCounters
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
-from ctrl_megatron.rollout.weight_update import WeightState, read_model_config, updated_tensors
+from ctrl_megatron.rollout.weight_update import WeightState, read_model_config, updated_tensor_specs
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 # A name, not an import: the worker module must first be imported by vLLM's workers.
@@ -172,7 +172,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec, llm: AsyncLLM, counted: VllmCounters) -> None:
         self._spec, self._llm, self._counted = spec, llm, counted
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(updated_tensors(spec))
+        self._state = WeightState(updated_tensor_specs(spec))
         self._adapters = PushedAdapters(llm, spec.lora) if spec.lora else None
         self._resume_after, self._running = True, 0
 

@@ -37,7 +37,7 @@ from ctrl_megatron.models.fp8 import SCALES
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.parallel.store import install_address_store
 from ctrl_megatron.rollout import vllm_cpu
-from ctrl_megatron.rollout.held_tensors import HeldExperts, held_checksums
+from ctrl_megatron.rollout.held_tensors import RankExpertWeights, engine_hf_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, inverse_sample, next_random_numbers
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
@@ -207,7 +207,7 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
     return (columns[0] if len(columns) == 1 else torch.cat(columns)).t().contiguous()
 
 
-def _computed_experts(module: Any) -> HeldExperts:
+def _computed_experts(module: Any) -> RankExpertWeights:
     """The weights that a layer's experts multiply with.
 
     RuntimeError for a kernel whose layout cannot be read back.
@@ -228,7 +228,7 @@ def _computed_experts(module: Any) -> HeldExperts:
         (mine,) = torch.where(placed >= 0)
         numbers = mine[placed[mine].argsort()]
     names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
-    return HeldExperts(gate_up, down, numbers, names=names)
+    return RankExpertWeights(gate_up, down, numbers, names=names)
 
 
 def _gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -271,7 +271,7 @@ class VllmWorkerExtension:
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors, on the first tensor rank only."""
         model, dtype = self.model_runner.get_model(), self.model_config.dtype
-        return held_checksums(
+        return engine_hf_checksums(
             model,
             dtype,
             is_first=get_tensor_model_parallel_rank() == 0,

@@ -60,7 +60,7 @@ def checkpoint_specs(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ..
     )
 
 
-def updated_tensors(spec: EngineSpec) -> tuple[TensorSpec, ...]:
+def updated_tensor_specs(spec: EngineSpec) -> tuple[TensorSpec, ...]:
     """The tensors that an update of the engine replaces: ``checkpoint_specs``, in 8 bits if
     ``spec`` says so, or the adapters of ``spec``.
     """

@@ -23,7 +23,7 @@ from ctrl_megatron.models.optimizer import OptimizerOptions
 from ctrl_megatron.models.parallel_model import OffloadPart
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.models.router import RouterOptions
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import value_model_shape
 from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -43,7 +43,7 @@ from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
 from ctrl_megatron.steps.guide_worker import GuideWorker
 from ctrl_megatron.steps.performance import peak_flops_per_device
 from ctrl_megatron.steps.proxy import ApiProxy, EngineProxy, SharedProxy, answer_cache
-from ctrl_megatron.steps.reward_reader import RewardReader, longest_conversation
+from ctrl_megatron.steps.reward_reader import RankRewardModel, max_conversation_tokens
 from ctrl_megatron.steps.worker import DAGWorker, Proxy, RolloutWorker
 
 
@@ -234,7 +234,7 @@ def build_proxy(
     if proxy.kind == "api":
         with convert_input_errors("actor_rollout_ref.proxy.api.cache_path"):
             cache = answer_cache(proxy.api.cache_path)
-        servers, extra = proxy_servers(proxy.api), proxy.api.extra_body
+        servers, extra = build_proxy_clients(proxy.api), proxy.api.extra_body
         return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
     if config.has_proxy_engines:
         assert inputs.proxy_codec is not None and services.proxy_model_len is not None
@@ -254,7 +254,7 @@ def build_proxy(
     )
 
 
-def proxy_servers(keys: ProxyServer) -> dict[str, OpenAIChat]:
+def build_proxy_clients(keys: ProxyServer) -> dict[str, OpenAIChat]:
     """A client of every configured server, by its address; they share the budget of tokens."""
     budget = None if keys.token_budget is None else TokenBudget(keys.token_budget)
     with convert_input_errors("actor_rollout_ref.proxy.api"):
@@ -398,7 +398,7 @@ def build_value_model(
     take_device: Callable[[], None] = _nothing,
 ) -> ValueModel | None:
     """The value model for ``steps`` training steps; None if nothing reads its values."""
-    if not config.needs_values:
+    if not config.needs_value_model:
         return None
     options = _model_options(
         config,
@@ -406,7 +406,7 @@ def build_value_model(
         budget=config.actor_rollout_ref.update_token_budget,
     )
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    shape = value_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
+    shape = value_model_shape(read_shape(path, config.actor_rollout_ref.actor.strategy))
     shape = shape_with_adapters(shape, lora_of_config(config, value=True))
     model = ValueModel(shape, groups, options, take_device)
     load_hf(model, path)
@@ -419,7 +419,7 @@ def build_reward_model(
     groups: ProcessGroups,
     inputs: RunInputs,
     take_device: Callable[[], None] = _nothing,
-) -> RewardReader | None:
+) -> RankRewardModel | None:
     """The frozen reward model with its tokenizer; None if no model rewards texts."""
     codec = inputs.reward_codec
     if codec is None:
@@ -432,11 +432,11 @@ def build_reward_model(
     shape = read_shape(path, config.actor_rollout_ref.actor.strategy)
     model = RewardModel(shape, groups, options, take_device)
     load_hf(model, path)
-    return RewardReader(
+    return RankRewardModel(
         model=model,
         codec=codec,
         padding=read_model_config(path).get("pad_token_id"),
-        longest=longest_conversation(config, shape),
+        longest=max_conversation_tokens(config, shape),
     )
 
 

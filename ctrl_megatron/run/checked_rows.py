@@ -17,7 +17,7 @@ from pathlib import Path
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import ServiceFault, UserError
-from ctrl_megatron.generation.checked_tests import CheckedTests, TestChecks
+from ctrl_megatron.generation.checked_tests import TestCheckResult, RowTestChecks
 from ctrl_megatron.metrics.display import count_progress_bar
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards.build import code_judge
@@ -36,7 +36,7 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
     A row without a test that counts, or whose reference fails, is left out with
     ``data.bad_rows=drop``; else UserError names it. Raises ServiceFault where the sandbox fails.
     """
-    config, first = run.config, run.everyone.is_first
+    config, first = run.config, run.all_ranks.is_first
     rows = [*inputs.train.rows, *(inputs.validation.rows if inputs.validation else ())]
     asking = [f for f in inputs.rewards.called_with_texts.values() if f.runs_programs]
     rows = list({row.id: row for function in asking for row in function.of(rows)}.values())
@@ -52,11 +52,11 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
         if first:
             options = {"run_timeout": reward.run_timeout}
             options |= {"shared_process_graders": reward.shared_process_graders}
-            checks = TestChecks(rows, Path(config.trainer.run_dir), options)
+            checks = RowTestChecks(rows, Path(config.trainer.run_dir), options)
             work = _begun(run, checks, stack) if checks.missing else None
-        waiting = WaitRules(groups=run.everyone, stop=run.stop, limit=math.inf)
+        waiting = WaitRules(groups=run.all_ranks, stop=run.stop, limit=math.inf)
         waiting.wait_together(work, _WHAT)
-    results = run.everyone.from_first(None if checks is None else checks.results_by_row())
+    results = run.all_ranks.broadcast_from_first(None if checks is None else checks.results_by_row())
     assert results is not None
     drop, same = config.data.bad_rows == "drop", inputs.validation is inputs.train
     train = _checked("data.train_files", inputs.train, results, drop=drop, aloud=first)
@@ -68,7 +68,7 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
     return replace(inputs, train=train, validation=validation)
 
 
-def _begun(run: Session, checks: TestChecks, stack: ExitStack) -> Future[None]:
+def _begun(run: Session, checks: RowTestChecks, stack: ExitStack) -> Future[None]:
     """The work that makes the missing checks; ``stack`` ends what it needs."""
     config, token = run.config, None
     endpoint = config.sandbox.endpoint or ""
@@ -86,7 +86,7 @@ def _begun(run: Session, checks: TestChecks, stack: ExitStack) -> Future[None]:
 
     async def make() -> None:
         try:
-            await checks.run_missing(judge, at_once=_at_once(config), advance=advance)
+            await checks.run_missing_checks(judge, at_once=_at_once(config), advance=advance)
         except SandboxError as error:
             raise ServiceFault(str(error)) from error
 
@@ -100,7 +100,7 @@ def _at_once(config: Config) -> int:
 def _checked(
     key: str,
     table: PromptTable,
-    found: Mapping[str, CheckedTests],
+    found: Mapping[str, TestCheckResult],
     *,
     drop: bool,
     aloud: bool,
@@ -109,7 +109,7 @@ def _checked(
     rows = list(table.rows)
     for number, row in enumerate(table.rows):
         try:
-            rows[number] = found.get(row.id, CheckedTests()).remove_uncounted_from(row, log=aloud)
+            rows[number] = found.get(row.id, TestCheckResult()).remove_uncounted_from(row, log=aloud)
             kept.append(number)
         except UserError as error:
             if not drop:

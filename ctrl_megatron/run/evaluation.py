@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ctrl_megatron.checkpoint.run_directory import check_run_directory
+from ctrl_megatron.checkpoint.run_directory import require_writable_run_directory
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.secrets import hide_credentials_in_text
 from ctrl_megatron.data.tokens import TextCodec
@@ -67,7 +67,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     critics = {name: _weights(path) for name, path in job.critics.items()}
     anew = check_evaluation_folder(out, settings, critics, overwrite=job.overwrite)
     with convert_input_errors("--out"):
-        check_run_directory(out, "--out")
+        require_writable_run_directory(out, "--out")
     rewards, pairs = plan_rewards(config, ("critic",)), []
     inputs = read_inputs(config, rewards, trains=False, revises=True)
     if job.pairs is not None:
@@ -109,7 +109,7 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
             for critic, seed, kind in todo:
                 if weights[critic] != loaded and critic not in written:
                     loaded = weights[critic]
-                    worker.device.set_directory("actor", loaded)
+                    worker.device_owner.set_directory("actor", loaded)
                 if first:
                     print(f"{critic}: {kind}, seed {seed}", flush=True)
                 draw: Callable[..., Sequence[Any]] = partial(

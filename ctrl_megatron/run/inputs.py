@@ -25,7 +25,7 @@ from ctrl_megatron.rewards.build import row_check
 from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.rollout.weight_update import read_model_config
-from ctrl_megatron.run.checks.models import check_proxy, check_reward_model, check_tokenizer
+from ctrl_megatron.run.checks.models import check_proxy, check_reward_model, load_checked_tokenizer
 from ctrl_megatron.run.checks.rewards import check_rows_rewardable
 
 _REENCODED_SHARE = 8
@@ -113,7 +113,7 @@ def read_inputs(
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
-    codec, proxy_codec = check_tokenizer(config), check_proxy(config)
+    codec, proxy_codec = load_checked_tokenizer(config), check_proxy(config)
     reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
     if trains:
         train, validation = prompt_tables(config, codec, validates=validates, check=check)
@@ -128,21 +128,21 @@ def read_inputs(
     check_rows_rewardable(rewards, rows)
     own = None
     if proxy_codec is not None:
-        own = proxy_length(config, codec, proxy_codec, rows)
+        own = proxy_engine_max_length(config, codec, proxy_codec, rows)
     shares = revises and config.proxy_shares_engines
     return RunInputs(
         codec=codec,
         train=train,
         validation=validation,
         rewards=rewards,
-        max_model_len=engine_length(config, codec, rows, revises=shares),
+        max_model_len=actor_engine_max_length(config, codec, rows, revises=shares),
         proxy_codec=proxy_codec,
         proxy_model_len=own,
         reward_codec=reward_codec,
     )
 
 
-def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
+def actor_engine_max_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
     """Longest sequence of the actor's engines, in tokens: the configured length; else the length
     that follows from the other keys, or more if the rows' revision prompts (problem, solution and
     the longest critique, whose text may encode to other tokens than were drawn) need it, up to the
@@ -165,7 +165,7 @@ def engine_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revi
     )
 
 
-def proxy_length(config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]) -> int:
+def proxy_engine_max_length(config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]) -> int:
     """Longest sequence of the proxy's own engines, in its tokens: as ``engine_length``, with room
     for twice as long a critique as the rows let expect, which both tokenizers ``actor`` and
     ``codec`` encode.
@@ -236,7 +236,7 @@ def _revising_length(
 
 def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -> None:
     """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
-    check_tokenizer(config)
+    load_checked_tokenizer(config)
     check_proxy(config)
     data, count, rows, check = config.data, 0, list[Row](), row_check(config, rewards)
     left_out: list[str] | None = [] if data.bad_rows == "drop" else None

@@ -37,19 +37,19 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Trainee(ExecutorWorker, Protocol):
+class LoopWorker(ExecutorWorker, Protocol):
     """The part of the worker that the loop uses."""
 
     step: int
 
     @property
-    def agents(self) -> Sequence[Trainee]: ...  # the workers of all policies, this one first
+    def agents(self) -> Sequence[LoopWorker]: ...  # the workers of all policies, this one first
 
     @property
-    def trained(self) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
+    def trained_models(self) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
 
     @property
-    def saved(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
+    def saved_models(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
 
 
 class StepWatcher(Protocol):
@@ -95,7 +95,7 @@ class TrainingLoop:
     (``graph.report``).
     """
 
-    worker: Trainee
+    worker: LoopWorker
     graph: TaskGraph
     sampler: Sampler
     store: CheckpointStore
@@ -231,7 +231,7 @@ class TrainingLoop:
 
     @property
     def _saved_models(self) -> dict[str, ParallelModel]:
-        return {name: m for agent in self.worker.agents for name, m in agent.saved.items()}
+        return {name: m for agent in self.worker.agents for name, m in agent.saved_models.items()}
 
     def _step(self, executor: Executor) -> None:
         worker, step, report = self.worker, self.worker.step + 1, self.graph.report
@@ -267,14 +267,14 @@ class TrainingLoop:
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": overlapped_host_seconds(phases)}
         held = psutil.Process().memory_info().rss / (1 << 30)
-        metrics["memory/host_gib"] = max(everyone.from_all(held))
+        metrics["memory/host_gib"] = max(everyone.all_gather(held))
         if self.memory is not None:
             metrics |= self.memory.take_peak_metrics(everyone)
         own_batches = list(zip(worker.agents, executor.batches, strict=True))
         metrics |= self.constant_metrics
         for policy, (agent, own_batch) in enumerate(own_batches):
             metrics |= with_policy_prefix(report.metrics(agent, own_batch), policy)
-        self._report_save(self.store.take_save_report())
+        self._report_save(self.store.pop_save_report())
         metrics |= self._metrics
         self._metrics = {}
         examples = [
@@ -301,9 +301,9 @@ class TrainingLoop:
         """``WorldReport.skipped`` of this world. Collective."""
         groups, found = self.worker.groups, []
         for policy, agent in enumerate(self.worker.agents):
-            for name, model in agent.trained.items():
-                for one in model.take_skipped():
-                    parts = groups.from_data_ranks(self._names(one.rows, policy))
+            for name, model in agent.trained_models.items():
+                for one in model.take_skipped_updates():
+                    parts = groups.gather_data_ranks(self._names(one.rows, policy))
                     rows = dict.fromkeys(row for part in parts for row in part)
                     found.append((name, one, tuple(rows)))
         return tuple(found)
@@ -364,7 +364,7 @@ class TrainingLoop:
             self._report_save(self.store.wait_for_save())
             self.store.save(self._saved_models, self.worker.step, state)
         self._saved = self.worker.step
-        self._report_save(self.store.take_save_report())
+        self._report_save(self.store.pop_save_report())
 
     def _report_save(self, saved: SaveReport | None) -> None:
         if saved is not None:
@@ -373,7 +373,7 @@ class TrainingLoop:
 
     def _export(self) -> None:
         with self.worker.timeline.phase("save_hf"):
-            models = {n: m for agent in self.worker.agents for n, m in agent.trained.items()}
+            models = {n: m for agent in self.worker.agents for n, m in agent.trained_models.items()}
             path = self.store.export_hf(models, self.worker.step)
         self.recorder.show_line(f"wrote {path}")
 

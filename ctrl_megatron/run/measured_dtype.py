@@ -15,7 +15,7 @@ from ctrl_megatron.memory.fit import with_changed_keys
 KEY = "actor_rollout_ref.model.dtype"
 
 
-def with_measured_dtype(config: Config) -> Config:
+def resolve_auto_dtype(config: Config) -> Config:
     """The configuration with a type in place of ``auto``: that of the run directory, else bfloat16
     where there is a GPU, else the one in which products of the model's own shapes are faster, which
     rank 0 prints. UserError for a model without a readable config.json.
@@ -43,13 +43,13 @@ def _kept(file: Path) -> Dtype | None:
 def _faster(config: Config) -> Dtype:
     import torch
 
-    from ctrl_megatron.metrics.flops import product_rates
-    from ctrl_megatron.models.hf_config import product_sizes
+    from ctrl_megatron.metrics.flops import measure_matmul_rates
+    from ctrl_megatron.models.hf_config import typical_linear_sizes
 
     if torch.cuda.is_available():
         return "bfloat16"
     with convert_input_errors("actor_rollout_ref.model.path"):
-        sizes = product_sizes(config.actor_rollout_ref.model.path)
+        sizes = typical_linear_sizes(config.actor_rollout_ref.model.path)
     if sizes is None:
         raise UserError(
             "the model's config.json names no hidden_size, whose products would be measured",
@@ -58,7 +58,7 @@ def _faster(config: Config) -> Dtype:
         )
     # The three products of a layer have equally many operations.
     rates = {
-        dtype: 3 / sum(1 / rate for rate in product_rates(dtype, sizes=sizes)) for dtype in DTYPES
+        dtype: 3 / sum(1 / rate for rate in measure_matmul_rates(dtype, sizes=sizes)) for dtype in DTYPES
     }
     chosen = max(DTYPES, key=rates.__getitem__)
     if read_launch().rank == 0:

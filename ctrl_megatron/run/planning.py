@@ -22,7 +22,7 @@ _PARTS = ("kl_controller", "reserve")
 
 
 def checkpoint_model_folders(config: Config) -> tuple[str, ...]:
-    others = {VALUE_FOLDER: config.needs_values, REFERENCE_FOLDER: config.refreshes_reference}
+    others = {VALUE_FOLDER: config.needs_value_model, REFERENCE_FOLDER: config.refreshes_reference}
     saved = (folder for folder, is_saved in others.items() if is_saved)
     return (POLICY_FOLDER, *saved, *_further_policies(config))
 

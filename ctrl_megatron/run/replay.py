@@ -83,7 +83,7 @@ def find_start_weights(dump: Dump, config: Config, weights: Path | None) -> Star
             )
         return StartWeights(checkpoint=Checkpoint(path=weights, step=before))
     if weights is not None:
-        if config.needs_values:
+        if config.needs_value_model:
             raise UserError(
                 f"{weights} is no checkpoint, and the step also trains a value model",
                 key="--weights",
@@ -133,11 +133,11 @@ def replay_update(
             select_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
         )
         recorded = tensor_fields(batch)
-        executor = Executor(graph, worker, runs=follows_rewards)
+        executor = Executor(graph, worker, runs=uses_judged_samples)
         after, metrics = executor.run_step(batch.copy())
         recorded |= {name: value[indices] for name, value in dump.updated.items()}
         gaps = _gaps(recorded, tensor_fields(after), batch["response_mask"])
-        parts = run.groups.from_data_ranks((indices, gaps))
+        parts = run.groups.gather_data_ranks((indices, gaps))
         # A replay has no engines, so it pushes no weights.
         computed = {n: value for n, value in metrics.items() if not n.startswith("sync/")}
         comparison = StepComparison(
@@ -152,7 +152,7 @@ def replay_update(
     return comparisons[0] if comparisons else None
 
 
-def follows_rewards(node: Node) -> bool:
+def uses_judged_samples(node: Node) -> bool:
     """Whether the node works with drawn and judged samples: it neither draws nor runs aside."""
     draws = node.node_role in (NodeRole.ROLLOUT, NodeRole.DYNAMIC_SAMPLING)
     return not (draws or node.is_async or node.node_type is NodeType.MODEL_INFERENCE)
@@ -184,7 +184,7 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: StartWeights) -> 
         step=dump.step - 1,
     )
     if start.checkpoint is not None:
-        state = CheckpointStore.load(worker.saved, start.checkpoint).state
+        state = CheckpointStore.load(worker.saved_models, start.checkpoint).state
         worker.kl_controller.load_state_dict(state["kl_controller"])
     elif start.directory is not None:
         load_hf(policy, start.directory)
@@ -239,7 +239,7 @@ def _by_sample(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedJudge:
+class ReplayJudgingWorker:
     """The attributes of a ``DAGWorker`` that judging nodes use."""
 
     config: Config
@@ -280,7 +280,7 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> StepComparis
             rows=dump.rows,
             tokenizer=TextCodec(config.actor_rollout_ref.model.tokenizer).tokenizer,
         )
-        judge = RecordedJudge(
+        judge = ReplayJudgingWorker(
             config=config, train=_table(dump), rewards=rewards, reward_weights=plan.weights
         )
         batch, fields = dump.batch.copy(), dict[str, Any]()

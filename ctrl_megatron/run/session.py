@@ -25,7 +25,7 @@ from ctrl_megatron.config.environment import read_launch, read_restart_count
 from ctrl_megatron.errors import FAILED, STOPPED, record_running_user_code
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import ignore_closed_output
-from ctrl_megatron.parallel.failure import FailureWatch, StuckThreadStart
+from ctrl_megatron.parallel.failure import FailureWatch, StuckThreadStartDetector
 from ctrl_megatron.parallel.groups import (
     JoinedGroups,
     ProcessGroups,
@@ -62,7 +62,7 @@ class Session:
         return self.joined.groups
 
     @property
-    def everyone(self) -> RankSet:
+    def all_ranks(self) -> RankSet:
         return self.joined.everyone
 
     def has_role(self, role: str) -> bool:
@@ -77,7 +77,7 @@ class Session:
 
     def _beside(self) -> tuple[int, ...]:
         """Ranks of other worlds on each host of this one."""
-        local_hosts, every = self.groups.hosts, self.everyone.hosts
+        local_hosts, every = self.groups.hosts, self.all_ranks.hosts
         firsts = (
             self.groups.ranks[local_hosts.first_rank(host)]
             for host in range(len(local_hosts.names))
@@ -146,7 +146,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
         # Names in /dev/shm: pushes and exports of a killed rank leave them behind.
         at_end.append(SharedMemorySender(joined.groups).close)
         watch = FailureWatch(everyone, timeout=config.trainer.failure_timeout, clean_up=clean_up)
-        watch.add_check(StuckThreadStart(config.trainer.failure_timeout), hang=True)
+        watch.add_check(StuckThreadStartDetector(config.trainer.failure_timeout), hang=True)
     background, locked = BackgroundLoop(), False
     try:
         try:
@@ -154,8 +154,8 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
             if everyone.is_first:
                 at_end.append(lock.acquire().release)
                 watch.add_check(lock.lost_error)
-            require_shared_directory(run_dir, everyone.from_first(lock.holder))
-            require_one_dtype(everyone.from_all(config.actor_rollout_ref.model_dtype))
+            require_shared_directory(run_dir, everyone.broadcast_from_first(lock.holder))
+            require_one_dtype(everyone.all_gather(config.actor_rollout_ref.model_dtype))
             served = serve_metrics(config, stop, watch) if everyone.is_first else None
             if served is not None:
                 at_end.append(served.close)

@@ -19,7 +19,7 @@ from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.record.dump import StepDump
 from ctrl_megatron.record.profile import step_profile_watchers
 from ctrl_megatron.record.recorder import Recorder, banner
-from ctrl_megatron.rollout.engine_specs import engine_keys
+from ctrl_megatron.rollout.engine_specs import engine_config
 from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.run.build import build_worker, build_worker_without_actor
 from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
@@ -78,14 +78,14 @@ def train(config: Config) -> bool:
                 worker, sampler, steps = build_worker(run, services, inputs)
                 run.raise_if_any_rank_stops()
                 isolation = worker.run_on_leader(
-                    lambda: isolation_level(worker), "the sandboxes to answer"
+                    lambda: isolation_metric(worker), "the sandboxes to answer"
                 )
                 proxy = worker.proxy
                 described = banner_services_line(config, services, isolation)
                 servers = (
                     ""
                     if proxy is None
-                    else worker.run_on_leader(proxy.describe_servers, "the proxy")
+                    else worker.run_on_leader(proxy.probe_servers, "the proxy")
                 )
                 described += f"; {servers}" if servers else ""
             except StopRequested as why:
@@ -96,9 +96,9 @@ def train(config: Config) -> bool:
             graph.report = StepReport()
         link.synchronize_worlds()
         if run.served is not None:
-            run.served.add_gauges(lambda: weights_gauges(worker.device))
+            run.served.add_gauges(lambda: weights_gauges(worker.device_owner))
         recorder = Recorder(
-            config, active=run.everyone.is_first, total_steps=steps, served=run.served
+            config, active=run.all_ranks.is_first, total_steps=steps, served=run.served
         )
         memory = device_memory(run.groups)
         timeline = recorder.timeline(memory)
@@ -114,7 +114,7 @@ def train(config: Config) -> bool:
                 keep=trainer.max_ckpt_to_keep,
                 side_files=Path(config.actor_rollout_ref.model.path),
                 asynchronous=trainer.async_save,
-                everyone=run.everyone,
+                everyone=run.all_ranks,
             ),
             recorder=recorder,
             schedule=Schedule(
@@ -130,7 +130,7 @@ def train(config: Config) -> bool:
             ),
             memory=memory,
             link=link,
-            everyone=run.everyone,
+            everyone=run.all_ranks,
             passes=None if link.has_rank_zero else lambda: pass_flops_and_seconds(worker),
             on_world_reports=partial(_keep_flops, worker),
             watchers=(dump, *step_profile_watchers(config, worker)) if link.has_rank_zero else (),
@@ -200,7 +200,7 @@ def banner_services_line(config: Config, services: Services, level: Mapping[str,
     """For the banner: the engines, and the isolation of programs."""
     counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
     engines = ", ".join(
-        f"{count} {engine_keys(config, role).name} engine{'s' if count > 1 else ''}"
+        f"{count} {engine_config(config, role).name} engine{'s' if count > 1 else ''}"
         + (" of the proxy" if role == "proxy" else "")
         for role, count in counts.items()
     )
@@ -210,7 +210,7 @@ def banner_services_line(config: Config, services: Services, level: Mapping[str,
     return f"{engines}; sandbox isolation: {held}"
 
 
-async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
+async def isolation_metric(worker: RolloutWorker) -> dict[str, float]:
     """``sandbox/isolation``: the lowest level among the run's services, 0 none, 1 standard, 2
     strict; empty if no sandbox of this package judges (leaders only). UserError for a service of
     the user's that does not answer.
@@ -220,7 +220,7 @@ async def isolation_level(worker: RolloutWorker) -> dict[str, float]:
         return {}
     # From the strictest to none; a service that reports no level is not from this package.
     try:
-        levels = await judge.ping()
+        levels = await judge.isolation_levels()
     except SandboxError as error:
         if not worker.config.sandbox.endpoint:
             raise

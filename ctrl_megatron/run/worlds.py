@@ -241,7 +241,7 @@ class MultiWorldLink:
 
     # Rows
 
-    def rows_changed(self) -> None:
+    def notify_rows_changed(self) -> None:
         # Other worlds get new rows with their deal.
         if self.has_rank_zero:
             self._deal = None
@@ -308,7 +308,7 @@ class MultiWorldLink:
                     self._post(action.message, data, {"fault": fault}, {}, ())
 
     def _dealt(self, batch: TensorDict) -> _RowAssignment:
-        there = self._groups.from_data_ranks(sample_sizes(batch))
+        there = self._groups.gather_data_ranks(sample_sizes(batch))
         numbers = itertools.count()
         parts = {self._own: [[next(numbers) for _ in part] for part in there]}
         sizes = [size for part in there for size in part]
@@ -366,7 +366,7 @@ class MultiWorldLink:
         waiting = WaitRules(groups=groups, stop=self._stop, limit=_FOREVER)
         letters = waiting.wait_together(future, what, stoppable=False, aloud=False)
         if groups.layout.model_parallel_size > 1:
-            heads = groups.from_leader([head for head, _ in letters or ()])
+            heads = groups.broadcast_from_leader([head for head, _ in letters or ()])
             letters = letters or [(head, head.empty()) for head in heads]
             for tensor in (tensor for _, tensors in letters for tensor in tensors.values()):
                 dist.broadcast(tensor, group_src=0, group=groups.host_model)

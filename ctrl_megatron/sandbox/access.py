@@ -21,7 +21,7 @@ _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:]*))(?::[0-9]*)?")
 """A ``Host`` header: an IPv6 address in brackets or a name, and a port."""
 
 
-class OpenAddress(ValueError):
+class UnprotectedAddress(ValueError):
     """The service would run programs for everyone who can reach the address."""
 
 
@@ -72,7 +72,7 @@ def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> N
     ``allow_open``.
     """
     if token is None and not allow_open and not is_loopback(host):
-        raise OpenAddress(
+        raise UnprotectedAddress(
             f"--host {host} is reached from other machines: give --token-file, or --allow-open to "
             "run programs for every client that reaches it"
         )
@@ -87,7 +87,7 @@ def publish_endpoints(file: Path, addresses: Sequence[str]) -> None:
     part.replace(file)
 
 
-def foreign_page(
+def cross_site_refusal(
     host: str, method: str, content_type: str, *, loopback: bool
 ) -> tuple[int, str] | None:
     """Status and reason for refusing a request without a token that a web page of another site may

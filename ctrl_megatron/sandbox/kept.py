@@ -43,7 +43,7 @@ class SandboxService:
         self._port = int(self.box.endpoint.rpartition(":")[2])
 
 
-class ProbedSandbox:
+class SandboxProbe:
     """The run's own sandbox; its service answers while all of its workers are busy."""
 
     def __init__(self, box: Callable[[], EmbeddedSandbox], token: str | None) -> None:
@@ -51,7 +51,7 @@ class ProbedSandbox:
 
     async def is_answering(self) -> bool:
         try:
-            await self._client.ping()
+            await self._client.isolation_levels()
         except SandboxError:
             return False
         return True

@@ -74,7 +74,7 @@ class SandboxLimits:
             if not getattr(self, field.name) > 0:
                 raise ValueError(f"sandbox limit {field.name} must be positive")
 
-    def seconds_within(self, wanted: float | None) -> float:
+    def validated_test_seconds(self, wanted: float | None) -> float:
         """Seconds of processor time of one test. Raises ``ValueError`` beyond the limit."""
         if wanted is None:
             return self.test_seconds
@@ -84,7 +84,7 @@ class SandboxLimits:
             )
         return float(wanted)
 
-    def problem_seconds_within(self, wanted: Any, test_seconds: float) -> float:
+    def validated_problem_seconds(self, wanted: Any, test_seconds: float) -> float:
         """Seconds for a whole problem; by default at least ``test_seconds``, the time of one test.
         Raises ``ValueError`` beyond the limit.
         """

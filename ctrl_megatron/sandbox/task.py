@@ -25,7 +25,7 @@ _PROGRAM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class GradingTask:
     """A request as it is judged."""
 
     problem: GradedProblem
@@ -34,7 +34,7 @@ class Task:
     """Seconds of workers' time for the whole problem."""
 
 
-def read_task(request: wire.SubmitRequest, limits: SandboxLimits) -> Task:
+def read_task(request: wire.SubmitRequest, limits: SandboxLimits) -> GradingTask:
     """The task of ``request``. Raises ``ValueError`` for one that cannot be judged."""
     config = request.config
     if config.custom_extract_logic:
@@ -62,11 +62,11 @@ def read_task(request: wire.SubmitRequest, limits: SandboxLimits) -> Task:
         problem = replace(problem, rule=SANDBOX_FUSION)
     _require_languages(problem, language)
     asked = problem.seconds if config.run_timeout is None else config.run_timeout
-    seconds = limits.problem_seconds_within(
-        config.extra.get("problem_seconds"), limits.seconds_within(asked)
+    seconds = limits.validated_problem_seconds(
+        config.extra.get("problem_seconds"), limits.validated_test_seconds(asked)
     )
     problem = _first_cases(problem, config.extra.get("max_cases"))
-    return Task(problem=problem, language=language, seconds=seconds)
+    return GradingTask(problem=problem, language=language, seconds=seconds)
 
 
 def require_judgeable(request: wire.SubmitRequest, limits: SandboxLimits | None) -> None:

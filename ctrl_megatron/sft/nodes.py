@@ -55,11 +55,11 @@ class SftWorker:
         return [self]
 
     @property
-    def trained(self) -> dict[str, Policy]:
+    def trained_models(self) -> dict[str, Policy]:
         """Name of the folder in a checkpoint -> the trained model."""
         return {POLICY_FOLDER: self.policy}
 
-    saved = trained
+    saved_models = trained_models
     """The models that a checkpoint contains."""
 
 
@@ -129,7 +129,7 @@ def sft_performance(worker: SftWorker, batch: TensorDict) -> dict[str, float]:
         "perf/tokens_per_second": global_token_count(batch, worker.groups)
         / worker.timeline.elapsed(),
         "perf/mfu": mfu(
-            flops=sum(worker.groups.from_data_ranks(update)),
+            flops=sum(worker.groups.gather_data_ranks(update)),
             seconds=seconds_by_name(worker.timeline.phases())["time/update"],
             devices=worker.groups.layout.world_size,
             peak=worker.peak_flops,
@@ -150,5 +150,5 @@ def held_out_loss(worker: SftWorker) -> dict[str, float]:
     batch = _masked(worker, batch, [f"held out {number}" for number, _ in mine], step=0)
     log_probs, _ = worker.policy.log_probs(tensor_fields(batch))
     mask = batch["response_mask"]
-    pairs = worker.groups.from_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))
+    pairs = worker.groups.gather_data_ranks((float(log_probs[mask].sum()), int(mask.sum())))
     return {"nll": -sum(total for total, _ in pairs) / sum(count for _, count in pairs)}

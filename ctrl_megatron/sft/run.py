@@ -26,7 +26,7 @@ from ctrl_megatron.run.checks.machine import (
     check_profile,
     check_writable_run_directory,
 )
-from ctrl_megatron.run.checks.models import check_model_files, check_tokenizer, check_tokenizers
+from ctrl_megatron.run.checks.models import check_model_files, load_checked_tokenizer, check_tokenizers
 from ctrl_megatron.run.inputs import is_finished
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.run.session import session
@@ -42,7 +42,7 @@ def train_sft(config: Config) -> bool:
     """
     check_sft(config)
     finished = False
-    codec, given, kept = check_sft_rows(config)
+    codec, given, kept = load_sft_examples(config)
     with convert_input_errors("sft.train_files"):
         examples, dropped = tokenise_examples(codec, given, config)
         steps = sft_total_steps(config, len(examples))
@@ -151,9 +151,9 @@ def _check_canvas(config: Config) -> None:
         )
 
 
-def check_sft_rows(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
+def load_sft_examples(config: Config) -> tuple[TextCodec, list[SftExample], list[SftExample]]:
     """The tokenizer, training and validation examples. Raises UserError for unusable ones."""
-    codec = check_tokenizer(config)
+    codec = load_checked_tokenizer(config)
     with convert_input_errors("sft.train_files"):
         train = read_examples(config.sft.train_files)
         sft_total_steps(config, len(train))

@@ -57,7 +57,7 @@ def begin_draws_ahead(worker: DAGWorker, on_completion: RowListener | None) -> N
                 step=step,
                 on_completion=on_completion,
             )
-            worker.ahead.keep(draw)
+            worker.ahead.add_draw(draw)
 
 
 def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
@@ -65,13 +65,13 @@ def report_staleness(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     that are about to train on it; and, with updates in flight, ``rollout/mixed_rate``. Collective.
     Raises RuntimeError where a token is more than ``rollout.staleness`` updates old.
     """
-    worker.device.version(worker.role, worker.step)
+    worker.device_owner.version(worker.role, worker.step)
     rollout, lengths = worker.config.actor_rollout_ref.rollout, batch["response_mask"].sum(dim=1)
     spans = [
         spans_from_versions_text(*one)
         for one in zip(texts(batch["version"]), lengths.tolist(), strict=True)
     ]
-    known = worker.device.versions[worker.role]
+    known = worker.device_owner.versions[worker.role]
     behind = {span.version: known.versions_behind(span.version) for of in spans for span in of}
     if max(behind.values(), default=0) > rollout.staleness:
         raise RuntimeError(
@@ -106,9 +106,9 @@ class SavedDraws:
         worker = self._worker
         begun = [d for d in worker.ahead.all_draws() if d.begun < worker.step <= d.step]
         limit = worker.config.actor_rollout_ref.rollout.staleness
-        worker.device.version(worker.role, worker.step)  # has a name from now on
+        worker.device_owner.version(worker.role, worker.step)  # has a name from now on
         return {
-            "versions": worker.device.versions[worker.role].last_step_numbers(limit + 1),
+            "versions": worker.device_owner.versions[worker.role].last_step_numbers(limit + 1),
             "draws": [self._state(draw) for draw in self._there(begun)],
         }
 
@@ -119,21 +119,21 @@ class SavedDraws:
         if not state:
             return
         worker, rollout = self._worker, self._worker.config.actor_rollout_ref.rollout
-        updates = worker.device.update_counts(worker.role)
-        worker.device.versions[worker.role].restore_names(state["versions"], updates)
+        updates = worker.device_owner.update_count(worker.role)
+        worker.device_owner.versions[worker.role].restore_names(state["versions"], updates)
         for saved in state["draws"]:
             age, samples = saved["step"] - saved["begun"], len(saved["groups"][0])
             if samples == rollout.n and age <= rollout.staleness:
-                worker.ahead.keep(self._draw(saved))
+                worker.ahead.add_draw(self._draw(saved))
 
     def _state(self, draw: StepDraw) -> dict[str, Any]:
         """The draw, whose completions are there, with the groups of all ranks in the order of its
         rows. Collective.
         """
         prompts, groups = self._mine(draw.rows), self._worker.groups
-        completions = groups.from_leader(draw.groups.result() if draw.groups else None)
+        completions = groups.broadcast_from_leader(draw.groups.result() if draw.groups else None)
         pairs = [(prompt, group) for (prompt, _), group in zip(prompts, completions, strict=True)]
-        every = dict(pair for part in groups.from_data_ranks(pairs) for pair in part)
+        every = dict(pair for part in groups.gather_data_ranks(pairs) for pair in part)
         return {
             "step": draw.step,
             "begun": draw.begun,
@@ -180,10 +180,10 @@ class SavedDraws:
         futures = [draw.groups for draw in draws if draw.groups is not None]
         for _ in range(_STOP_ROUNDS):
             wait(futures, timeout=1.0)
-            (busy,) = worker.groups.on_any(not all(future.done() for future in futures))
+            (busy,) = worker.groups.any_rank(not all(future.done() for future in futures))
             if not busy:
                 break
-        lost = worker.groups.on_any(*(_is_lost(draw) for draw in draws))
+        lost = worker.groups.any_rank(*(_is_lost(draw) for draw in draws))
         return [draw for draw, gone in zip(draws, lost, strict=True) if not gone]
 
 

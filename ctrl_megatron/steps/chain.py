@@ -19,7 +19,7 @@ from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.sample import Outcome, Revision, Sample, outcomes_of
+from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample, outcomes_of
 from ctrl_megatron.steps.sampling import (
     RowListener,
     begin_judging,
@@ -214,9 +214,9 @@ async def judge(
     items = [sample.reward_item(row) for sample, row in pairs if sample.can_have_reward]
     known = iter(outcomes_of(await worker.score(items)))
     names = (name for name in worker.reward_weights if name != MODEL_REWARD)
-    unknown = Outcome(total=None, rewards=dict.fromkeys(names))
+    unknown = SampleRewards(total=None, rewards=dict.fromkeys(names))
 
-    def outcome(sample: Sample) -> Outcome:
+    def outcome(sample: Sample) -> SampleRewards:
         if sample.can_have_reward:
             return next(known)
         failure = sample.revision.failure if sample.revision else ""

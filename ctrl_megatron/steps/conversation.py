@@ -59,7 +59,7 @@ class _Chain:
 
 
 @node(uses=("proxy", "rewards"))
-def validate(worker: RolloutWorker) -> dict[str, float]:
+def validate_critiques(worker: RolloutWorker) -> dict[str, float]:
     """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
     sandbox failed to judge are counted as ``unjudged`` and left out of the rates. With several
     validation files, each has rates of its own too. Collective.
@@ -116,7 +116,7 @@ def run_conversations(
         with worker.timeline.phase("validate_sandbox"):
             _judge(worker, chains, revised, critic, seed)
     mine = [(chain.position, chain.turns) for chain in chains]
-    every = [part for rank in worker.groups.from_data_ranks(mine) for part in rank]
+    every = [part for rank in worker.groups.gather_data_ranks(mine) for part in rank]
     return [turn for _, turns in sorted(every, key=lambda part: part[0]) for turn in turns]
 
 
@@ -297,5 +297,5 @@ def judge_pairs(
                 critiques_b=tuple(critique.text for critique in b),
             )
             local.append((start + place + n * ranks, judged))
-    every = [part for rank in worker.groups.from_data_ranks(local) for part in rank]
+    every = [part for rank in worker.groups.gather_data_ranks(local) for part in rank]
     return [judged for _, judged in sorted(every, key=lambda part: part[0])]

@@ -57,7 +57,7 @@ from ctrl_megatron.rewards.registry import MODEL_REWARD, raise_no_rewards
 from ctrl_megatron.steps.ahead import begin_draws_ahead, report_staleness
 from ctrl_megatron.steps.batch import data_rows_of, fields_of_samples, samples_of, tensor_fields
 from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_decoded_text
-from ctrl_megatron.steps.conversation import validate
+from ctrl_megatron.steps.conversation import validate_critiques
 from ctrl_megatron.steps.critique_report import (
     critique_examples,
     critique_metrics,
@@ -117,7 +117,7 @@ def ctrl_pipeline(config: Config) -> TaskGraph:
     report = StepReport(
         metrics=critique_metrics,
         examples=critique_examples,
-        validate=validate if config.data.val_files else None,
+        validate=validate_critiques if config.data.val_files else None,
         rewards=("critic",),
     )
     pipeline = Pipeline("ctrl_training_pipeline", "critique, revise, judge, update", report=report)
@@ -216,7 +216,7 @@ def add_update_nodes(
         add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
         drawn = "old_log_prob"
     add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
-    if config.needs_values:
+    if config.needs_value_model:
         add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
     if config.needs_reward_model and not config.algorithm.filter_groups.enable:
         inference: dict[str, Any] = {"node_type": NodeType.MODEL_INFERENCE}
@@ -229,9 +229,9 @@ def add_update_nodes(
         ready.append("rollout_correction")
     inputs = ["scores", "ref_log_prob", *(["old_log_prob"] if before else [])]
     add("token_rewards", token_rewards, inputs, node_role=reward)
-    inputs = ["token_rewards", "values"] if config.needs_values else ["token_rewards"]
+    inputs = ["token_rewards", "values"] if config.needs_value_model else ["token_rewards"]
     add("advantages", advantages, inputs, node_role=advantage)
-    if config.needs_values:
+    if config.needs_value_model:
         add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
     add("actor_update", update_actor, ready, node_role=actor, **train)
     if corrects and not before:
@@ -402,10 +402,10 @@ def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R) float32: the return that the value model expects before each response
     token.
     """
-    return NodeOutput(fields={"values": value_model(worker).values(tensor_fields(batch))})
+    return NodeOutput(fields={"values": require_value_model(worker).values(tensor_fields(batch))})
 
 
-def value_model(worker: DAGWorker) -> ValueModel:
+def require_value_model(worker: DAGWorker) -> ValueModel:
     """The worker's value model. Raises RuntimeError where the run has none."""
     if worker.value is None:
         raise RuntimeError("a node of the pipeline uses a value model; set critic.enable=true")
@@ -508,7 +508,7 @@ def rollout_correction(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     local = rollout_mismatch_sums(*log_probs_and_mask, correction, keys.rollout_is_threshold)
     total = RolloutMismatchSums(
         sums=worker.groups.sum_over_data(local.sums),
-        largest=torch.tensor(max(worker.groups.from_data_ranks(float(local.largest)))),
+        largest=torch.tensor(max(worker.groups.gather_data_ranks(float(local.largest)))),
     )
     fields = {"loss_mask": correction.response_mask}
     if correction.weights is not None:
@@ -525,7 +525,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     metrics: dict[str, float] = {}
     rewards = batch["token_level_scores"]
     if "ref_log_prob" in batch and "old_log_probs" in batch:
-        metrics = kl_to_reference(worker, batch, batch["old_log_probs"])
+        metrics = kl_to_reference_metric(worker, batch, batch["old_log_probs"])
     if algorithm.use_kl_in_reward:
         beta = worker.kl_controller.value
         rewards, kl = subtract_kl_penalty(
@@ -543,7 +543,7 @@ def token_rewards(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(fields={"token_level_rewards": rewards}, metrics=metrics)
 
 
-def kl_to_reference(
+def kl_to_reference_metric(
     worker: DAGWorker, batch: TensorDict, log_probs: torch.Tensor
 ) -> dict[str, float]:
     """``actor/kl_to_reference``: mean over tokens of ``log_probs`` (B, R), the actor's, minus the
@@ -594,7 +594,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
     ``critic/explained_variance`` is computed from the values before the update.
     """
-    config, model = worker.config, value_model(worker)
+    config, model = worker.config, require_value_model(worker)
     steps = []
     loss = ValueLoss(
         config.critic.cliprange_value,
@@ -639,13 +639,13 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             )
         # The step's own forward pass computes what the node ``old_log_prob`` would.
         rows, policy = tensor_fields(batch_for_pass(batch, 0, worker.config)), worker.policy
-        results = policy.new_results(rows, 2)
+        results = policy.allocate_results(rows, 2)
         step = policy.step(rows, loss, worker.temperature, results=results)
-        log_probs, entropy = policy.on_all_ranks(results)
+        log_probs, entropy = policy.broadcast_results(results)
         metrics = means_over_steps([step], "actor") | first_step_kl_metric([step])
         metrics |= worker.global_means({"actor/entropy": entropy[batch["response_mask"]]})
         if "ref_log_prob" in batch:
-            metrics |= kl_to_reference(worker, batch, log_probs)
+            metrics |= kl_to_reference_metric(worker, batch, log_probs)
         return NodeOutput(fields={"old_log_probs": log_probs}, metrics=metrics)
     for number in range(actor.ppo_epochs):
         seen = batch_for_pass(batch, number, worker.config)

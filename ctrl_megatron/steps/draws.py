@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ctrl_megatron.steps.sample import Group, Outcome, Revision, Sample, completion_from_state
+from ctrl_megatron.steps.sample import Group, SampleRewards, Revision, Sample, completion_from_state
 from ctrl_megatron.types import Completion
 
 
@@ -36,7 +36,7 @@ class DrawsAhead:
     def __init__(self) -> None:
         self._draws: dict[int, StepDraw] = {}
 
-    def keep(self, draw: StepDraw) -> None:
+    def add_draw(self, draw: StepDraw) -> None:
         self._draws[draw.step] = draw
 
     def forget_before(self, step: int) -> None:
@@ -62,12 +62,12 @@ class LeftoverGroups:
     def __init__(self) -> None:
         self._groups: list[Group] = []
 
-    def take(self) -> list[Group]:
+    def take_all(self) -> list[Group]:
         """All groups; none is left afterwards."""
         taken, self._groups = self._groups, []
         return taken
 
-    def keep(self, groups: list[Group]) -> None:
+    def add_groups(self, groups: list[Group]) -> None:
         self._groups += groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,6 +100,6 @@ def _sample(state: dict[str, Any]) -> Sample:
         text=state["text"],
         judgment=state["judgment"],
         revision=None if revision is None else Revision(**revision),
-        outcome=None if outcome is None else Outcome(**outcome),
+        outcome=None if outcome is None else SampleRewards(**outcome),
         fields=state["fields"],
     )

@@ -29,7 +29,7 @@ from ctrl_megatron.rewards.registry import raise_no_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
 from ctrl_megatron.steps.batch import fields_of_samples, make_batch, samples_of
 from ctrl_megatron.steps.model_reward import with_model_rewards
-from ctrl_megatron.steps.sample import ColumnMaker, Group, Outcome, Sample
+from ctrl_megatron.steps.sample import ColumnMaker, Group, SampleRewards, Sample
 from ctrl_megatron.steps.sampling import share_rows
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class DynamicSampling:
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""
         config, wanted = worker.config, worker.config.data.train_batch_size
-        useful, drawn = worker.leftover.take(), list[Sample]()
+        useful, drawn = worker.leftover.take_all(), list[Sample]()
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
             # Groups without rewards do not teach: a service that failed would pass for prompts that
             # are always or never solved.
             worker.count_judge_requests()
-            everything = [row for part in worker.groups.from_data_ranks(fresh) for row in part]
+            everything = [row for part in worker.groups.gather_data_ranks(fresh) for row in part]
             require_rewards(everything, worker.reward_weights)
             teaching = groups_with_varied_rewards(everything, worker.reward_weights)
             useful += teaching
@@ -86,7 +86,7 @@ class DynamicSampling:
                 "or actor_rollout_ref.rollout.temperature, lower data.train_batch_size, or train "
                 "on problems that are neither always nor never solved"
             )
-        worker.leftover.keep(useful[wanted:])
+        worker.leftover.add_groups(useful[wanted:])
         metrics = {
             "sampling/rounds": float(rounds),
             "sampling/reserve": float(len(useful) - wanted),
@@ -151,7 +151,7 @@ def require_rewards(samples: Sequence[Sample], weights: Mapping[str, float]) -> 
         raise_no_rewards([n for n in names if all(_outcome(s).rewards[n] is None for s in samples)])
 
 
-def _outcome(sample: Sample) -> Outcome:
+def _outcome(sample: Sample) -> SampleRewards:
     assert sample.outcome is not None
     return sample.outcome
 

@@ -273,7 +273,7 @@ class Episodes:
         worker.wait_for_draws()
         version, played = prepare_and_ask(
             worker,
-            lambda: worker.device.to_engine(worker.role, worker.step),
+            lambda: worker.device_owner.to_engine(worker.role, worker.step),
             ask,
             f"{len(rows) * params.n} episodes of the actor",
         )
@@ -340,7 +340,7 @@ class Episodes:
                     episodes += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
             worker.judged_rate_metrics()
             local = [(id_, episode.sample_fields) for id_, episode in episodes]
-            results = [result for part in worker.groups.from_data_ranks(local) for result in part]
+            results = [result for part in worker.groups.gather_data_ranks(local) for result in part]
             return rates_by_set(table.sets, results, mean_scores)
 
         return validate_episodes
@@ -420,7 +420,7 @@ def episode_graph(name: str, config: Config, episodes: Episodes) -> TaskGraph:
 
     UserError for settings that episodes do not support.
     """
-    if error := unsupported_setting(config, episodes):
+    if error := unsupported_setting_error(config, episodes):
         raise error
     report = episodes_report(config, episodes)
     pipeline = Pipeline(name, "act in environments, update", report=report)
@@ -440,7 +440,7 @@ def episodes_report(config: Config, episodes: Episodes) -> StepReport:
     )
 
 
-def unsupported_setting(config: Config, episodes: Episodes) -> UserError | None:
+def unsupported_setting_error(config: Config, episodes: Episodes) -> UserError | None:
     """The error of the first setting that episodes do not support; None if they support all."""
     rollout = config.actor_rollout_ref.rollout
     for option, value in (("turns", episodes.turns), ("turn_tokens", episodes.turn_tokens)):

@@ -67,7 +67,7 @@ def grpo_pipeline(config: Config) -> TaskGraph:
 def ppo_pipeline(config: Config) -> TaskGraph:
     """``grpo_pipeline`` with a value model, under its name in siiRL's guide; UserError without
     one."""
-    if not config.needs_values:
+    if not config.needs_value_model:
         raise UserError(
             "ppo_pipeline trains a value model, and no estimator reads values",
             key=f"algorithm.adv_estimator={config.algorithm.adv_estimator}",
@@ -256,7 +256,7 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
         worker.judged_rate_metrics()
         rewards |= model_reward_parts(worker, items)
     local = [(id_, {name: rewards[name][i] for name in rewards}) for i, id_ in enumerate(ids)]
-    results = [result for part in worker.groups.from_data_ranks(local) for result in part]
+    results = [result for part in worker.groups.gather_data_ranks(local) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)
 
 

@@ -18,7 +18,7 @@ from ctrl_megatron.algorithms import (
     POLICY_LOSS_REGISTRY,
     PolicyLossTerms,
     agg_loss,
-    check_shapes,
+    require_equal_shapes,
     kl_penalty,
     log_prob_and_advantage_sums,
     scatter_selection,
@@ -65,7 +65,7 @@ class ActorLoss:
     def check(batch: TensorDict) -> None:
         """ValueError for a field of another shape, which the loss would broadcast."""
         names = ("old_log_probs", "advantages", "loss_mask", "rollout_is_weights", "ref_log_prob")
-        check_shapes(
+        require_equal_shapes(
             response_mask=batch["response_mask"], **{name: batch.get(name) for name in names}
         )
 
@@ -254,7 +254,7 @@ def select_tokens(
     uids = texts(batch["uid"])
     names = row_names(uids, [f"{draw_name}/{uid}" for uid in uids])
     lots = token_random_numbers([names[place] for place in rows["place"].tolist()], mask)
-    parts = groups.from_data_ranks((covariances, lots[mask]))
+    parts = groups.gather_data_ranks((covariances, lots[mask]))
     every, lots = (torch.cat(column) for column in zip(*parts, strict=True))
     chosen = selection.choose(every, actor, lots)
     first = sum(len(part) for part, _ in parts[: groups.place.dp])
@@ -282,7 +282,7 @@ def mini_batches(batch: TensorDict, groups: ProcessGroups) -> Iterator[dict[str,
     tensors["place"] = torch.arange(len(numbers))
     mask = tensors.get("loss_mask", tensors["response_mask"])
     # A rank may have no row of a mini-batch.
-    every = sorted({n for own in groups.from_data_ranks(numbers.unique().tolist()) for n in own})
+    every = sorted({n for own in groups.gather_data_ranks(numbers.unique().tolist()) for n in own})
     pieces = [(numbers == number).nonzero().squeeze(-1) for number in every]
     tokens = groups.sum_over_data(torch.stack([mask[rows].sum() for rows in pieces]))
     taught = [rows for rows, count in zip(pieces, tokens.tolist(), strict=True) if count]

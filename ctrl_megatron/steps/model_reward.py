@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import OF_REWARD_MODEL, REWARD_MODEL, always, node
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.models.micro_batch import attended_tokens
+from ctrl_megatron.models.micro_batch import split_attended_values
 from ctrl_megatron.rewards import RewardItem, weighted_sum
 from ctrl_megatron.rewards.items import Rewards
 from ctrl_megatron.rewards.registry import MODEL_REWARD
@@ -42,7 +42,7 @@ def model_reward(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         return NodeOutput()
     # A row without a reward of another kind has an empty response_mask.
     start = batch["prompts"].shape[1]
-    tokens = attended_tokens(batch["input_ids"], batch["attention_mask"].bool(), start)[1]
+    tokens = split_attended_values(batch["input_ids"], batch["attention_mask"].bool(), start)[1]
     answers = [worker.codec.decode(answer.tolist()) for answer in tokens]
     found, lengths = model_rewards_of_answers(worker, data_rows_of(worker.train, batch), answers)
     measured = {"reward_model/length": torch.tensor(lengths, dtype=torch.float32)}

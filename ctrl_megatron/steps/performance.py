@@ -19,7 +19,7 @@ from ctrl_megatron.metrics import (
     seconds_by_name,
 )
 from ctrl_megatron.metrics.flops import SQUARE
-from ctrl_megatron.models.hf_config import product_sizes
+from ctrl_megatron.models.hf_config import typical_linear_sizes
 from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.rewards.registry import MODEL_REWARD
@@ -34,7 +34,7 @@ _GIB = 2**30
 
 def global_token_count(batch: TensorDict, groups: ProcessGroups) -> int:
     """Tokens of all rows of the global batch. Collective."""
-    return sum(groups.from_data_ranks(int(batch["attention_mask"].sum())))
+    return sum(groups.gather_data_ranks(int(batch["attention_mask"].sum())))
 
 
 def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
@@ -59,7 +59,7 @@ def step_performance(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
         **engine_metrics(worker),
         **api_proxy_metrics(worker),
         **restart_metrics(worker),
-        **engine_balance(worker.engine, worker.groups),
+        **engine_balance_metric(worker.engine, worker.groups),
     }
 
 
@@ -74,7 +74,7 @@ def pass_flops_and_seconds(worker: DAGWorker) -> tuple[float, float]:
     nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     names = [policy_node_id(name, policy) for policy in range(len(worker.agents)) for name in nodes]
     took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))
-    return sum(worker.groups.from_data_ranks(local)), took * worker.groups.size
+    return sum(worker.groups.gather_data_ranks(local)), took * worker.groups.size
 
 
 def engine_metrics(worker: DAGWorker) -> dict[str, float]:
@@ -88,7 +88,7 @@ def engine_metrics(worker: DAGWorker) -> dict[str, float]:
         # The step is done and will be recorded, also where a stop was requested meanwhile.
         counted = worker.run_on_leader(ask, "the engines' counters", stoppable=False)
     except ServiceLost as lost:
-        worker.device.mark_lost(lost)
+        worker.device_owner.mark_lost(lost)
         return {}
     before, worker.counted = worker.counted, counted
     return step_metrics(before, counted)
@@ -102,8 +102,8 @@ def api_proxy_metrics(worker: DAGWorker) -> dict[str, float]:
     proxy, groups = worker.proxy, worker.groups
     if not isinstance(proxy, ApiProxy):
         return {}
-    local = worker.run_on_leader(proxy.take_counts, "the proxy's counters", stoppable=False)
-    every = groups.from_data_ranks(local)
+    local = worker.run_on_leader(proxy.take_cache_counts, "the proxy's counters", stoppable=False)
+    every = groups.gather_data_ranks(local)
     sent, spared = sum(one.runs for one in every), sum(one.hits + one.joined for one in every)
     rate = {"proxy/cached_rate": spared / (sent + spared)} if sent + spared else {}
     return {"proxy/requests": float(sent), **rate}
@@ -114,7 +114,7 @@ def restart_metrics(worker: DAGWorker) -> dict[str, float]:
     hosts; nothing for services that have not been started again. Collective.
     """
     restarts = Counter[str]()
-    for of_rank in worker.groups.from_all(worker.restarts()):
+    for of_rank in worker.groups.all_gather(worker.restarts()):
         restarts.update(of_rank)
     return {name: count for name, count in restarts.items() if count}
 
@@ -128,12 +128,12 @@ def weights_gauges(device: DeviceOwner) -> list[Gauge]:
     return [Gauge("ctrl_weights_version", text, samples)] if samples else []
 
 
-def engine_balance(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:
+def engine_balance_metric(engine: Engine | None, groups: ProcessGroups) -> dict[str, float]:
     """``perf/engine_balance``: the fewest tokens that an engine drew since the last call, as a
     share of the most that one drew. Nothing where there is one engine. Collective.
     """
-    local = engine.take_drawn_tokens() if isinstance(engine, EnginePool) else []
-    drawn = [sum(parts) for parts in zip(*groups.from_data_ranks(local), strict=True)]
+    local = engine.take_drawn_token_counts() if isinstance(engine, EnginePool) else []
+    drawn = [sum(parts) for parts in zip(*groups.gather_data_ranks(local), strict=True)]
     return {"perf/engine_balance": min(drawn) / max(drawn)} if any(drawn) else {}
 
 
@@ -144,7 +144,7 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
     name = torch.cuda.get_device_name() if cuda else "cpu"
     groups.barrier()
     given, path = config.trainer.peak_tflops_per_device, config.actor_rollout_ref.model.path
-    sizes = None if cuda or given is not None else product_sizes(path)
+    sizes = None if cuda or given is not None else typical_linear_sizes(path)
     peak = device_peak_flops(name, configured_tflops=given, dtype=dtype, sizes=sizes or SQUARE)
     if not cuda and dtype != "float32" and groups.is_first:
         plain = measure_cpu_peak_flops("float32")
@@ -154,7 +154,7 @@ def peak_flops_per_device(config: Config, groups: ProcessGroups) -> float:
                 f"{dtype}; set actor_rollout_ref.model.dtype=float32",
                 file=sys.stderr,
             )
-    return sum(groups.from_all(peak)) / groups.size
+    return sum(groups.all_gather(peak)) / groups.size
 
 
 class DeviceMemory:
@@ -165,12 +165,12 @@ class DeviceMemory:
         self._open: list[int] = []
         self._found: dict[str, float] = {}
 
-    def begin(self, name: str) -> None:
+    def begin_phase(self, name: str) -> None:
         torch.cuda.nvtx.range_push(name)
         self._fold_peak()
         self._open.append(0)
 
-    def end(self, name: str) -> None:
+    def end_phase(self, name: str) -> None:
         self._fold_peak()
         free, total = torch.cuda.mem_get_info()
         for kind, size in (("peak", self._open.pop()), ("device", total - free)):
@@ -189,7 +189,7 @@ class DeviceMemory:
         device, the engine's too, held at its end. Collective.
         """
         found, self._found = self._found, {}
-        every = groups.from_all(found)
+        every = groups.all_gather(found)
         names = dict.fromkeys(name for one in every for name in one)
         return {name: max(one.get(name, 0.0) for one in every) for name in names}
 

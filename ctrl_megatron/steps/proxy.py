@@ -74,7 +74,7 @@ class SharedProxy:
             version=version,
         )
 
-    async def describe_servers(self) -> str:
+    async def probe_servers(self) -> str:
         return ""
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class EngineProxy:
         self._version = f"proxy:{codec.path.resolve().name}"
         self.can_overlap, self._patient = joins_calls, patient
 
-    async def describe_servers(self) -> str:
+    async def probe_servers(self) -> str:
         return ""
 
     def prepare(self, step: int) -> None:
@@ -175,7 +175,7 @@ class ApiProxy:
             [partial(one, *numbered) for numbered in enumerate(conversations)]
         )
 
-    async def describe_servers(self) -> str:
+    async def probe_servers(self) -> str:
         hello: list[Message] = [{"role": "user", "content": "?"}]
         answers = [await self._ask(server, hello, 1) for server in self._servers.values()]
         named = {answer.version for answer in answers if isinstance(answer, ProxyAnswer)}
@@ -194,7 +194,7 @@ class ApiProxy:
         await self._dealt.close()
         self.cache.close()
 
-    async def take_counts(self) -> CacheCounters:
+    async def take_cache_counts(self) -> CacheCounters:
         """The cache's counters since the last call; it counts from zero again."""
         found, self.cache.counters = self.cache.counters, CacheCounters()
         return found

@@ -19,7 +19,7 @@ _NOTHING = ([0], [0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardReader:
+class RankRewardModel:
     """The reward model of a run on one rank."""
 
     model: RewardModel
@@ -67,7 +67,7 @@ class RewardReader:
         return [reward if fit else None for fit, reward in zip(fits, found, strict=True)]
 
 
-def longest_conversation(config: Config, shape: AnyShape) -> int:
+def max_conversation_tokens(config: Config, shape: AnyShape) -> int:
     """Tokens of the longest conversation that the reward model of ``shape`` reads: it
     fits in the model's context and, with the token that follows it, in a pass."""
     budget = config.actor_rollout_ref.log_prob_token_budget - 1

@@ -52,7 +52,7 @@ class Revision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SampleRewards:
     """The rewards of a sample; None where one is unknown."""
 
     total: float | None
@@ -96,7 +96,7 @@ class Sample:
     neither."""
     revision: Revision | None = None
     """None before the proxy was asked, and for a sample that is not revised."""
-    outcome: Outcome | None = None
+    outcome: SampleRewards | None = None
     """None before the sample was judged."""
     fields: Fields = dataclasses.field(default_factory=dict)
     """Further columns of the batch, of a pipeline's own."""
@@ -190,11 +190,11 @@ def verdict_columns(sample: Sample) -> Fields:
     return {name: getattr(outcome, name) for name in ("pass_rate", "copied", "cached", "detail")}
 
 
-def outcomes_of(scores: Scores) -> list[Outcome]:
+def outcomes_of(scores: Scores) -> list[SampleRewards]:
     """The rewards of every item, with the critic's verdict where the run has a critic."""
     verdicts = [one or RewardOutcome(reward=None) for one in scores.outcomes]
     return [
-        Outcome(
+        SampleRewards(
             total=total,
             rewards={name: part[row] for name, part in scores.parts.items()},
             pass_rate=verdict.pass_rate,

@@ -58,7 +58,7 @@ def begin_draw(
     called with every completion as soon as it is drawn, on the leader's event loop.
     """
     number = worker.step if step is None else step
-    version = worker.device.to_engine(worker.role, worker.step)
+    version = worker.device_owner.to_engine(worker.role, worker.step)
     local = share_prompts(len(rows), mini_batch_size, worker.groups)
     table = [worker.train.rows[rows[prompt]] for prompt, _ in local]
     prompts = [list(_prompt_of(worker, rows[prompt], asks)) for prompt, _ in local]
@@ -104,7 +104,7 @@ def finish_draw(
     try:
         answers = worker.wait_for_leader(draw.groups, f"{what} from the engines")
     except ServiceLost as lost:
-        worker.device.mark_lost(lost)
+        worker.device_owner.mark_lost(lost)
         worker.wait_for_draws()
         again = begin_draw(
             worker,
@@ -148,7 +148,7 @@ def sync_weights(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     Every node that draws would do it too. It comes before the first of them and not after the
     update, because until then the trainer may need the device, for a save or a validation.
     """
-    worker.device.to_engine(worker.role, worker.step)
+    worker.device_owner.to_engine(worker.role, worker.step)
     return NodeOutput()
 
 
@@ -166,7 +166,7 @@ def draw_samples(
     """
     if worker.config.actor_rollout_ref.rollout.update_in_flight:
         # What is being drawn goes on with the policy's weights as they are now.
-        worker.device.to_engine(worker.role, worker.step)
+        worker.device_owner.to_engine(worker.role, worker.step)
     draw = worker.ahead.draw_of_rows(worker.step, rows) or begin_draw(
         worker,
         rows,
@@ -224,7 +224,7 @@ def generate(
 
     what = f"{len(prompts) * params.n} texts of the {role} from the engines"
     version, answers = prepare_and_ask(
-        worker, lambda: worker.device.to_engine(role, worker.step), ask_engine, what
+        worker, lambda: worker.device_owner.to_engine(role, worker.step), ask_engine, what
     )
     require_weight_version(answers, version)
     return answers
@@ -246,7 +246,7 @@ def prepare_and_ask(
         try:
             return ready, worker.run_on_leader(ask, what)
         except ServiceLost as lost:
-            worker.device.mark_lost(lost)
+            worker.device_owner.mark_lost(lost)
 
 
 def require_weight_version(answers: Sequence[Sequence[Completion]], version: str) -> None:
@@ -385,7 +385,7 @@ def balance(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     groups = worker.groups
     if groups.layout.data == 1:
         return NodeOutput()
-    parts = groups.from_data_ranks(batch)
+    parts = groups.gather_data_ranks(batch)
     sizes = [size for part in parts for size in sample_sizes(part)]
     rows = share_rows(sizes, groups, shared_prefix=worker.config.shares_prefixes)
     dealt = join_samples(parts, pad_token_id=worker.codec.pad_token_id, rows=rows)

@@ -30,7 +30,7 @@ from ctrl_megatron.rewards import JudgeCounts, RewardItem, RewardSum, Scores
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
-from ctrl_megatron.steps.reward_reader import RewardReader
+from ctrl_megatron.steps.reward_reader import RankRewardModel
 from ctrl_megatron.types import FinishReason, Message
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Proxy(Protocol):
         """Whether it can answer while the actor's engines draw."""
         ...
 
-    async def describe_servers(self) -> str:
+    async def probe_servers(self) -> str:
         """The servers of the proxy and their model, for the first lines of a run; empty where the
         run's own engines answer. UserError where no server can be used (leaders only).
         """
@@ -144,7 +144,7 @@ class RolloutWorker:
     """Training steps that are finished."""
 
     @property
-    def device(self) -> DeviceOwner:
+    def device_owner(self) -> DeviceOwner:
         """``owner``; UserError on ranks of a world without engines."""
         return require_on_rank(self.owner, "the engines")
 
@@ -177,7 +177,7 @@ class RolloutWorker:
 
     def wait_for_leader(self, begun: Future[T] | None, what: str, *, stoppable: bool = True) -> T:
         """The result of what ``begin_on_leader`` started; as ``run_on_leader`` otherwise."""
-        return self.groups.from_leader(
+        return self.groups.broadcast_from_leader(
             self.wait_conditions.wait_together(begun, what, stoppable=stoppable)
         )
 
@@ -204,7 +204,7 @@ class RolloutWorker:
         the tests of a row is no failure.
         """
         local = JudgeCounts() if self.rewards is None else self.rewards.judging
-        judging = sum(self.groups.from_data_ranks(self.groups.from_leader(local)), JudgeCounts())
+        judging = sum(self.groups.gather_data_ranks(self.groups.broadcast_from_leader(local)), JudgeCounts())
         limit = self.config.reward.max_failed_share
         if judging.failed > limit * judging.asked or 0 < judging.failed == judging.asked:
             raise ServiceFault(
@@ -270,7 +270,7 @@ class DAGWorker(RolloutWorker):
     it."""
     value: ValueModel | None
     """The value model, if the estimator reads values."""
-    reward_model: RewardReader | None = None
+    reward_model: RankRewardModel | None = None
     """The model that rewards texts; None if the run has none, or if another world has it."""
     kl_controller: FixedKLController | AdaptiveKLController
     peak_flops: float
@@ -303,7 +303,7 @@ class DAGWorker(RolloutWorker):
         return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     @property
-    def trained(self) -> dict[str, ParallelModel]:
+    def trained_models(self) -> dict[str, ParallelModel]:
         """The models of this policy that learn, by the name of their folder in a checkpoint."""
         folder = POLICY_FOLDER if self.role == "actor" else self.role
         models = {folder: self.actor, VALUE_FOLDER: self.value}
@@ -317,11 +317,11 @@ class DAGWorker(RolloutWorker):
         return self.reference if refreshed else None  # type: ignore[return-value]
 
     @property
-    def saved(self) -> dict[str, ParallelModel]:
+    def saved_models(self) -> dict[str, ParallelModel]:
         """The models of this policy that a checkpoint contains, by the name of their folder: those
         of ``trained``, and a reference that changes."""
         reference = self.refreshed_reference
-        return self.trained | ({} if reference is None else {REFERENCE_FOLDER: reference})
+        return self.trained_models | ({} if reference is None else {REFERENCE_FOLDER: reference})
 
     @property
     def has_actor(self) -> bool:

@@ -27,7 +27,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
-from ctrl_megatron.commands.start import CommandParser, command
+from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_file, output_path, share
 from ctrl_megatron.data.rows import row_of_attempt, write_rows
 from ctrl_megatron.data.tokens import TextCodec
@@ -90,7 +90,7 @@ def fitting(codec: TextCodec, prompt: int, program: int) -> Callable[[Attempt], 
     return fits
 
 
-@command("prepare_real_faults")
+@command_entry_point("prepare_real_faults")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, judge, choose, write. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = CommandParser(__doc__)

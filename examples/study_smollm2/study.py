@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
@@ -410,7 +410,7 @@ def lacking(pieces: Iterable[Piece]) -> list[Path]:
     return list(dict.fromkeys(file for file in given if not file.exists()))
 
 
-@command("study", stopped="the same command goes on")
+@command_entry_point("study", stopped="the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the missing pieces. Exit codes: 0 done, 2 wrong input or a failed piece, 130."""
     parser = CommandParser(__doc__)

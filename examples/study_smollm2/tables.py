@@ -224,7 +224,7 @@ def test_set_part(
     before = next(iter(results.values())).curves[0]
     rows = [["first solutions", "", *(told(before.get(name)) for name in _RATES), ""]]
     for name, result in results.items():
-        rates = [told(result.last.get(rate)) for rate in _RATES]
+        rates = [told(result.last_turn_rates.get(rate)) for rate in _RATES]
         rows.append([name, ", ".join(map(str, result.seeds)), *rates, gain_of(arms, name)])
     compared = [name for name, arm in ARMS.items() if name in arms and arm.base != name]
     by_seed = [[name, *(gain_of(arms, name, seed) for seed in SEEDS)] for name in compared]
@@ -529,7 +529,7 @@ def judging_part(folder: Path) -> str:
     turns = kept_turns(folder, setting_of(JUDGING.name, JUDGING.proxy.name))
     rows: Rows = []
     for name, mine in arms_of(turns).items():
-        rates = result_of(mine).last
+        rates = result_of(mine).last_turn_rates
         shown = ("f1_macro", "judgment_accuracy", "judged_correct_rate", "valid_critique_rate")
         brier, error = calibration(mine)
         rows.append([name, *(told(rates.get(rate)) for rate in shown), told(brier), error])
@@ -691,10 +691,10 @@ def plot(title: str, results: Sequence[CriticResult], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = title
     from matplotlib import pyplot
 
-    ordered = sorted(results, key=lambda result: result.last["pass_rate"].value)
+    ordered = sorted(results, key=lambda result: result.last_turn_rates["pass_rate"].value)
     figure, axes = pyplot.subplots(figsize=(7, 0.38 * len(ordered) + 1.6))
     for place, result in enumerate(ordered):
-        rate = result.last["pass_rate"]
+        rate = result.last_turn_rates["pass_rate"]
         low = rate.value if rate.low is None else rate.low
         high = rate.value if rate.high is None else rate.high
         color = "#1f5fa8" if result.critic in ARMS else "#a8b4c2"

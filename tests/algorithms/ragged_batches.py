@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from ctrl_megatron.algorithms import get_adv_estimator
-from ctrl_megatron.config.options import named_parameters
+from ctrl_megatron.config.options import explicit_parameters
 
 seeds = st.integers(min_value=0, max_value=2**31 - 1)
 
@@ -55,4 +55,4 @@ def leaves_as_it_is(_sums: torch.Tensor) -> torch.Tensor:
 
 def estimator_inputs(name: str) -> set[str]:
     """Names of the tensors and options that the advantage estimator reads."""
-    return {*named_parameters(get_adv_estimator(name))} - {"reduce"}
+    return {*explicit_parameters(get_adv_estimator(name))} - {"reduce"}

@@ -16,7 +16,7 @@ from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors
 from ctrl_megatron.commands import convert_hf_to_megatron, convert_megatron_to_hf
 from ctrl_megatron.models.hf_config import read_model_shape
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import value_model_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
 
 CONFIG = {
@@ -50,7 +50,7 @@ def write_hf(
     (folder / "tokenizer.json").write_text("{}")
     shape = read_model_shape(folder)
     if value:
-        shape = value_shape(shape)
+        shape = value_model_shape(shape)
     places, file_of = place_in_buckets(hf_specs(shape, "bfloat16"), file_bytes), {}
     for number in {place.bucket for place in places}:
         specs = [place.spec for place in places if place.bucket == number]

@@ -45,7 +45,7 @@ def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
         for piece in param.pieces:
             shape = hf_shapes(SHAPE)[piece.hf]
             whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
-            weight[piece.slices] = whole[piece.hf_slices]
+            weight[piece.shard_slices] = whole[piece.hf_slices]
         shards.append((param, weight))
         replicas = layout.data * layout.context
         number = place.cp + layout.context * place.dp

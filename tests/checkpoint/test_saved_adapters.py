@@ -15,13 +15,13 @@ from ctrl_megatron.checkpoint.peft import (
     require_same_adapters,
 )
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.lora import Base
+from ctrl_megatron.models.lora import LoraBaseWeights
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.types import Lora
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
-BASE = Base(path="models/first", hashes={"model.safetensors": "aa"})
+BASE = LoraBaseWeights(path="models/first", hashes={"model.safetensors": "aa"})
 PLAIN = ModelShape(
     family="llama",
     hidden_size=8,
@@ -59,7 +59,7 @@ def test_equal_adapters_resume_whatever_their_seed_and_directory(folder: Path) -
     ],
 )
 def test_others_are_refused_by_key(
-    folder: Path, lora: Lora | None, base: Base | None, words: str
+    folder: Path, lora: Lora | None, base: LoraBaseWeights | None, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
         require_same_adapters(folder, replace(PLAIN, lora=lora), base)

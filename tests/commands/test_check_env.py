@@ -126,11 +126,11 @@ def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    files, locked = check_env.limit_findings()
+    files, locked = check_env.resource_limit_findings()
     assert files.status == "FAIL" and "1024, at most 4096" in str(files)
     assert locked.status == "warn" and "InfiniBand" in str(locked)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert {finding.status for finding in check_env.limit_findings()} == {"pass"}
+    assert {finding.status for finding in check_env.resource_limit_findings()} == {"pass"}
 
 
 def test_a_step_bound_to_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +225,13 @@ def test_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "rendezvous", lambda *args: {})
     monkeypatch.setattr(dist, "all_gather_object", two_clocks)
     launch = check_env.Launch("torchrun", 0, 2, 0, 1, "gpu01", 20000)
-    clocks = by_item(check_env.meeting_and_clock_findings(launch))["clocks"]
+    clocks = by_item(check_env.rendezvous_and_clock_findings(launch))["clocks"]
     assert clocks.status == "FAIL" and "42.000 s apart, gpu02 is ahead of gpu01" in str(clocks)
 
 
 def test_machines_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_env, "_MEETING_SECONDS", 1.0)
     launch = check_env.Launch("slurm", 1, 2, 0, 1, "127.0.0.1", 1)  # a port without a listener
-    (finding,) = check_env.meeting_and_clock_findings(launch)
+    (finding,) = check_env.rendezvous_and_clock_findings(launch)
     assert finding.status == "FAIL" and "not at 127.0.0.1:1" in str(finding)
     assert "GLOO_SOCKET_IFNAME" in str(finding)

@@ -15,7 +15,7 @@ from stand_in_hub import Hub, serving, use
 from ctrl_megatron.commands import convert_hf_to_megatron, start
 from ctrl_megatron.commands.chat_flags import model_source
 from ctrl_megatron.commands.hub import hub_directory, is_hub_id, pinned_models, with_hub_models
-from ctrl_megatron.config import Config, load_config, read_yaml, to_yaml
+from ctrl_megatron.config import Config, load_config, parse_yaml, to_yaml
 from ctrl_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, tmp_path: Path) -> 
     keys = (KEY, "actor_rollout_ref.proxy.model.path")
     assert pinned_models(config) == [f"{key}={pinned}" for key in keys]
     text = to_yaml(config)
-    family = read_yaml(text, "")[0]["actor_rollout_ref"]
+    family = parse_yaml(text, "")[0]["actor_rollout_ref"]
     assert family["model"]["path"] == family["proxy"]["model"]["path"] == pinned
     assert str(tmp_path / "cache") not in text
 
@@ -144,14 +144,14 @@ def test_without_a_network_the_error_says_so(
     file = tmp_path / "run.yaml"
     file.write_text(f"data: {{train_files: rows.parquet}}\n{KEY}: {ID}\n")
     with pytest.raises(UserError, match=rf"^{KEY}: Qwen.*HF_HUB_OFFLINE is set"):
-        start.checked_config(str(file), [], "rl")
+        start.load_checked_config(str(file), [], "rl")
 
 
 def test_nothing_is_downloaded_for_a_run_that_lacks_its_rows(hub: Hub) -> None:
     file = Path("run.yaml")
     file.write_text(f"data: {{train_files: rows.parquet}}\n{KEY}: {ID}\n")
     with pytest.raises(UserError, match=r"^data\.train_files: "):
-        start.checked_config(str(file), [], "rl")
+        start.load_checked_config(str(file), [], "rl")
     assert not hub.asked
 
 
@@ -168,7 +168,7 @@ def test_ranks_get_the_commit_from_their_launcher(
 
     monkeypatch.setattr(start, "start_ranks", start_ranks)
     arguments = ["--config", "run.yaml", "--nproc-per-node", "1"]
-    assert start.training_config("train_rl", "rl", arguments, None, lambda config: None) == 0
+    assert start.load_config_or_launch("train_rl", "rl", arguments, None, lambda config: None) == 0
     pinned = f"{ID}@{hub.sha(ID)}"
     dtype = "actor_rollout_ref.model.dtype=bfloat16"
     assert started == [["--config", "run.yaml", f"{KEY}={pinned}", dtype]]

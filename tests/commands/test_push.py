@@ -18,7 +18,7 @@ from stand_in_hub import serving, use
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.commands.convert_megatron_to_hf import main
 from ctrl_megatron.commands.model_card import model_card
-from ctrl_megatron.config import load_config, read_yaml, to_yaml
+from ctrl_megatron.config import load_config, parse_yaml, to_yaml
 from ctrl_megatron.errors import UserError
 
 COMMIT, TOKEN = "0123456789" * 4, "hf_correcthorse"
@@ -72,7 +72,7 @@ def test_a_card_says_what_the_run_says(tmp_path: Path, weights: Path) -> None:
     )
     card = model_card(checkpoint, model="policy", adapters=False)
     _, facts, text = card.split("---\n", 2)
-    assert read_yaml(facts, "card")[0] == {
+    assert parse_yaml(facts, "card")[0] == {
         "library_name": "transformers",
         "tags": ["ctrl_megatron", "code-critique", "reinforcement-learning"],
         "pipeline_tag": "text-generation",

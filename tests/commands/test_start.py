@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ctrl_megatron.commands import start
-from ctrl_megatron.commands.launcher import LaunchEnd
+from ctrl_megatron.commands.launcher import LaunchResult
 from ctrl_megatron.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -270,20 +270,20 @@ def test_a_signal_ends_the_pause_before_a_restart(program: list[str]) -> None:
 @pytest.mark.parametrize(
     ("end", "restarts"),
     [
-        (LaunchEnd(0), False),
-        (LaunchEnd(2), False),
-        (LaunchEnd(130), False),
-        (LaunchEnd(7, 1, ", while this ran: mine"), False),
-        (LaunchEnd(-9, 1, ", while this ran: mine"), True),
-        (LaunchEnd(-11), True),
-        (LaunchEnd(1), True),
-        (LaunchEnd(13), True),
-        (LaunchEnd(14), True),
+        (LaunchResult(0), False),
+        (LaunchResult(2), False),
+        (LaunchResult(130), False),
+        (LaunchResult(7, 1, ", while this ran: mine"), False),
+        (LaunchResult(-9, 1, ", while this ran: mine"), True),
+        (LaunchResult(-11), True),
+        (LaunchResult(1), True),
+        (LaunchResult(13), True),
+        (LaunchResult(14), True),
     ],
     ids=str,
 )
 def test_a_restart_repairs_no_wrong_input_and_follows_no_stop(
-    end: LaunchEnd, restarts: bool
+    end: LaunchResult, restarts: bool
 ) -> None:
     assert end.may_restart == restarts
 
@@ -304,7 +304,7 @@ def test_restarts_that_would_not_resume_are_refused(
 ) -> None:
     given = ["--max-restarts", "1", *arguments, *program[2:]]
     with pytest.raises(UserError, match=f"--max-restarts.*{re.escape(words)}"):
-        start.training_config("program", "sft", given, None, lambda config: None)
+        start.load_config_or_launch("program", "sft", given, None, lambda config: None)
 
 
 def test_users_code_that_ends_a_rank_is_named(program: list[str]) -> None:

@@ -15,7 +15,7 @@ from ctrl_megatron.config import (
     KEYS,
     Config,
     Purpose,
-    check_files,
+    require_files_exist,
     check_world_size,
     load_config,
 )
@@ -360,14 +360,14 @@ def test_missing_files_are_named_with_their_keys(tmp_path: Path) -> None:
         None, [f"data.train_files={tmp_path}/a.parquet", f"actor_rollout_ref.model.path={model}"]
     )
     with pytest.raises(ValueError) as caught:
-        check_files(config, "rl")
+        require_files_exist(config, "rl")
     text = str(caught.value)
     # The other roles' models and the tokenizer are the actor's, which is checked once.
     assert "data.train_files" in text and text.count("is not a Hugging Face model directory") == 1
     (tmp_path / "a.parquet").touch()
     (model / "config.json").touch()
     (model / "tokenizer_config.json").touch()
-    check_files(config, "rl")
+    require_files_exist(config, "rl")
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_derived_values_follow_their_sources() -> None:
     assert model.rollout_dtype == "bfloat16"
     assert config.max_model_len == 1536 + 768 + 1024
     assert str(config.trainer.run_dir) == "runs/run"
-    assert not config.needs_reference and not config.needs_values
+    assert not config.needs_reference and not config.needs_value_model
     assert model.log_prob_token_budget == model.actor.ppo_max_token_len_per_gpu
 
 

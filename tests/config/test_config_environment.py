@@ -13,7 +13,7 @@ from ctrl_megatron.config.environment import (
     first_slurm_host,
     read_launch,
     read_log_level,
-    read_provider_keys,
+    read_provider_options,
 )
 
 TORCHRUN = {
@@ -128,8 +128,8 @@ def test_no_other_file_reads_the_environment() -> None:
 
 def test_a_provider_gets_its_key_or_the_news_that_there_is_none() -> None:
     given = {"E2B_API_KEY": "k", "SANDBOX_FUSION_ENDPOINT": "http://p"}
-    assert read_provider_keys("e2b", given) == {"api_key": "k"}
-    assert read_provider_keys("e2b", {}) == {"api_key": None}
-    assert read_provider_keys("sandbox_fusion", given) == {"endpoint": "http://p"}
-    assert read_provider_keys("sandbox_fusion", {}) == {"endpoint": None}
-    assert read_provider_keys("local", given) == {}
+    assert read_provider_options("e2b", given) == {"api_key": "k"}
+    assert read_provider_options("e2b", {}) == {"api_key": None}
+    assert read_provider_options("sandbox_fusion", given) == {"endpoint": "http://p"}
+    assert read_provider_options("sandbox_fusion", {}) == {"endpoint": None}
+    assert read_provider_options("local", given) == {}

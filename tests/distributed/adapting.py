@@ -43,7 +43,7 @@ def lora_policy(
         with torch.no_grad():
             for param, weight in policy.shards():
                 for piece in param.pieces if param.trained else ():
-                    weight[piece.slices] = given[piece.hf][piece.hf_slices]
+                    weight[piece.shard_slices] = given[piece.hf][piece.hf_slices]
     policy.start_optimizer()
     return policy
 
@@ -147,7 +147,7 @@ def save_or_resume(
     from ctrl_megatron.checkpoint.store import CheckpointStore
     from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.lora import shape_with_adapters
-    from ctrl_megatron.models.shape import value_shape
+    from ctrl_megatron.models.shape import value_model_shape
     from ctrl_megatron.models.value import ValueModel
     from ctrl_megatron.types import Lora
 
@@ -156,7 +156,7 @@ def save_or_resume(
     policy = lora_policy(
         groups, directory, None, targets=TARGETS, strategy=strategy, token_budget=64
     )
-    shape = value_shape(read_shape(directory, strategy))
+    shape = value_model_shape(read_shape(directory, strategy))
     optimizer = {"lr": 1e-2, "total_steps": 10, "eps": 1e-3}
     value = ValueModel(
         shape_with_adapters(shape, Lora(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))),

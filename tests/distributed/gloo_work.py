@@ -13,7 +13,7 @@ def collectives(rank: int, size: int, elements: int) -> dict[str, Any]:
     """Megatron's collectives of a bucket, with a sum that has nothing to do with it among them."""
     from megatron.core.distributed import param_and_grad_buffer as megatron
 
-    from ctrl_megatron.parallel.gloo import SumOfParts
+    from ctrl_megatron.parallel.gloo import OrderedReduceScatter
     from ctrl_megatron.parallel.groups import initialize_groups
     from ctrl_megatron.parallel.layout import Layout
 
@@ -38,7 +38,7 @@ def collectives(rank: int, size: int, elements: int) -> dict[str, Any]:
     with megatron._coalescing_manager(group, async_ops=False):
         megatron.dist_all_gather_func(whole, own, group=group, async_op=False)
     found["gathered"] = whole.tolist()
-    scatter, buffer = SumOfParts(), torch.arange(elements, dtype=torch.float32) * (rank + 1)
+    scatter, buffer = OrderedReduceScatter(), torch.arange(elements, dtype=torch.float32) * (rank + 1)
     part = scatter.allocate((elements // size,), dtype=torch.float32, device=buffer.device)
     scatter(part, buffer, group, dist.ReduceOp.SUM)
     found["part"] = part.tolist()

@@ -262,10 +262,10 @@ def _save_aside(
     patch.setattr(store, "write_snapshot", late)
     model.offload("weights", "gradients", "optimizer")
     saved.save({"policy": model}, 1, {"sampler": [1, 2]})
-    assert saved.take_save_report() is None and saved.finished_checkpoints() == []
+    assert saved.pop_save_report() is None and saved.finished_checkpoints() == []
     model.step(mine, policy_loss)
     groups.barrier()
-    assert saved.take_save_report() is None and saved.finished_checkpoints() == []
+    assert saved.pop_save_report() is None and saved.finished_checkpoints() == []
     gate.set()
     report = saved.wait_for_save()
     assert report is not None and report.path == checkpoints / "global_step_1"
@@ -275,7 +275,7 @@ def _save_aside(
     if groups.layout.world_size == 1:
         assert report.num_bytes == written == numbers * (2 + 3 * 4)
     assert groups.layout.world_size * report.num_bytes < 1.5 * written
-    assert saved.take_save_report() is None
+    assert saved.pop_save_report() is None
 
     copy = make_policy(groups, directory, optimizer=OPTIMIZER, dtype="bfloat16", token_budget=64)
     loaded = saved.load({"policy": copy}, saved.finished_checkpoints()[0])

@@ -12,7 +12,7 @@ from tiny_models import random_batch, save_tiny
 from world import run_world
 
 from ctrl_megatron.models import host_state
-from ctrl_megatron.models.host_state import HostState
+from ctrl_megatron.models.host_state import HostAdamState
 
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -73,7 +73,7 @@ def test_a_failed_step_leaves_adam_its_groups(monkeypatch: pytest.MonkeyPatch) -
     def make(tensor: torch.Tensor) -> None:
         adam.state[tensor] = {name: torch.zeros_like(tensor) for name in ("exp_avg", "exp_avg_sq")}
 
-    state = HostState(adam, lambda tensor: adam.state[tensor].values(), make)
+    state = HostAdamState(adam, lambda tensor: adam.state[tensor].values(), make)
     assert len(state.parts) == 2
     monkeypatch.setattr(adam, "step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -479,10 +479,10 @@ def make_value_model(
 ) -> Any:
     """A value model with the weights of the HF ``directory``, of either kind."""
     from ctrl_megatron.models.hf_config import read_shape
-    from ctrl_megatron.models.shape import value_shape
+    from ctrl_megatron.models.shape import value_model_shape
     from ctrl_megatron.models.value import ValueModel
 
-    shape = value_shape(read_shape(directory, strategy))
+    shape = value_model_shape(read_shape(directory, strategy))
     return _filled(ValueModel(shape, groups, _model_options(optimizer, options)), directory)
 
 
@@ -927,14 +927,14 @@ def reward_parity(
     from ctrl_megatron.data.tokens import TextCodec
     from ctrl_megatron.models.hf_config import read_shape
     from ctrl_megatron.models.value import RewardModel
-    from ctrl_megatron.steps.reward_reader import RewardReader
+    from ctrl_megatron.steps.reward_reader import RankRewardModel
 
     groups, results = start(layout), {}
     options = _model_options(None, {"token_budget": 256})
     for name, directory in directories.items():
         shape = read_shape(directory, strategy)
         model = _filled(RewardModel(shape, groups, options), directory)
-        reader = RewardReader(model=model, codec=TextCodec(directory), padding=0, longest=longest)
+        reader = RankRewardModel(model=model, codec=TextCodec(directory), padding=0, longest=longest)
         results[name] = reader.score_conversations(
             [reader.conversation_tokens(prompt, answer) for prompt, answer in rows]
         )

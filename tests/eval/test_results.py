@@ -55,8 +55,8 @@ def test_a_table_worked_out_by_hand() -> None:
     assert second["stopped_pass@1"] == pytest.approx((1 + 1 + 0) / 3)
     assert second["critique_tokens"] == 10.0 and second["revision_tokens"] == 20.0
     assert not any("pass@3" in rates for rates in result.curves)  # two samples
-    assert values(result.last)["f1_macro"] == first["f1_macro"]
-    assert values(result.last)["pass@1"] == second["pass@1"]
+    assert values(result.last_turn_rates)["f1_macro"] == first["f1_macro"]
+    assert values(result.last_turn_rates)["pass@1"] == second["pass@1"]
     levels = result.by_difficulty
     assert {level: found.problems for level, found in levels.items()} == {1: 2, 2: 1}
     assert levels[1].before is not None and levels[1].after is not None
@@ -69,7 +69,7 @@ def test_a_table_worked_out_by_hand() -> None:
 
 def test_one_greedy_turn_says_what_validation_says() -> None:
     turns = [t for t in TWO_TURNS if t.turn == 1 and t.sample == 0]
-    found = values(one(turns).last)
+    found = values(one(turns).last_turn_rates)
 
     told = validation_rates(turns)
     names = {
@@ -106,7 +106,7 @@ def random_turns(critic: str, seed: int, shift: float = 0.0) -> list[Turn]:
 
 def test_up_minus_down_is_the_change_and_intervals_hold_their_value() -> None:
     result = one(random_turns("a", 0))
-    last = result.last
+    last = result.last_turn_rates
     change = last["pass@1"].value - result.curves[0]["pass@1"].value
     assert change == pytest.approx(last["delta_up"].value - last["delta_down"].value)
     for name, rate in last.items():
@@ -121,12 +121,12 @@ def test_gains_are_over_the_first_critic_on_the_same_attempts() -> None:
     first, second = evaluate_turns([*weak, *strong])
     gain = second.gains["pass@1"]
     assert first.gains == {}
-    assert gain.value == pytest.approx(second.last["pass@1"].value - first.last["pass@1"].value)
+    assert gain.value == pytest.approx(second.last_turn_rates["pass@1"].value - first.last_turn_rates["pass@1"].value)
     assert gain.low is not None and gain.high is not None and 0 < gain.low < gain.value < gain.high
     same, copied = evaluate_turns(
         [*weak, *(dataclasses.replace(turn, critic="copy") for turn in weak)]
     )
-    assert same.last == copied.last
+    assert same.last_turn_rates == copied.last_turn_rates
     assert set(copied.gains.values()) == {Estimate(0.0, 0.0, 0.0)}
     assert first.compared is None and second.compared == (12 * 3, 12 * 3)
     others = [turn for turn in strong if turn.problem_id != "p3"]
@@ -162,11 +162,11 @@ def test_a_lost_verdict_takes_its_first_solution_alone_out_of_the_gains() -> Non
     assert told[0][1] == "35 of 36"
     # pass@2 is that of the places which have two chains.
     assert result.too_few == {"pass@2": (1, 36)}
-    assert result.last["pass@2"] == evaluate_turns(both[1], ks=(1, 2))[0].last["pass@2"]
+    assert result.last_turn_rates["pass@2"] == evaluate_turns(both[1], ks=(1, 2))[0].last_turn_rates["pass@2"]
     note = report_tables([result])[0][1]
     assert "strong: pass@2 leaves out 1 of 36 problems (times seeds) with fewer than 2" in note
     nothing = evaluate_turns([*weak, *some], ks=(1, 4))[1]
-    assert nothing.too_few == {"pass@4": (36, 36)} and "pass@4" not in nothing.last
+    assert nothing.too_few == {"pass@4": (36, 36)} and "pass@4" not in nothing.last_turn_rates
 
 
 @pytest.mark.parametrize("samples", [(3, 1), (2, 2), (1, 3)])
@@ -181,7 +181,7 @@ def test_pass_at_k_is_shown_if_every_problem_has_k_chains(samples: tuple[int, in
         for turn in chain(problem, "I", (0, 4), attempt=f"{problem}/{n}")
     ]
     (result,) = evaluate_turns(turns, ks=(1, 2, 3))
-    shown = [k for k in (2, 3) if f"pass@{k}" in result.last]
+    shown = [k for k in (2, 3) if f"pass@{k}" in result.last_turn_rates]
     assert shown == [k for k in (2, 3) if min(samples) >= k]
     assert set(result.too_few) == {f"pass@{k}" for k in (2, 3)} - {f"pass@{k}" for k in shown}
     title, note, head, _ = report_tables([result])[0]
@@ -196,7 +196,7 @@ def test_chains_that_could_not_be_judged_are_left_out_and_counted() -> None:
     known = chain("p1", "I", (2, 4))
     result = one([*known, lost])
     assert (result.chains, result.unjudged) == (1, 1)
-    assert values(result.last) == values(one(known).last)
+    assert values(result.last_turn_rates) == values(one(known).last_turn_rates)
     with pytest.raises(UserError, match="no whole chain of ours"):
         one([lost])
 
@@ -207,8 +207,8 @@ def test_a_turn_without_a_critique_keeps_the_solution_and_is_counted() -> None:
     )
     result = one([long, *chain("p2", "C", (4, 4))])
     assert result.overlong == 1
-    assert values(result.last)["valid_critique_rate"] == 1.0  # of the critiques that there are
-    assert values(result.last)["pass@1"] == 0.5
+    assert values(result.last_turn_rates)["valid_critique_rate"] == 1.0  # of the critiques that there are
+    assert values(result.last_turn_rates)["pass@1"] == 0.5
 
 
 @pytest.mark.parametrize(

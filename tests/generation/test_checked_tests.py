@@ -17,8 +17,8 @@ from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.checked_tests import (
     FILE,
-    CheckedTests,
-    TestChecks,
+    TestCheckResult,
+    RowTestChecks,
     UncountedTest,
     read_check_results,
     write_check_results,
@@ -65,11 +65,11 @@ def row(folder: Path, *tests: str, number: int = 1, **fields: Any) -> Row:
     return row_from_record(record | fields, f"{folder}/rows.parquet: row {number}", None)
 
 
-def check(rows: Sequence[Row], judge: Any, spare: Path) -> TestChecks:
-    async def run() -> TestChecks:
-        checks = TestChecks(rows, spare)
+def check(rows: Sequence[Row], judge: Any, spare: Path) -> RowTestChecks:
+    async def run() -> RowTestChecks:
+        checks = RowTestChecks(rows, spare)
         if checks.missing:
-            await checks.run_missing(judge, at_once=8)
+            await checks.run_missing_checks(judge, at_once=8)
         if isinstance(judge, Counting):
             await judge.client.close()
         return checks
@@ -107,7 +107,7 @@ def test_tests_of_one_bit_count(endpoint: str, tmp_path: Path) -> None:
     given = row(
         tmp_path, "assert not sort([3, 1])", "assert sort([3, 1])", "assert sort([1]) is None"
     )
-    assert check([given], Counting(endpoint), tmp_path).result_of(given) == CheckedTests()
+    assert check([given], Counting(endpoint), tmp_path).result_of(given) == TestCheckResult()
 
 
 REFERENCES = {
@@ -152,8 +152,8 @@ def test_nothing_is_checked_twice(endpoint: str, tmp_path: Path) -> None:
     again = check(rows, None, tmp_path)
     assert not again.missing
     # Other tests, another reference: another check.
-    assert TestChecks([row(tmp_path, REAL, reference=RIGHT)], tmp_path).missing
-    assert TestChecks([row(tmp_path, REAL, "assert sort([])")], tmp_path).missing
+    assert RowTestChecks([row(tmp_path, REAL, reference=RIGHT)], tmp_path).missing
+    assert RowTestChecks([row(tmp_path, REAL, "assert sort([])")], tmp_path).missing
 
 
 def test_results_are_kept_elsewhere_if_the_folder_of_the_rows_is_not_to_be_written(
@@ -169,7 +169,7 @@ def test_results_are_kept_elsewhere_if_the_folder_of_the_rows_is_not_to_be_writt
 
 def test_a_changed_file_of_results_is_refused(tmp_path: Path) -> None:
     file = tmp_path / FILE
-    results = {"k": CheckedTests(uncounted=(UncountedTest(0, "assert x", "return a constant"),))}
+    results = {"k": TestCheckResult(uncounted=(UncountedTest(0, "assert x", "return a constant"),))}
     write_check_results(file, results)
     assert read_check_results(file) == results
     good = file.read_text()
@@ -204,13 +204,13 @@ def test_a_judge_that_fails_is_an_error_and_finished_checks_are_kept(
     async def run(works: int) -> None:
         judge = Failing(endpoint, works)
         try:
-            await TestChecks(rows, tmp_path).run_missing(judge, at_once=1)
+            await RowTestChecks(rows, tmp_path).run_missing_checks(judge, at_once=1)
         finally:
             await judge.judge.client.close()
 
     with pytest.raises(SandboxError, match=r"row 3: 'sort/3' is not checked: the disk"):
         asyncio.run(run(7))
-    assert [one.row.id for one in TestChecks(rows, tmp_path).missing] == ["sort/3", "sort/4"]
+    assert [one.row.id for one in RowTestChecks(rows, tmp_path).missing] == ["sort/3", "sort/4"]
 
 
 def test_a_second_start_looks_at_ten_thousand_rows_in_a_second(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_a_second_start_looks_at_ten_thousand_rows_in_a_second(tmp_path: Path) -
         for n in range(10_000)
     ]
     write_check_results(
-        tmp_path / FILE, {one.key: CheckedTests() for one in TestChecks(rows, tmp_path).missing}
+        tmp_path / FILE, {one.key: TestCheckResult() for one in RowTestChecks(rows, tmp_path).missing}
     )
     began = time.process_time()
-    assert not TestChecks(rows, tmp_path).missing
+    assert not RowTestChecks(rows, tmp_path).missing
     assert time.process_time() - began < 5.0  # a second on an idle machine

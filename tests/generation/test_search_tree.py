@@ -23,7 +23,7 @@ from ctrl_megatron.generation.search_nodes import (
     CriticScore,
     SearchNode,
     best_leaves,
-    layer_table,
+    layer_statistics,
     leaves_of,
     majority_vote,
     read_records,
@@ -377,7 +377,7 @@ def test_what_does_not_fit_is_named_and_ends_its_chain(tmp_path: Path) -> None:
         parent = known[node.prev_hash]
         assert (node.solution, node.success) == (parent.solution, parent.success)
     assert {n.success for n in grown.of(1) if n.task_id == "p0"} == {False}
-    assert [row["errors"] for row in layer_table(grown.nodes, (1, 2, 1, 1))] == [2, 4, 0]
+    assert [row["errors"] for row in layer_statistics(grown.nodes, (1, 2, 1, 1))] == [2, 4, 0]
 
 
 def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
             return float(bool(node.success))
         return sum(mean(child, depth) for child in below) / len(below)
 
-    for depth, row in enumerate(layer_table(grown.nodes, widths), start=1):
+    for depth, row in enumerate(layer_statistics(grown.nodes, widths), start=1):
         roots = [mean(root, depth) for root in grown.of(0)]
         assert row["solved"] == pytest.approx(sum(roots) / 3)
         assert row["nodes"] == len(grown.of(depth))
@@ -406,7 +406,7 @@ def test_the_table_of_turns_follows_every_chain(tmp_path: Path) -> None:
 def test_unknown_tokens_stay_unknown(tmp_path: Path) -> None:
     nodes = Grown(tmp_path, options(1, 2)).nodes
     nodes[-1] = replace(nodes[-1], completion_tokens=None)
-    row = layer_table(nodes, (1, 2))[0]
+    row = layer_statistics(nodes, (1, 2))[0]
     assert (row["completion_tokens"], row["prompt_tokens"]) == (None, 60)
 
 

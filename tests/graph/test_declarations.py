@@ -83,7 +83,7 @@ def test_a_missing_field_is_reported_with_key_and_node(
     overrides: tuple[str, ...], lacks: tuple[str, ...], said: str
 ) -> None:
     config = config_of(*overrides)
-    without = {*lacks} | ({*OF_VALUES} if not config.needs_values and lacks else set())
+    without = {*lacks} | ({*OF_VALUES} if not config.needs_value_model and lacks else set())
     with pytest.raises(UserError, match=said):
         check(config, *without)
 
@@ -99,7 +99,7 @@ def test_a_missing_field_is_reported_with_key_and_node(
 )
 def test_a_whole_graph_is_right(overrides: tuple[str, ...]) -> None:
     config = config_of(*overrides)
-    check(config, *(() if config.needs_values else OF_VALUES))
+    check(config, *(() if config.needs_value_model else OF_VALUES))
 
 
 def anything(worker: Any, batch: Any) -> None: ...

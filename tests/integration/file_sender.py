@@ -13,7 +13,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_host
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports import ReadableBucket
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 
 
@@ -26,10 +26,10 @@ class FileSender:
     @contextmanager
     def send(
         self, source: WeightSource, wait_until_read: Callable[[int], None]
-    ) -> Iterator[Iterator[SentBucket]]:
+    ) -> Iterator[Iterator[ReadableBucket]]:
         buckets = Buckets(source, self.groups)
         with tempfile.TemporaryDirectory(prefix="file-sender-") as own:
-            folder = Path(self.groups.from_first_of_host(own))
+            folder = Path(self.groups.broadcast_from_host_first(own))
             paths = [folder / str(number) for number in range(IN_FLIGHT)]
             files = [
                 torch.from_file(str(path), shared=True, size=buckets.size, dtype=torch.uint8)

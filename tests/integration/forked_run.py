@@ -109,7 +109,7 @@ def _rank(
     from recorded_phases import record_phases
     from recorded_reads import record_reads
 
-    from ctrl_megatron.config import check_files, check_world_size, load_config
+    from ctrl_megatron.config import require_files_exist, check_world_size, load_config
     from ctrl_megatron.metrics.report import page
     from ctrl_megatron.run.train import train
     from ctrl_megatron.sft.run import train_sft
@@ -119,7 +119,7 @@ def _rank(
         page.render_report = lambda run: run.name
     config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
     seen = record_reads(config) if reads and rank == 0 else set()
-    check_files(config, purpose)
+    require_files_exist(config, purpose)
     check_world_size(config, int(launch["WORLD_SIZE"]), purpose)
     events = record_phases(stop_at if rank == 0 else 0) if phases else []
     run = train_sft if purpose == "sft" else train

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.lora import shape_with_adapters
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import ModelShape, value_model_shape
 from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.types import Lora
@@ -144,7 +144,7 @@ def fake_rank(layout: Layout, rank: int, device: str) -> Iterator[Any]:
                 "device": torch.device(device),
                 "hosts": Hosts(names=("host",), of_rank=(0,) * layout.world_size),
                 "megatron": groups,
-                "alone": maker.group_of([(rank,)]),
+                "alone": maker.create_own_group([(rank,)]),
             }
             # Models are built and run without the groups of host memory.
             names = [field.name for field in dataclasses.fields(ProcessGroups)]
@@ -303,7 +303,7 @@ def _pass(
 
     whole, described = Layout(**layout), small(**shape)
     if kind == "value":
-        described = value_shape(described)
+        described = value_model_shape(described)
     with fake_rank(whole, 0, "cpu") as groups:
         shared = kind == "shared"
         model = build("policy" if shared else kind, described, groups, **options)

@@ -28,7 +28,7 @@ from ctrl_megatron.memory.model_state import (
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rules import hf_shapes
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import ModelShape, value_model_shape
 from ctrl_megatron.parallel.layout import Layout, worlds_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,7 +55,7 @@ def example(file: str, *overrides: str, value: bool = False) -> tuple[Config, Mo
     shape = shape_of(MODELS[file])
     config = load_config(EXAMPLES / file, overrides)
     return config, ModelShapes(
-        actor=shape, reference=shape, value=value_shape(shape) if value else None
+        actor=shape, reference=shape, value=value_model_shape(shape) if value else None
     )
 
 
@@ -259,7 +259,7 @@ def test_models_on_ranks_of_their_own_are_planned_there_and_not_beside_the_actor
     several = memory_budget(apart, shapes, gpu_memory=MEMORY)
     uses = {use.phase: use for use in several.phases}
     kept = trained_model_memory(
-        value_shape(shapes.actor), critic.layout, pp=0, dtype="bfloat16", distributed=True
+        value_model_shape(shapes.actor), critic.layout, pp=0, dtype="bfloat16", distributed=True
     )
     update = uses["critic: update"]
     assert update.rank == 8

@@ -22,7 +22,7 @@ from ctrl_megatron.memory.model_state import (
     trained_model_memory,
 )
 from ctrl_megatron.models.hf_config import parse_model_shape
-from ctrl_megatron.models.shape import ModelShape, value_shape
+from ctrl_megatron.models.shape import ModelShape, value_model_shape
 from ctrl_megatron.parallel.layout import Layout
 
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
@@ -235,7 +235,7 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
     options, shape = given["options"], measured.small(**given["shape"])
     modules = options.get("overrides", {}).get("recompute_modules", ["core_attn"])
     return PassShape(
-        shape=value_shape(shape) if given.get("kind") == "value" else shape,
+        shape=value_model_shape(shape) if given.get("kind") == "value" else shape,
         layout=Layout(**given["layout"]),
         kernels="torch",
         dtype_size=4 if options.get("dtype") == "float32" else 2,
@@ -299,6 +299,6 @@ def test_fused_swiglu_keeps_three_fifths(tmp_path: Path) -> None:
     fused = case(overrides={**megatrons, "bias_activation_fusion": True})
     before, after = measured.count("passes", [plain, fused], folder=tmp_path)
     p = pass_shape(plain)
-    halves = 2 * p.dtype_size * p.shape.widest * p.shape.num_layers * p.tokens
+    halves = 2 * p.dtype_size * p.shape.max_layer_width * p.shape.num_layers * p.tokens
     assert before["kept"] - after["kept"] == pytest.approx(halves, rel=0.01)
     assert saved_bytes_per_token(p) > 0

@@ -24,7 +24,7 @@ from ctrl_megatron.memory.proposal import (
 )
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import value_model_shape
 from ctrl_megatron.parallel.layout import Layout, World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -72,7 +72,7 @@ def test_equal_ranks_are_never_faster_apart(actor: int, critic: int, generate: f
 def example(*overrides: str) -> tuple[Config, ModelShapes]:
     shape = parse_model_shape(json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text()))
     config = load_config(EXAMPLES / "ctrl_7b.yaml", [*PPO, *overrides])
-    return config, ModelShapes(actor=shape, reference=shape, value=value_shape(shape))
+    return config, ModelShapes(actor=shape, reference=shape, value=value_model_shape(shape))
 
 
 def test_generation_has_the_named_share_of_a_step() -> None:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.models.expert_choice import choose_experts_in_groups
-from ctrl_megatron.models.shape import GroupChoice
+from ctrl_megatron.models.expert_choice import group_limited_topk
+from ctrl_megatron.models.shape import GroupLimitedRouting
 
 
 @settings(max_examples=60, deadline=None)
@@ -26,8 +26,8 @@ def test_a_token_chooses_in_the_groups_with_the_best_scores(
     top_k = data.draw(st.integers(1, chosen * size))
     # Scores plus a bias may be negative.
     scores = torch.randn(7, groups * size, generator=torch.Generator().manual_seed(seed))
-    choice = GroupChoice(groups=groups, chosen=chosen, best=best)
-    values, numbers = choose_experts_in_groups(scores, top_k, choice)
+    choice = GroupLimitedRouting(groups=groups, chosen=chosen, best=best)
+    values, numbers = group_limited_topk(scores, top_k, choice)
     for row, own, found in zip(scores.tolist(), numbers.tolist(), values.tolist(), strict=True):
         members = [range(g * size, (g + 1) * size) for g in range(groups)]
         members.sort(key=lambda group: sum(sorted((row[e] for e in group), reverse=True)[:best]))

@@ -123,9 +123,9 @@ def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
     for _, _, _, param in shards(shape, layout):
         own = torch.zeros(param.shape, dtype=torch.int64)
         for piece in param.pieces:
-            assert own[piece.slices].shape == covered[piece.hf][piece.hf_slices].shape
-            assert own[piece.slices].shape == piece.extent
-            own[piece.slices] += 1
+            assert own[piece.shard_slices].shape == covered[piece.hf][piece.hf_slices].shape
+            assert own[piece.shard_slices].shape == piece.extent
+            own[piece.shard_slices] += 1
             covered[piece.hf][piece.hf_slices] += 1
         if "embedding" in param.name or "output_layer" in param.name:
             filled = own.amin(dim=1)
@@ -224,7 +224,7 @@ def test_shards_hold_what_megatron_expects(name: str, layout: Layout) -> None:
             layer = layout.layers(shape.num_layers, pp=pp, chunk=chunk)[local]
         shard = torch.zeros(param.shape, dtype=torch.int64)
         for piece in param.pieces:
-            shard[piece.slices] = hf[piece.hf][piece.hf_slices]
+            shard[piece.shard_slices] = hf[piece.hf][piece.hf_slices]
         want = whole_parameter(param, layer, hf, shape, layout.tensor, tp)
         assert torch.equal(shard, want), param.name
 
@@ -356,9 +356,9 @@ def test_any_model_survives_the_way_there_and_back(drawn: tuple[ModelShape, Layo
     for _, _, _, param in shards(shape, layout):
         shard = torch.full(param.shape, torch.nan)
         for piece in param.pieces:
-            shard[piece.slices] = hf[piece.hf][piece.hf_slices]
+            shard[piece.shard_slices] = hf[piece.hf][piece.hf_slices]
         for piece in param.pieces:
-            back[piece.hf][piece.hf_slices] = shard[piece.slices]
+            back[piece.hf][piece.hf_slices] = shard[piece.shard_slices]
     for name, tensor in hf.items():
         assert torch.equal(back[name], tensor), name
 

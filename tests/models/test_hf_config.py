@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ctrl_megatron.engine_kinds import EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import engine_obstacle
+from ctrl_megatron.models.families import engine_mismatch_reason
 from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape, read_shape
-from ctrl_megatron.models.rope import Llama3, Rope, engine_difference, rope_frequencies
+from ctrl_megatron.models.rope import Llama3Scaling, Rope, engine_rope_mismatch, rope_frequencies
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import (
     Dense,
@@ -302,7 +302,7 @@ def test_every_number_of_a_published_model_is_read() -> None:
         norm_epsilon=1e-5,
         rope=Rope(
             theta=5e5,
-            scaling=Llama3(
+            scaling=Llama3Scaling(
                 factor=8.0,
                 low_freq_factor=1.0,
                 high_freq_factor=4.0,
@@ -627,7 +627,7 @@ def test_a_first_llama_has_the_frequencies_of_its_time() -> None:
     theirs = transformers.AutoConfig.for_model(**{**config, "rope_scaling": {**scaled}})
     ours = parse_model_shape({**config, "rope_scaling": {**scaled}}).rope
     asked = theirs.rope_parameters["original_max_position_embeddings"]
-    assert isinstance(ours.scaling, Llama3)
+    assert isinstance(ours.scaling, Llama3Scaling)
     assert ours.scaling.original_max_position_embeddings == asked
     assert asked == LLAMA31["max_position_embeddings"]
     assert ours.theta == theirs.rope_parameters["rope_theta"] == 10000.0
@@ -693,9 +693,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     plain = {**QWEN3_MOE, "tie_word_embeddings": False}
     changes = {"tie_word_embeddings": True, "mlp_only_layers": [0], "decoder_sparse_step": 2}
-    assert engine_obstacle(parse_model_shape(plain), engine) is None
+    assert engine_mismatch_reason(parse_model_shape(plain), engine) is None
     for key, value in changes.items():
-        found = engine_obstacle(parse_model_shape({**plain, key: value}), engine)
+        found = engine_mismatch_reason(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
 
 
@@ -724,9 +724,9 @@ def test_heads_that_cannot_be_computed_are_refused(
 def test_only_the_engine_for_it_generates_with_a_masked_diffusion_model() -> None:
     for engine in get_args(EngineName):
         for config in (DREAM, LLADA, SMOLLM2):
-            obstacle = engine_obstacle(parse_model_shape(config), engine)
+            obstacle = engine_mismatch_reason(parse_model_shape(config), engine)
             assert (obstacle is None) == ((engine == "diffusion") == (config is not SMOLLM2))
-    assert "use diffusion" in str(engine_obstacle(parse_model_shape(DREAM), "hf"))
+    assert "use diffusion" in str(engine_mismatch_reason(parse_model_shape(DREAM), "hf"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 20])
@@ -774,7 +774,7 @@ def test_an_engine_that_rotates_otherwise_is_named(
     engine: EngineName, scaling: dict[str, Any], named: str | None
 ) -> None:
     shape = parse_model_shape({**LLAMA31, "rope_scaling": scaling})
-    found = engine_difference(shape.rope, engine, shape.max_position_embeddings)
+    found = engine_rope_mismatch(shape.rope, engine, shape.max_position_embeddings)
     assert (found is None) if named is None else (found is not None and named in found)
 
 
@@ -784,7 +784,7 @@ def test_an_engine_that_rotates_otherwise_is_named(
 def test_frequencies_are_the_formula(
     head_dim: int, theta: float, scaling: dict[str, Any] | None
 ) -> None:
-    rope = Rope(theta=theta, scaling=Llama3(**scaling) if scaling else None)
+    rope = Rope(theta=theta, scaling=Llama3Scaling(**scaling) if scaling else None)
     got = rope_frequencies(rope, head_dim)
     config = transformers.AutoConfig.for_model(**{**SMOLLM2, "head_dim": head_dim})
     config.rope_parameters = {"rope_type": "default", "rope_theta": theta}

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from ctrl_megatron.models.hf_config import parse_shape
-from ctrl_megatron.models.kept_by_modules import module_pass
+from ctrl_megatron.models.kept_by_modules import count_activation_bytes
 from ctrl_megatron.models.shape import TransformersShape
 
 SIZES = {
@@ -67,7 +67,7 @@ def test_a_pass_keeps_what_it_is_planned_to(case: str, dtype: str) -> None:
     config = transformers.CONFIG_MAPPING[family](**SIZES, **keys)
     shape = parse_shape(json.loads(config.to_json_string(use_diff=False)), "here", "fsdp")
     assert isinstance(shape, TransformersShape)
-    planned = module_pass(shape, dtype)
+    planned = count_activation_bytes(shape, dtype)
     kind = getattr(torch, dtype)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=kind, attn_implementation="sdpa"

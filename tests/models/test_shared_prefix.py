@@ -72,7 +72,7 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
     sees, positions, rows = by_definition(groups, filler)
     layout = build_packed_layout(groups, filler=filler)
     params = layout_params(layout, CPU)
-    assert layout.tokens == len(positions)
+    assert layout.num_tokens == len(positions)
     assert layout.attended_pairs == int(sees.sum())
     assert params.positions.tolist() == positions
     # The kernel's view: bottom-right causal masks over queries and gathered keys.
@@ -80,7 +80,7 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
     bounds = params.attention
     queries, keys = bounds.cu_seqlens_q.tolist(), bounds.cu_seqlens_kv.tolist()
     index = layout.key_index()
-    assert (queries[-1], keys[-1]) == (layout.tokens, len(index))
+    assert (queries[-1], keys[-1]) == (layout.num_tokens, len(index))
     assert bounds.cu_seqlens_q.dtype == bounds.cu_seqlens_kv.dtype == torch.int32
     for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
         assert b - a <= bounds.max_seqlen_q and d - c <= bounds.max_seqlen_kv
@@ -89,9 +89,9 @@ def test_the_layout_is_what_it_says(groups: Groups, filler: int) -> None:
     assert torch.equal(found, sees)
     assert layout.shares_prefix == (params.key_index is not None)
     if not layout.shares_prefix:
-        assert index.tolist() == list(range(layout.tokens))
+        assert index.tolist() == list(range(layout.num_tokens))
     # Megatron's rotary embedding takes everything for one sequence with a row per token.
-    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, layout.tokens]
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, layout.num_tokens]
     for place, tokens in zip(layout.rows, rows, strict=True):
         count = place.end - place.start
         assert tokens[len(tokens) - count :] == list(range(place.start, place.end))
@@ -104,10 +104,10 @@ def random_inputs(
     layout: PackedLayout, dtype: torch.dtype, value_width: int = D
 ) -> list[torch.Tensor]:
     """Query, key and value as views of one projection, as Megatron's are, and a gradient."""
-    generator = torch.Generator().manual_seed(layout.tokens)
+    generator = torch.Generator().manual_seed(layout.num_tokens)
     widest = max(D, value_width)
-    fused = torch.randn(layout.tokens, A + 2 * G, widest, generator=generator, dtype=torch.float64)
-    given = torch.randn(layout.tokens, A * value_width, generator=generator, dtype=torch.float64)
+    fused = torch.randn(layout.num_tokens, A + 2 * G, widest, generator=generator, dtype=torch.float64)
+    given = torch.randn(layout.num_tokens, A * value_width, generator=generator, dtype=torch.float64)
     query, key, value = fused.to(dtype).split([A, G, G], dim=1)
     parts = query[..., :D], key[..., :D], value[..., :value_width]
     return [*(part.detach().requires_grad_() for part in parts), given.to(dtype)]
@@ -211,7 +211,7 @@ def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
     all tokens."""
     if not causal:
         groups = [(prompt, [n]) for prompt, responses in groups for n in responses]
-    tokens = build_packed_layout(groups).tokens
+    tokens = build_packed_layout(groups).num_tokens
     whole = build_packed_layout(groups, filler=-tokens % (2 * ranks), causal=causal)
     *parts, given_back = random_inputs(whole, torch.float64)
     sees = by_definition(groups, -tokens % (2 * ranks))[0]
@@ -219,8 +219,8 @@ def test_queries_of_two_pieces_see_what_they_see_in_the_whole(
         sees = sees | sees.T
     wanted = dense(*parts, sees)
     gradients = torch.autograd.grad(wanted, parts, given_back)
-    order = reorder_by_rank(torch.arange(whole.tokens), ranks)
-    assert torch.equal(reorder_by_token(order, ranks), torch.arange(whole.tokens))
+    order = reorder_by_rank(torch.arange(whole.num_tokens), ranks)
+    assert torch.equal(reorder_by_token(order, ranks), torch.arange(whole.num_tokens))
     summed = [torch.zeros_like(x) for x in parts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_TOGETHER", 3)

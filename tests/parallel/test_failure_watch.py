@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ctrl_megatron.errors import FAILED
-from ctrl_megatron.parallel.failure import StuckThreadStart
+from ctrl_megatron.parallel.failure import StuckThreadStartDetector
 
 ROOT = Path(__file__).parents[2]
 UNWATCHED = """
@@ -43,7 +43,7 @@ def test_a_rank_that_cannot_be_watched_ends_with_the_reason() -> None:
 
 
 def test_a_thread_that_never_begins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck, said = StuckThreadStart(0.3), list[str]()
+    stuck, said = StuckThreadStartDetector(0.3), list[str]()
     thread = threading.Thread(target=lambda: None)
 
     def look() -> None:

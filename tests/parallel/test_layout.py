@@ -148,13 +148,13 @@ def test_megatron_has_the_same_layers(
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from ctrl_megatron.models.build import uneven_stages
+    from ctrl_megatron.models.build import uneven_pipeline_layout
 
     if layout.pipeline == 1 and layout.virtual_pipeline > 1:
         return  # Megatron has no interleaving without a pipeline.
     chunks = layout.pipeline * layout.virtual_pipeline
     num_layers = 2 * chunks - missing % chunks
-    uneven = uneven_stages(num_layers, layout)
+    uneven = uneven_pipeline_layout(num_layers, layout)
     assert (uneven is None) == (num_layers % chunks == 0)
     stages = uneven and PipelineParallelLayerLayout(uneven, layout.pipeline)
     if stages:

@@ -14,9 +14,9 @@ import pytest
 from ctrl_megatron.background import (
     AbandonableCall,
     BackgroundLoop,
-    awaited,
-    count_one_done,
-    describe_awaited,
+    track_wait,
+    advance_wait,
+    describe_waits,
 )
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel import waiting as waiting_file
@@ -47,9 +47,9 @@ def alone(limit: float = 60.0) -> tuple[WaitRules, Any]:
 
 
 async def two_of_three(ends: asyncio.Event) -> int:
-    with awaited("the reward 'mine'", 3):
-        count_one_done()
-        await asyncio.to_thread(count_one_done)
+    with track_wait("the reward 'mine'", 3):
+        advance_wait()
+        await asyncio.to_thread(advance_wait)
         await ends.wait()
     return 7
 
@@ -64,7 +64,7 @@ def test_a_long_wait_says_what_it_waits_for(
     assert set(said) == {
         f"waiting {n} s for the node judge: the reward 'mine' on 2 of 3 rows" for n in (0, 1)
     }
-    assert len(said) == 2 and describe_awaited() == []
+    assert len(said) == 2 and describe_waits() == []
 
 
 def test_short_waits_say_nothing(loop: BackgroundLoop, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,10 +35,10 @@ def test_the_product_is_added(
 
 
 def test_a_model_on_a_cpu_names_it() -> None:
-    from ctrl_megatron.models.kernels import providers
+    from ctrl_megatron.models.kernels import kernel_providers
     from ctrl_megatron.parallel import cpu_platform
 
     if torch.cuda.is_available():
         pytest.skip("on a GPU Apex or Transformer Engine does it")
     cpu_platform.install_cpu_platform()
-    assert providers()["gradient accumulation"] == "ctrl_megatron.parallel.weight_gradient"
+    assert kernel_providers()["gradient accumulation"] == "ctrl_megatron.parallel.weight_gradient"

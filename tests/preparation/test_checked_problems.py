@@ -11,7 +11,7 @@ import pytest
 
 from ctrl_megatron.commands.prepare_data import main
 from ctrl_megatron.data.rows import read_rows, row_of_attempt, write_rows
-from ctrl_megatron.generation.checked_tests import FILE, TestChecks
+from ctrl_megatron.generation.checked_tests import FILE, RowTestChecks
 from ctrl_megatron.preparation.checked_problems import checked_problems
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Attempt
@@ -62,7 +62,7 @@ def test_the_command_checks_and_its_rows_need_no_check(
     write_rows(tmp_path / "rl" / "train.parquet", [row])
     (read,) = read_rows(tmp_path / "rl" / "train.parquet")
     assert read.reference == GOOD["reference"] and read.uncounted == ()
-    checks = TestChecks([read], tmp_path / "run")
+    checks = RowTestChecks([read], tmp_path / "run")
     assert not checks.missing and checks.result_of(read).remove_uncounted_from(read).uncounted == (
         1,
     )

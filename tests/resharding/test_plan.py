@@ -137,7 +137,7 @@ def test_every_worker_gets_each_of_its_bytes_once_and_no_other(
             for param in shard_params(shape, plan.train, place, chunk=chunk, te_names=te):
                 weight = torch.full(param.shape, torch.nan)
                 for piece in param.pieces:
-                    weight[piece.slices] = hf[piece.hf][piece.hf_slices]
+                    weight[piece.shard_slices] = hf[piece.hf][piece.hf_slices]
                 shards[f"{rank} {chunk} {param.name}"] = weight
     got = {
         (engine, worker): {name: torch.full_like(whole, torch.nan) for name, whole in hf.items()}
@@ -153,7 +153,7 @@ def test_every_worker_gets_each_of_its_bytes_once_and_no_other(
             into = got[engine, transfer.worker][piece.hf][piece.hf_slices]
             assert torch.isnan(into).all(), f"{piece} is written twice"
             shard = shards[f"{transfer.giver} {transfer.part.chunk} {rectangle.param}"]
-            into.copy_(shard[piece.slices])
+            into.copy_(shard[piece.shard_slices])
             written += prod(piece.extent)
             sent += rectangle.num_bytes
     needed = 0

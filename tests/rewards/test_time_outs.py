@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from reward_samples import block, function_row, stdio_row
 
-from ctrl_megatron.background import BackgroundLoop, describe_awaited
+from ctrl_megatron.background import BackgroundLoop, describe_waits
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import WaitRules
@@ -172,13 +172,13 @@ def test_a_function_that_does_not_return_is_named_and_left_behind(
     work = background.submit(total.score(ITEMS))
     time.sleep(0.3)
     part = "1 of " if text is PER_TEXT else ""
-    assert describe_awaited() == [f"the reward 'mine' on {part}3 rows"]
+    assert describe_waits() == [f"the reward 'mine' on {part}3 rows"]
     # The loop of the requests to engines and sandboxes goes on.
     assert background.run(asyncio.sleep(0, "alive"), 0.5) == "alive"
     with pytest.raises(UserError, match=rf"mine\.py:score.*within 0\.7 s for 3 items: {where}"):
         work.result(10)
     background.close()
-    assert time.monotonic() - began < 5 and describe_awaited() == []
+    assert time.monotonic() - began < 5 and describe_waits() == []
 
 
 def test_a_stop_leaves_a_hanging_function_behind(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def connected(part: EnginePart, greeting: bytes) -> socket.socket:
 
 def test_the_first_part_ends_with_any_other(first: EnginePart) -> None:
     ends = Ends()
-    parts.end_with_other_parts(first, ends)
+    parts.watch_other_parts(first, ends)
     stranger = connected(first, b"guess!")
     assert stranger.recv(1) == b"", "it is no part, and is sent away"
     one, other = connected(first, b"secret"), connected(first, b"secret")
@@ -65,7 +65,7 @@ def test_every_other_part_ends_with_the_first(
     monkeypatch.setattr(parts, "_RETRY_SECONDS", 0.02)
     ends = Ends()
     # It comes up before the first part listens.
-    parts.end_with_other_parts(replace(first, number=1), ends)
+    parts.watch_other_parts(replace(first, number=1), ends)
     time.sleep(0.05)
     with socket.create_server((LOOPBACK, first.watch_port)) as listener:
         own, _ = listener.accept()
@@ -78,5 +78,5 @@ def test_every_other_part_ends_with_the_first(
 def test_a_port_that_is_taken_is_no_reason_to_go_on_unwatched(first: EnginePart) -> None:
     ends = Ends()
     with socket.create_server((LOOPBACK, first.watch_port)):
-        parts.end_with_other_parts(first, ends)
+        parts.watch_other_parts(first, ends)
         assert ends.told.wait(20) and "cannot be watched at 127.0.0.1" in ends.reason

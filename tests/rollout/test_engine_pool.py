@@ -27,7 +27,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
-from ctrl_megatron.steps.performance import engine_balance
+from ctrl_megatron.steps.performance import engine_balance_metric
 from ctrl_megatron.types import Completion, SamplingParams, VersionSpan
 
 
@@ -116,7 +116,7 @@ def test_answers_come_in_the_order_of_the_prompts_whoever_drew_them(
     # A group's samples have one engine, which is never given more than it has room for.
     assert sorted(row for clock in clocks for row in clock.rows) == list(range(len(lengths)))
     assert all(clock.at_once <= max(at_once, n) for clock in clocks)
-    assert sum(pool.take_drawn_tokens()) == n * sum(lengths) and not any(pool.take_drawn_tokens())
+    assert sum(pool.take_drawn_token_counts()) == n * sum(lengths) and not any(pool.take_drawn_token_counts())
     # No engine is idle while there are prompts for all.
     assert sum(bool(clock.rows) for clock in clocks) == min(engines, len(lengths))
 
@@ -183,7 +183,7 @@ def test_what_a_lost_engine_was_asked_for_goes_to_the_others(
     done = asyncio.run(pool.generate([[i, k] for i, k in enumerate(lengths)], params(n)))
     told = [[(c.token_ids[0], len(c.token_ids)) for c in group] for group in done]
     assert told == [[(i * 10 + j, k) for j in range(n)] for i, k in enumerate(lengths)]
-    assert sum(pool.take_drawn_tokens()) == n * sum(lengths)
+    assert sum(pool.take_drawn_token_counts()) == n * sum(lengths)
     assert all(clock.running == 0 for clock in clocks)
     assert all(member.sequences == member.tokens == 0 for member in pool._members)
 
@@ -211,9 +211,9 @@ def test_balance_is_what_the_laziest_drew_of_what_the_busiest_drew() -> None:
     pool = pool_of(clocks)
     asyncio.run(pool.generate([[0, 30], [1, 10]], params()))
     groups: Any = SimpleNamespace(from_data_ranks=lambda mine: [mine, [10, 10]])
-    assert engine_balance(pool, groups) == {"perf/engine_balance": 20 / 40}
+    assert engine_balance_metric(pool, groups) == {"perf/engine_balance": 20 / 40}
     alone: Any = SimpleNamespace(from_data_ranks=lambda mine: [mine])
-    assert engine_balance(pool, alone) == {} == engine_balance(None, alone)
+    assert engine_balance_metric(pool, alone) == {} == engine_balance_metric(None, alone)
 
 
 # Real engines
@@ -257,7 +257,7 @@ def test_who_draws_does_not_matter(processes: list[EngineProcess]) -> None:
         assert [[c.token_ids for c in group] for group in several] == tokens
         assert [[c.token_ids for c in group] for group in part] == tokens[5:]
         assert len({tuple(group) for group in tokens}) == 12
-        assert all(pool.take_drawn_tokens())
+        assert all(pool.take_drawn_token_counts())
         with pytest.raises(ValueError, match="prompt in row 3 is empty"):
             await pool.generate([[1], [2], [3], []], asked)
         await pool.close()

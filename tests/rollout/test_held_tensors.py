@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.rollout.held_tensors import Gather, HeldExperts, held_tensors
+from ctrl_megatron.rollout.held_tensors import Gather, RankExpertWeights, engine_hf_tensors
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 STEM = "model.layers.3.mlp.experts"
@@ -69,7 +69,7 @@ def by_width(whole: dict[str, torch.Tensor], experts: int, padding: int, ranks: 
         for part, dim in ((gate, 1), (up, 1), (down, 2))
     ]
     return [
-        HeldExperts(torch.cat([g, u], 1), d, width=width if padding else None)
+        RankExpertWeights(torch.cat([g, u], 1), d, width=width if padding else None)
         for g, u, d in zip(*cuts, strict=True)
     ]
 
@@ -85,10 +85,10 @@ def by_expert(whole: dict[str, torch.Tensor], experts: int, order: list[int], ra
     pieces = zip(
         gate_up.chunk(ranks), down.chunk(ranks), torch.tensor(order).chunk(ranks), strict=True
     )
-    return [HeldExperts(*piece) for piece in pieces]
+    return [RankExpertWeights(*piece) for piece in pieces]
 
 
-def read_back(held: list[HeldExperts]) -> dict[str, torch.Tensor]:
+def read_back(held: list[RankExpertWeights]) -> dict[str, torch.Tensor]:
     """HF name -> tensor, which every rank must have found alike and once."""
     meeting = Meeting(len(held))
     model = torch.nn.ModuleDict({"routed_experts": RoutedExperts()})
@@ -97,7 +97,7 @@ def read_back(held: list[HeldExperts]) -> dict[str, torch.Tensor]:
 
     def on(rank: int) -> list[tuple[str, torch.Tensor]]:
         return list(
-            held_tensors(
+            engine_hf_tensors(
                 model,
                 torch.float32,
                 gather=meeting.of(rank),
@@ -139,7 +139,7 @@ def test_every_number_of_an_expert_is_read_once_however_ranks_share_it(
 
 
 def test_the_names_are_the_familys() -> None:
-    held = HeldExperts(torch.zeros(1, 4, 3), torch.zeros(1, 3, 2), names=("w1", "w3", "w2"))
+    held = RankExpertWeights(torch.zeros(1, 4, 3), torch.zeros(1, 3, 2), names=("w1", "w3", "w2"))
     shapes = {name: tuple(tensor.shape) for name, tensor in read_back([held]).items()}
     assert shapes == {
         f"{STEM}.0.w1.weight": (2, 3),

@@ -12,10 +12,10 @@ import torch
 from free_port import free_port
 from safetensors.torch import load_file
 
-from ctrl_megatron.models.fp8 import SCALES, block_maxima, block_scales, divided_blocks, quantise
+from ctrl_megatron.models.fp8 import SCALES, block_maxima, block_scales, misaligned_part_widths, quantise
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.rollout.engine import EngineSpec
-from ctrl_megatron.rollout.weight_update import updated_tensors
+from ctrl_megatron.rollout.weight_update import updated_tensor_specs
 
 pytestmark = pytest.mark.long
 vllm = pytest.importorskip("vllm")
@@ -49,7 +49,7 @@ def test_vllms_model_has_the_bytes_that_were_sent(
     )
     sent: dict[str, torch.Tensor] = {}
     files = load_file(tmp_path / "model.safetensors")
-    for tensor in updated_tensors(spec):
+    for tensor in updated_tensor_specs(spec):
         if (whole := files.get(tensor.name)) is not None and tensor.dtype == "bfloat16":
             sent[tensor.name] = whole
         elif whole is not None:
@@ -119,7 +119,7 @@ def test_vllm_refuses_what_the_configuration_does(monkeypatch: pytest.MonkeyPatc
             **{"num_key_value_heads": groups, "rms_norm_eps": 1e-5, "max_position_embeddings": 64},
         }
         shape = parse_model_shape(config, "config.json")
-        ours = not divided_blocks(shape, workers, whole_experts=False)
+        ours = not misaligned_part_widths(shape, workers, whole_experts=False)
         assert ours == vllm_takes(heads, groups, width, workers), (heads, groups, width, workers)
         seen.add(ours)
     assert seen == {True, False}

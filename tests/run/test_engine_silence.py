@@ -15,9 +15,9 @@ import pytest
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.keeping import SilenceDetector
 from ctrl_megatron.rollout.fleet import BlockedLoopDetector
-from ctrl_megatron.rollout.kept_engine import ProbedEngine
+from ctrl_megatron.rollout.kept_engine import EngineProbe
 from ctrl_megatron.sandbox import EmbeddedSandbox
-from ctrl_megatron.sandbox.kept import ProbedSandbox
+from ctrl_megatron.sandbox.kept import SandboxProbe
 
 LIMIT = 0.6
 
@@ -34,7 +34,7 @@ def watched(probes: BackgroundLoop, answers: Callable[[], Any]) -> SilenceDetect
 
     address = SimpleNamespace(pid=7, log_path="/nowhere/engine.log")
     engine: Any = SimpleNamespace(health=answers, close=close, address=address)
-    return SilenceDetector(ProbedEngine(engine), probes, LIMIT)
+    return SilenceDetector(EngineProbe(engine), probes, LIMIT)
 
 
 async def at_once() -> None: ...
@@ -110,7 +110,7 @@ def test_a_frozen_sandbox_is_named_and_a_busy_process_is_not_blamed_for_its_own_
     probes: BackgroundLoop,
 ) -> None:
     with EmbeddedSandbox.start(workers=1) as box:
-        silence = SilenceDetector(ProbedSandbox(lambda: box, None), probes, LIMIT + 2.5)
+        silence = SilenceDetector(SandboxProbe(lambda: box, None), probes, LIMIT + 2.5)
         deadline = time.monotonic() + 4
         while time.monotonic() < deadline:
             assert silence() is None

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ctrl_megatron.commands.start import checked_config
+from ctrl_megatron.commands.start import load_checked_config
 from ctrl_megatron.config import Config, load_config, to_yaml
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import flops, measure_cpu_peak_flops
-from ctrl_megatron.models.hf_config import product_sizes
+from ctrl_megatron.models.hf_config import typical_linear_sizes
 from ctrl_megatron.record.recorder import write_config_keeping_earlier
-from ctrl_megatron.run.measured_dtype import require_one_dtype, with_measured_dtype
+from ctrl_megatron.run.measured_dtype import require_one_dtype, resolve_auto_dtype
 
 KEY = "actor_rollout_ref.model.dtype"
 SLOW, FAST = (2e9, 9e9, 14e9), (70e9, 80e9, 50e9)
@@ -42,7 +42,7 @@ def test_the_faster_type_is_chosen_and_a_resume_does_not_measure_again(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: str
 ) -> None:
     let_be_faster(monkeypatch, fast)
-    chosen = with_measured_dtype(config)
+    chosen = resolve_auto_dtype(config)
     assert chosen.actor_rollout_ref.model_dtype == fast
     assert f"{KEY}={fast}" in capsys.readouterr().out
     folder = Path(config.trainer.run_dir)
@@ -50,17 +50,17 @@ def test_the_faster_type_is_chosen_and_a_resume_does_not_measure_again(
     write_config_keeping_earlier(folder, to_yaml(chosen))
     other = {"float32": "bfloat16", "bfloat16": "float32"}[fast]
     let_be_faster(monkeypatch, other)
-    assert with_measured_dtype(config).actor_rollout_ref.model_dtype == fast
+    assert resolve_auto_dtype(config).actor_rollout_ref.model_dtype == fast
     assert capsys.readouterr().out == ""
 
 
 def test_what_cannot_be_measured_is_refused(config: Config) -> None:
     Path("model/config.json").write_text("{}")
     with pytest.raises(UserError, match=f"{KEY}=auto.*hidden_size.*float32"):
-        with_measured_dtype(config)
+        resolve_auto_dtype(config)
     Path("model/config.json").unlink()
     with pytest.raises(UserError, match=r"actor_rollout_ref\.model\.path"):
-        with_measured_dtype(config)
+        resolve_auto_dtype(config)
     with pytest.raises(ValueError, match="has not been measured"):
         _ = config.actor_rollout_ref.model_dtype
 
@@ -79,7 +79,7 @@ def test_the_peak_is_the_fastest_product_of_the_model_or_of_a_square_layer(
 def test_experts_and_text_towers_have_sizes(tmp_path: Path) -> None:
     def of(**keys: object) -> tuple[int, int] | None:
         (tmp_path / "config.json").write_text(json.dumps(keys))
-        return product_sizes(tmp_path)
+        return typical_linear_sizes(tmp_path)
 
     assert of(hidden_size=8, intermediate_size=16, moe_intermediate_size=4) == (8, 4)
     assert of(text_config={"hidden_size": 8}) == (8, 32)
@@ -90,7 +90,7 @@ def test_a_command_measures_on_this_machine(
     config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run.yaml").write_text("actor_rollout_ref: {model: {path: model, dtype: auto}}\n")
-    found = checked_config("run.yaml", [], "none")
+    found = load_checked_config("run.yaml", [], "none")
     assert found.actor_rollout_ref.model_dtype in ("float32", "bfloat16")
     assert "GFLOP/s" in capsys.readouterr().out
 

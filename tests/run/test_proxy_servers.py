@@ -72,8 +72,8 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
     # Another length is another request.
     answers(proxy, talks(["z"]), 6)
     assert len(first.asked) == 5
-    assert asyncio.run(proxy.take_counts()) == CacheCounters(hits=1, runs=5)
-    assert asyncio.run(proxy.take_counts()) == CacheCounters()
+    assert asyncio.run(proxy.take_cache_counts()) == CacheCounters(hits=1, runs=5)
+    assert asyncio.run(proxy.take_cache_counts()) == CacheCounters()
     first.fails = True
     (lost, known) = answers(proxy, talks(["new", "x"]), 5)
     assert lost == ProxyFailure(error="b is down; a is down") and known == expected[0]
@@ -83,11 +83,11 @@ def test_a_request_goes_to_the_next_server_and_an_equal_one_to_none() -> None:
 
 def test_the_first_lines_name_the_model_and_the_servers_that_do_not_answer() -> None:
     both = {"http://a": Scripted("big"), "http://b": Scripted("b", fails=True)}
-    said = asyncio.run(ApiProxy(both, "m").describe_servers())
+    said = asyncio.run(ApiProxy(both, "m").probe_servers())
     assert said == "proxy api:big on 1 of 2 servers (without b is down)"
     down = ApiProxy({"http://b": Scripted("b", fails=True)}, "m")
     with pytest.raises(UserError, match=r"no server of the proxy answers: b is down"):
-        asyncio.run(down.describe_servers())
+        asyncio.run(down.probe_servers())
 
 
 def test_a_file_of_answers_serves_the_next_run_for_equal_requests_only(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.chain import judge_programs
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
-from ctrl_megatron.steps.sample import Outcome, Sample
+from ctrl_megatron.steps.sample import SampleRewards, Sample
 from ctrl_megatron.steps.worker import RolloutWorker
 from ctrl_megatron.types import Completion
 
@@ -160,7 +160,7 @@ def sample(uid: str, *, critic: float | None, mine: float | None) -> Sample:
         mini_batch=0,
         prompt=(1,),
         completion=Completion(token_ids=(2,), log_probs=(0.0,), finish_reason="stop", spans=()),
-        outcome=Outcome(total=total, rewards={"critic": critic, "mine:f": mine}),
+        outcome=SampleRewards(total=total, rewards={"critic": critic, "mine:f": mine}),
     )
 
 

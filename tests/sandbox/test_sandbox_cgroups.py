@@ -35,7 +35,7 @@ class Tree:
             (self.home / f"cgroup.{name}").write_text(text)
 
     def take(self) -> CgroupSubtree:
-        return CgroupSubtree.take(self.mounts, self.membership)
+        return CgroupSubtree.split_own_cgroup(self.mounts, self.membership)
 
     def read(self, name: str) -> str:
         return (self.home / name).read_text()

@@ -121,7 +121,7 @@ def test_a_password_in_an_address_is_sent_and_never_shown() -> None:
         async with serving(Script((500, "why"))) as script:
             secret = script.url.replace("//", "//me:s%40cret@")
             async with client_of(secret) as client:
-                for call in (client.run_code(REQUEST), client.ping(), client.identity()):
+                for call in (client.run_code(REQUEST), client.isolation_levels(), client.identity()):
                     with pytest.raises(SandboxError) as caught:
                         await call
                     assert script.url in str(caught.value)
@@ -190,7 +190,7 @@ def test_a_service_that_does_not_exist() -> None:
             with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):
                 await client.run_code(REQUEST)
             with pytest.raises(SandboxError, match="does not answer"):
-                await client.ping()
+                await client.isolation_levels()
 
     asyncio.run(scenario())
 
@@ -231,7 +231,7 @@ def test_several_endpoints_share_the_load() -> None:
             client_of([left.url, right.url + "/"]) as client,
         ):
             await asyncio.gather(*(client.run_code(REQUEST) for _ in range(6)))
-            await client.ping()
+            await client.isolation_levels()
             assert (left.most_at_once, right.most_at_once) == (3, 3)
 
     asyncio.run(scenario())

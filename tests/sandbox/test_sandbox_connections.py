@@ -135,7 +135,7 @@ def test_the_peer_with_most_connections_loses_one() -> None:
         names = iter("abbba")
         address = await listener.listen("127.0.0.1", 0, asyncio.Protocol)
         held = await open_many(address, b"x", 4)
-        while listener.open < 4:
+        while listener.open_connection_count < 4:
             await asyncio.sleep(0.01)
         held += await open_many(address, b"x", 1)
         ends = [asyncio.create_task(closed(reader)) for reader, _ in held]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.sandbox.service.fair_queue import FairQueue
-from ctrl_megatron.sandbox.service.http import peer_of
+from ctrl_megatron.sandbox.service.http import fairness_peer
 
 
 class World:
@@ -31,7 +31,7 @@ class World:
 
     async def request(self, peer: str, name: str, jobs: list[float], at_once: int = 16) -> None:
         """One request of jobs that take so many seconds; none may take more than 10."""
-        share, slots = self.queue.enter(peer), asyncio.Semaphore(at_once)
+        share, slots = self.queue.register_request(peer), asyncio.Semaphore(at_once)
 
         async def one(seconds: float) -> None:
             async with slots:
@@ -153,10 +153,10 @@ def test_those_who_leave_lose_no_item(asked: list[tuple[str, bool]], late: bool)
 
     async def scenario() -> None:
         queue: FairQueue[int] = FairQueue()
-        shares = [queue.enter(peer) for peer, _ in asked]
+        shares = [queue.register_request(peer) for peer, _ in asked]
         tasks = [asyncio.create_task(queue.acquire(share, 1.0)) for share in shares]
         await asyncio.sleep(0)
-        assert (queue.waiting, queue.peers) == (len(asked), len({peer for peer, _ in asked}))
+        assert (queue.waiting, queue.waiting_peer_count) == (len(asked), len({peer for peer, _ in asked}))
         if late:
             queue.add(1)
         leaving = [t for t, (_, leaves) in zip(tasks, asked, strict=True) if leaves]
@@ -172,7 +172,7 @@ def test_those_who_leave_lose_no_item(asked: list[tuple[str, bool]], late: bool)
             tasks.remove(ready)
             lease = ready.result()
             queue.release(lease, lease.item)
-        assert (queue.free, queue.waiting, queue.peers) == (1, 0, 0)
+        assert (queue.free_item_count, queue.waiting, queue.waiting_peer_count) == (1, 0, 0)
         assert all(abs(share.reserved) < 1e-9 for share in shares)
 
     asyncio.run(scenario())
@@ -195,4 +195,4 @@ def test_those_who_leave_lose_no_item(asked: list[tuple[str, bool]], late: bool)
     ],
 )
 def test_a_peer_is_where_a_request_comes_from(address: str | None, peer: str) -> None:
-    assert peer_of(address) == peer
+    assert fairness_peer(address) == peer

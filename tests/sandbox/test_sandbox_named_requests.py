@@ -201,10 +201,10 @@ def test_abandoned_work_ends_and_answers_are_kept_for_a_while(
     async def scenario() -> None:
         works = WorkUnderWay()
         # Left, and come back in time; then left for good.
-        slow = works.begin("a", b"1", work("a", 0.3))
+        slow = works.begin_or_join("a", b"1", work("a", 0.3))
         assert await works.wait(slow, 0.02) is None
         await asyncio.sleep(0.05)
-        assert works.begin("a", b"1", work("a", 0.3)) is slow
+        assert works.begin_or_join("a", b"1", work("a", 0.3)) is slow
         assert await works.wait(slow, 0.02) is None and began == ["a"]
         await asyncio.sleep(0.15)
         assert slow.task.cancelled() and works.open == 0
@@ -213,18 +213,18 @@ def test_abandoned_work_ends_and_answers_are_kept_for_a_while(
         # A fault is no answer.
         for _ in range(2):
             with pytest.raises(SandboxError):
-                await works.wait(works.begin("b", b"2", work("b", 0.0, fails=True)), 1.0)
+                await works.wait(works.begin_or_join("b", b"2", work("b", 0.0, fails=True)), 1.0)
         assert began == ["a", "b", "b"]
         # Answers: the oldest goes when there are too many bytes, all go after a time.
         for name in "cde":
-            assert await works.wait(works.begin(name, b"", work(name, 0.0)), 1.0) == name * 10
+            assert await works.wait(works.begin_or_join(name, b"", work(name, 0.0)), 1.0) == name * 10
         with pytest.raises(UnknownWork):
             works.find("c")
         assert await works.wait(works.find("e"), 0) == "e" * 10
         await asyncio.sleep(0.3)
         assert works.open == 0 and not works._works and works._bytes == 0
         # One without a number ends with its only client.
-        lone = works.begin("", b"", work("f", 5.0))
+        lone = works.begin_or_join("", b"", work("f", 5.0))
         waiting = asyncio.create_task(works.wait(lone, None))
         await asyncio.sleep(0.01)
         waiting.cancel()

@@ -22,7 +22,7 @@ import pytest
 
 from ctrl_megatron.exposition import DurationHistogram, metric_lines
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
-from ctrl_megatron.sandbox.access import OpenAddress, is_allowed, read_token, require_safe_address
+from ctrl_megatron.sandbox.access import UnprotectedAddress, is_allowed, read_token, require_safe_address
 from ctrl_megatron.sandbox.service.telemetry import JsonLogFormatter, RequestTelemetry
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus, SubmitRequest, TestConfig
 
@@ -126,7 +126,7 @@ def test_loopback_needs_no_token(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node17", ""])
 def test_other_addresses_need_a_token_or_a_word(host: str) -> None:
-    with pytest.raises(OpenAddress, match="--token-file"):
+    with pytest.raises(UnprotectedAddress, match="--token-file"):
         require_safe_address(host, None, allow_open=False)
     require_safe_address(host, TOKEN, allow_open=False)
     require_safe_address(host, None, allow_open=True)

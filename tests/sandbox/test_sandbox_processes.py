@@ -171,7 +171,7 @@ def test_a_service_started_by_a_thread_that_ended_lives_on() -> None:
     asyncio.run(start())
     (service,) = started
     try:
-        asyncio.run(SandboxClient(service.endpoint).ping())
+        asyncio.run(SandboxClient(service.endpoint).isolation_levels())
         assert service.alive()
     finally:
         service.stop()

@@ -16,12 +16,12 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.pipeline import NodeOutput, NodeRole, Pipeline
 from ctrl_megatron.rewards.plan import plan_rewards
-from ctrl_megatron.run.checks.nodes import check_sampling
+from ctrl_megatron.run.checks.nodes import check_group_filter
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import groups_with_varied_rewards
 from ctrl_megatron.steps.losses import means_over_steps, mini_batches
-from ctrl_megatron.steps.sample import Outcome, Revision, Sample
+from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample
 from ctrl_megatron.types import Completion, VersionSpan
 
 ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts, from_data_ranks=lambda own: [own])
@@ -44,7 +44,7 @@ def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
         text="text",
         judgment=True,
         revision=Revision(text="revised", tokens=3),
-        outcome=Outcome(total=reward, rewards=earned, detail="why"),
+        outcome=SampleRewards(total=reward, rewards=earned, detail="why"),
         fields={"own": 1.0},
     )
 
@@ -70,15 +70,15 @@ def test_groups_are_compared_by_the_sum_of_their_rewards() -> None:
 def test_leftover_groups_survive_json() -> None:
     groups = [[judged("a", 0.0), judged("a", 1.0)], [judged("b", None), judged("b", 0.5)]]
     leftover = LeftoverGroups()
-    leftover.keep(groups)
+    leftover.add_groups(groups)
     restored = LeftoverGroups()
     stored = json.loads(json.dumps(leftover.state_dict(), allow_nan=False))
     # Checkpoints of earlier versions have the row's id under this name.
     first = stored["groups"][0][0]
     assert first["problem_id"] == "p/1" and "row_id" not in first
     restored.load_state_dict(stored)
-    assert restored.take() == groups
-    assert restored.take() == []
+    assert restored.take_all() == groups
+    assert restored.take_all() == []
 
 
 def test_mini_batches_cover_every_row_once() -> None:
@@ -151,9 +151,9 @@ def test_groups_that_could_never_differ_are_refused(
     )
     config = load_config(None, [*FILTERED, *given], "none")
     with pytest.raises(UserError, match=rf"^reward\.reward_funcs: .*{named}"):
-        check_sampling(config, plan_rewards(config, always).weights)
+        check_group_filter(config, plan_rewards(config, always).weights)
     for other in (load_config(None, list(given), "none"), load_config(None, [*FILTERED], "none")):
-        check_sampling(other, plan_rewards(other, always).weights)
+        check_group_filter(other, plan_rewards(other, always).weights)
 
 
 def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -> TrainingLoop:

@@ -155,10 +155,10 @@ def test_the_batch_masks_what_the_model_only_read(codec: TextCodec) -> None:
     assert measured["episode/gain"].tolist() == [0, 1]
     assert measured["episode/observed_tokens"][0] == 0 < measured["episode/observed_tokens"][1]
     kept = LeftoverGroups()
-    kept.keep([samples])
+    kept.add_groups([samples])
     again = LeftoverGroups()
     again.load_state_dict(kept.state_dict())
-    assert again.take() == [samples]
+    assert again.take_all() == [samples]
 
 
 def all_episodes(codec: TextCodec, make: Callable[..., Any]) -> list[list[Episode]]:

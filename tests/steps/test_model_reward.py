@@ -25,7 +25,7 @@ from ctrl_megatron.memory.model_state import frozen_model_memory
 from ctrl_megatron.memory.proposal import placement_candidates
 from ctrl_megatron.memory.shapes import ModelShapes
 from ctrl_megatron.models.hf_config import parse_model_shape
-from ctrl_megatron.models.shape import value_shape
+from ctrl_megatron.models.shape import value_model_shape
 from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.pipeline import Pipeline
 from ctrl_megatron.rewards.plan import plan_rewards
@@ -262,7 +262,7 @@ def test_directories_that_reward_nothing_are_refused(tmp_path: Path) -> None:
 
 def test_the_memory_plan_counts_it_where_it_is() -> None:
     shape = parse_model_shape(json.loads((EXAMPLES / "shapes/qwen2.5-7b.json").read_text()))
-    rewarding = value_shape(shape, head_bias=False)
+    rewarding = value_model_shape(shape, head_bias=False)
     shapes = ModelShapes(actor=shape, reference=None, value=None, reward_model=rewarding)
     keys = ("trainer.nnodes=2", "actor_rollout_ref.actor.use_kl_loss=false", *ON)
     config = load_config(EXAMPLES / "ctrl_7b.yaml", [*keys])

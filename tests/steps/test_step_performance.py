@@ -15,7 +15,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.steps.critique_report import critique_examples
 from ctrl_megatron.steps.performance import step_performance
-from ctrl_megatron.steps.sample import Outcome, Revision, Sample
+from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample
 from ctrl_megatron.types import Completion
 
 
@@ -81,7 +81,7 @@ def critique(
     row: str, text: str, judgment: bool | None, revision: Revision | None = None, detail: str = ""
 ) -> Sample:
     drawn = Completion(token_ids=(1,), log_probs=(0.0,), finish_reason="stop", spans=())
-    outcome = Outcome(total=0.0, rewards={}, detail=detail)
+    outcome = SampleRewards(total=0.0, rewards={}, detail=detail)
     return Sample(
         row_id=row,
         completion=drawn,

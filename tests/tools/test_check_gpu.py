@@ -15,13 +15,13 @@ from patience import PATIENCE
 from preloaded import ForkedProgram
 
 from ctrl_megatron.commands import check_gpu
-from ctrl_megatron.commands.check_gpu import Checks, ItemFailed, ItemSkipped
+from ctrl_megatron.commands.check_gpu import GpuChecks, ItemFailed, ItemSkipped
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 
-def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> Checks:
+def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> GpuChecks:
     engine = "vllm" if gpus else "hf"
-    made = Checks(work=folder, gpus=gpus, engine=engine, given=None, shape=None, timeout=300)
+    made = GpuChecks(work=folder, gpus=gpus, engine=engine, given=None, shape=None, timeout=300)
     if run is not None:
         made.begun, made.steps = True, run
     return made
@@ -41,7 +41,7 @@ def test_local_layers_give_the_log_probs_and_gradients_of_transformers(tmp_path:
 def test_the_model_speaks_every_byte(tmp_path: Path) -> None:
     from ctrl_megatron.data.tokens import TextCodec
 
-    check_gpu.make_model(tmp_path, large=False)
+    check_gpu.write_random_model(tmp_path, large=False)
     codec = TextCodec(tmp_path)
     text = "def f(x):\n\treturn 'ü€'"
     assert codec.decode(codec.tokenizer.encode(text)) == text
@@ -71,15 +71,15 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
     needed, _ = check_gpu.VARIANTS[name]
     if needed:
         with pytest.raises(ItemSkipped, match=f"it needs {needed} GPU"):
-            checks(tmp_path, gpus=needed - 1).variant(name)
+            checks(tmp_path, gpus=needed - 1).check_grpo_variant(name)
     commands: list[list[str]] = []
     monkeypatch.setattr(check_gpu, "make_model", lambda directory, **_: None)
-    monkeypatch.setattr(Checks, "output_of", lambda self, command, log: commands.append(command))
+    monkeypatch.setattr(GpuChecks, "output_of", lambda self, command, log: commands.append(command))
     step = {"actor/grad_norm": 1.0, "rollout/kl": 1e-3, "time/step": 2.0}
     metrics = {n: step | {"sync/gigabytes_per_second": 1.0} for n in range(3)}
-    monkeypatch.setattr(Checks, "metrics", lambda self, name: metrics)
+    monkeypatch.setattr(GpuChecks, "metrics", lambda self, name: metrics)
     made = checks(tmp_path, gpus=max(1, needed))
-    assert "KL per token by step 0.001, 0.001, 0.001" in made.variant(name)
+    assert "KL per token by step 0.001, 0.001, 0.001" in made.check_grpo_variant(name)
     ((*_, ranks, _, file), overrides) = commands[0][:7], commands[0][7:]
     load_config(file, overrides, "rl")
     assert int(ranks) == (1 if name == "nccl" else max(1, needed))
@@ -120,7 +120,7 @@ def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Pa
     path, log = os.pathsep.join([str(Path(__file__).parent), *sys.path]), tmp_path / "log"
     run = ForkedProgram(command[1:], log, below=(1, 1), environ={"PYTHONPATH": path})
     assert run.wait(timeout=PATIENCE) == 0, log.read_text()
-    first, second = made.metrics("run").values()
+    first, second = made.read_run_metrics("run").values()
     assert "KL per token" in checks(tmp_path, run=[first]).engine_agrees()
     with pytest.raises(ItemFailed, match=r"KL per token by step .*; 0\.005 allowed"):
         checks(tmp_path, run=[first, second]).engine_agrees()
@@ -133,7 +133,7 @@ def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
 
     good = checks(tmp_path, gpus=1, run=[step(0.001, 9.0 if n else 1.0) for n in range(4)])
     assert "KL per token by step 0.001, 0.001" in good.engine_agrees()
-    assert "+0.000 GiB" in good.no_growth()  # the first step still builds things
+    assert "+0.000 GiB" in good.memory_does_not_grow()  # the first step still builds things
     with pytest.raises(ItemFailed, match="left the weights as they were"):
         checks(tmp_path, run=[step(0.0, 9.0), step(0.0, 9.0, norm=0.0)]).engine_agrees()
     with pytest.raises(ItemFailed, match="nan; 0"):
@@ -142,13 +142,13 @@ def test_the_engine_must_agree_and_memory_must_not_grow(tmp_path: Path) -> None:
     with pytest.raises(ItemFailed, match=r"0\.02, 0\.02; 0\.005 allowed"):
         leaking.engine_agrees()
     with pytest.raises(ItemFailed, match=r"update holds 2\.00 GiB more in step 4 than in step 2"):
-        leaking.no_growth()
+        leaking.memory_does_not_grow()
     with pytest.raises(ItemFailed, match="no metrics memory/"):
-        checks(tmp_path, gpus=1, run=[{}]).no_growth()
+        checks(tmp_path, gpus=1, run=[{}]).memory_does_not_grow()
     with pytest.raises(ItemSkipped, match="no GPU"):
-        checks(tmp_path, run=[{}]).no_growth()
+        checks(tmp_path, run=[{}]).memory_does_not_grow()
     with pytest.raises(ItemSkipped, match="the training run failed"):
-        checks(tmp_path, gpus=1, run=[]).no_growth()
+        checks(tmp_path, gpus=1, run=[]).memory_does_not_grow()
 
 
 def test_errors_are_compared_with_what_rounding_costs_transformers(
@@ -161,7 +161,7 @@ def test_errors_are_compared_with_what_rounding_costs_transformers(
     def says(**ours: Any) -> None:
         found = json.dumps({"ours": theirs | ours, "theirs": theirs})
         done = subprocess.CompletedProcess([], 0, stdout=f"...\n{found}\n", stderr="")
-        monkeypatch.setattr(Checks, "command", lambda self, *words: done)
+        monkeypatch.setattr(GpuChecks, "command", lambda self, *words: done)
 
     says(mean=0.07, cosine=0.95)
     assert "0.07 in the mean (float32 in transformers: 0.05)" in made.logits_and_gradients()
@@ -189,7 +189,7 @@ def test_measured_memory_is_compared_with_the_plan(
     done = subprocess.CompletedProcess([], 0, stdout=PLAN, stderr="")
     nvidia_smi = subprocess.CompletedProcess([], 0, stdout="81559\n")
     monkeypatch.setattr(Path, "exists", lambda self: True)
-    monkeypatch.setattr(Checks, "command", lambda self, *words: done)
+    monkeypatch.setattr(GpuChecks, "command", lambda self, *words: done)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: nvidia_smi)
     assert made.planned_gib_by_phase() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
     assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()
@@ -221,7 +221,7 @@ def test_an_item_that_fails_does_not_keep_the_next_from_running(
         raise ItemSkipped("no GPU")
 
     items = {"one": fails, "two": breaks, "three": is_left_out, "four": lambda: "good"}
-    monkeypatch.setattr(Checks, "items", lambda self: items)
+    monkeypatch.setattr(GpuChecks, "items", lambda self: items)
     assert check_gpu.main(["--keep", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines if line[:4] in ("FAIL", "skip", "pass")] == [

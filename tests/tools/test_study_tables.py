@@ -82,7 +82,7 @@ def test_tables_and_plots_come_from_transcripts_alone(tmp_path: Path) -> None:
 def test_a_kept_table_is_that_of_its_transcripts() -> None:
     turns = study_tables.arms_of(study_tables.kept_turns(KEPT, "unseen_problems"))["oracle"]
     edits = study_tables.edits_table({"oracle": turns}).splitlines()[-1]
-    rate = study_tables.told(study_tables.result_of(turns).last["pass_rate"])
+    rate = study_tables.told(study_tables.result_of(turns).last_turn_rates["pass_rate"])
     kept = (HOME / "tables.md").read_text()
     assert f"\n{edits}\n" in kept and f"\n| oracle | 1 | {rate} |" in kept
     assert sum(file.stat().st_size for file in KEPT.iterdir()) <= 5e6

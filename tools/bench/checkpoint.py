@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from ctrl_megatron.checkpoint import sharded
-from ctrl_megatron.checkpoint.hashes import hash_files, hashing_threads
-from ctrl_megatron.checkpoint.manifest import RunOrigin
+from ctrl_megatron.checkpoint.hashes import hash_files, num_hashing_threads
+from ctrl_megatron.checkpoint.manifest import CheckpointOrigin
 from ctrl_megatron.checkpoint.sharded import TensorParts, load_tensors, save_tensors
 from ctrl_megatron.config.flags import CommandParser, count_flag, output_path
 
-ORIGIN = RunOrigin("bench", 1)
+ORIGIN = CheckpointOrigin("bench", 1)
 SIDE = 4096
 
 
@@ -91,7 +91,7 @@ def main() -> int:
         "save, without hashes": lambda: save(hashed=False),
         "save, with hashes": lambda: save(hashed=True),
         "compare, one thread": lambda: compare(1),
-        f"compare, {hashing_threads()} threads": lambda: compare(hashing_threads()),
+        f"compare, {num_hashing_threads()} threads": lambda: compare(num_hashing_threads()),
         "load": lambda: load_tensors(taken, folder, None),
     }
     try:

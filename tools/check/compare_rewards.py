@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.checkpoint.files import write_text_atomically
-from ctrl_megatron.commands.start import CommandParser, command, run_child
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics.json_lines import read_json_lines
 from tools.bench.step import WORDS, Task, write_prompts
@@ -177,7 +177,7 @@ def table(runs: dict[str, list[Run]]) -> str:
     return "\n".join(lines)
 
 
-@command("compare_rewards", stopped="the same command goes on")
+@command_entry_point("compare_rewards", stopped="the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing and print the table."""
     parser = CommandParser(__doc__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ctrl_megatron.config import read_yaml
+from ctrl_megatron.config import parse_yaml
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.charts import (
     build_charts,
@@ -128,7 +128,7 @@ def _not_compared(series: Mapping[str, Series]) -> list[str]:
 
 
 def run_facts(run: RunFiles) -> dict[str, str]:
-    tree = read_yaml(run.config, "config.yaml")[0] if run.config else None
+    tree = parse_yaml(run.config, "config.yaml")[0] if run.config else None
     data = [_value(tree, f"{key}.train_files") for key in ("data", "sft")]
     validated = [_value(tree, f"{key}.val_files") for key in ("data", "sft")]
     return {

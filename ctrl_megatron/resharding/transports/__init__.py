@@ -25,7 +25,7 @@ _KEY = "actor_rollout_ref.rollout.weight_transport"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentBucket:
+class ReadableBucket:
     """Tensors that the engines of this rank's host can read now."""
 
     chunk: WeightChunk
@@ -52,7 +52,7 @@ class Sender(Protocol):
 
     def send(
         self, source: WeightSource, wait_until_read: Callable[[int], None]
-    ) -> AbstractContextManager[Iterator[SentBucket]]:
+    ) -> AbstractContextManager[Iterator[ReadableBucket]]:
         """A context that yields the source's buckets, one after the other. Collective.
 
         ``wait_until_read(number)`` returns when the engines beside this rank have read the bucket

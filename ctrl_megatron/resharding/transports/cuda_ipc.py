@@ -21,7 +21,7 @@ from ctrl_megatron.resharding.buckets import Buckets, push_through_host
 from ctrl_megatron.resharding.plan import takers_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports import ReadableBucket
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.device_memory import DriverName, MemoryDriver, memory_driver
 from ctrl_megatron.rollout.packed import PackedPart
@@ -47,7 +47,7 @@ class CudaIpcSender:
         self,
         source: WeightSource,
         wait_until_read: Callable[[int], None] = lambda bucket: None,
-    ) -> Iterator[Iterator[SentBucket]]:
+    ) -> Iterator[Iterator[ReadableBucket]]:
         """All sources use the memory in turn, since they have the same engines."""
         if source.model is None:
             with self._whole.send(source, wait_until_read) as sent:
@@ -110,7 +110,7 @@ class _MappedMemory:
             for worker, (taker, size) in enumerate(zip(own, self.sizes, strict=True))
             if taker == groups.rank
         }
-        handles_by_rank = groups.from_all(
+        handles_by_rank = groups.all_gather(
             {at: driver.get_handle(own) for at, own in self._own.items()}
         )
         self.handles = {place: handle for own in handles_by_rank for place, handle in own.items()}

@@ -27,7 +27,7 @@ from ctrl_megatron.resharding.buckets import Buckets, fill_message, message_byte
 from ctrl_megatron.resharding.plan import Transfer, workers_as_takers
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports import ReadableBucket
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.communicator import (
     Communicator,
@@ -62,7 +62,7 @@ class NcclSender:
         self,
         source: WeightSource,
         wait_until_read: Callable[[int], None] = lambda bucket: None,
-    ) -> Iterator[Iterator[SentBucket]]:
+    ) -> Iterator[Iterator[ReadableBucket]]:
         """Groups and memory of messages are kept from one push to the next, unless a push fails."""
         if source.model is None:
             with self._whole.send(source, wait_until_read) as sent:
@@ -83,7 +83,7 @@ class NcclSender:
 
     def _sent(
         self, messages: _Messages, wait_until_read: Callable[[int], None]
-    ) -> Iterator[SentBucket]:
+    ) -> Iterator[ReadableBucket]:
         groups, ask = self.groups, f"push {self._pushes}"
         self._pushes += 1
         address = self._open_store()
@@ -93,16 +93,16 @@ class NcclSender:
         # that, so all ranks meet before the answers are read.
         wait_until_read(0)
         groups.barrier()
-        answers = groups.from_first(self._answers(ask, messages) if groups.is_first else None)
+        answers = groups.broadcast_from_first(self._answers(ask, messages) if groups.is_first else None)
         if answers is None:
             return  # An engine is lost, which the push tells.
         self._refuse_others({name: told["version"] for name, told in answers.items()})
         known = {told["session"] for told in answers.values()} == {self._session}
         # Chunks without tensors count as well: bucket 0 is chunk number ``first``.
         first = 1
-        if any(groups.on_any(not known or messages.link is None)):
+        if any(groups.any_rank(not known or messages.link is None)):
             self._leave()
-            self._session, first = groups.from_first(uuid.uuid4().hex), 2
+            self._session, first = groups.broadcast_from_first(uuid.uuid4().hex), 2
             yield messages.without_tensors(
                 {
                     "session": self._session,
@@ -110,7 +110,7 @@ class NcclSender:
                     "engine_count": messages.engines,
                 }
             )
-            if any(groups.on_any(not self._join(messages))):
+            if any(groups.any_rank(not self._join(messages))):
                 self._leave()
                 return  # The engines do not meet the trainer either.
         count = len(messages.buckets.parts)
@@ -125,7 +125,7 @@ class NcclSender:
         groups, (host, *_) = self.groups, (*self.groups.hosts.addresses, LOOPBACK)
         if self._store is None and groups.is_first:
             self._store = meeting_store(host)
-        port = groups.from_first(getattr(self._store, "port", 0))
+        port = groups.broadcast_from_first(getattr(self._store, "port", 0))
         if self._store is None:
             self._store = meeting_store(host, port)
         return host, port
@@ -244,7 +244,7 @@ class _Messages:
     def settle(self, number: int) -> None:
         """Workers receive a bucket when it is offered to them."""
 
-    def sent(self, number: int) -> SentBucket:
+    def sent(self, number: int) -> ReadableBucket:
         """The bucket, whose bytes are in no memory of this host."""
         last = number + 1 == len(self._into)
         place = self._place() | {
@@ -254,10 +254,10 @@ class _Messages:
             "parts": self._list_parts(number),
         }
         specs = (place.spec for place in self.buckets.places[number])
-        return SentBucket(chunk=weight_chunk(_RECEIVER, specs, place), unseen=True)
+        return ReadableBucket(chunk=weight_chunk(_RECEIVER, specs, place), unseen=True)
 
-    def without_tensors(self, place: dict[str, Any]) -> SentBucket:
-        return SentBucket(chunk=weight_chunk(_RECEIVER, (), self._place() | place), unseen=True)
+    def without_tensors(self, place: dict[str, Any]) -> ReadableBucket:
+        return ReadableBucket(chunk=weight_chunk(_RECEIVER, (), self._place() | place), unseen=True)
 
     def all_gone(self) -> bool:
         """Whether everything that was sent has gone and the group is whole."""

@@ -25,7 +25,7 @@ from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_
 from ctrl_megatron.resharding.plan import one_engine_of_each_host, takers_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
-from ctrl_megatron.resharding.transports import SentBucket
+from ctrl_megatron.resharding.transports import ReadableBucket
 from ctrl_megatron.rollout.device_memory import lock_pages
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 
@@ -103,7 +103,7 @@ class HostSegments:
         if first:
             # Killed runs leave their names behind.
             remove_segments(lambda pid: not Path(f"/proc/{pid}").exists())
-        self._names = groups.from_all(segment_names(self._count))
+        self._names = groups.all_gather(segment_names(self._count))
         names = self.names_on(groups.host_index)
         # The smaller segments go before larger ones are taken.
         self._segments = ()
@@ -138,14 +138,14 @@ class SharedMemorySender:
         self._kept: tuple[WeightSource, HostSegments] | None = None
         self._complete = False
         """Whether all segments of ``_kept`` are filled."""
-        self._pids = frozenset(groups.from_host(os.getpid()).values())
+        self._pids = frozenset(groups.gather_from_host(os.getpid()).values())
 
     @contextmanager
     def send(
         self,
         source: WeightSource,
         wait_until_read: Callable[[int], None] = lambda bucket: None,
-    ) -> Iterator[Iterator[SentBucket]]:
+    ) -> Iterator[Iterator[ReadableBucket]]:
         """The segments have names only within the context."""
         if source not in self._buckets:
             self._buckets[source] = self._planned(source)
@@ -160,7 +160,7 @@ class SharedMemorySender:
                 source, push_through_host(buckets, self.groups, memory, wait_until_read)
             )
 
-    def _filled(self, source: WeightSource, sent: Iterator[SentBucket]) -> Iterator[SentBucket]:
+    def _filled(self, source: WeightSource, sent: Iterator[ReadableBucket]) -> Iterator[ReadableBucket]:
         yield from sent
         self._complete = self._complete or source.kept
 
@@ -224,8 +224,8 @@ class SharedMemorySender:
         remove_segments(self._pids.__contains__)
 
 
-def _kept(memory: HostBuckets, number: int) -> SentBucket:
-    return SentBucket(chunk=memory.chunk(number), tensors=memory.tensors(number), kept=True)
+def _kept(memory: HostBuckets, number: int) -> ReadableBucket:
+    return ReadableBucket(chunk=memory.chunk(number), tensors=memory.tensors(number), kept=True)
 
 
 def segment_names(count: int) -> list[str]:

@@ -34,7 +34,7 @@ from ctrl_megatron.rewards.providers.contract import (
     case_verdict,
 )
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError
-from ctrl_megatron.sandbox.client.attempts import Silence, describe_failure, retry
+from ctrl_megatron.sandbox.client.attempts import SilenceDeadline, describe_failure, retry
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult, EvalTestCase, SubmitRequest
 
@@ -92,7 +92,7 @@ class ScriptProvider:
         """
         jobs = self.check(request)
         self.counters.requests += 1
-        silence = Silence(self.silence)
+        silence = SilenceDeadline(self.silence)
         try:
             tests = await retry(
                 partial(self._attempt, request, silence),
@@ -120,7 +120,7 @@ class ScriptProvider:
     async def close(self) -> None:
         await self.backend.close()
 
-    def _again(self, silence: Silence, error: Exception) -> float | None:
+    def _again(self, silence: SilenceDeadline, error: Exception) -> float | None:
         if not isinstance(error, ProviderError) or not silence.seconds_left:
             return None
         self.counters.retries += 1
@@ -132,7 +132,7 @@ class ScriptProvider:
             self._semaphore, self._loop = asyncio.Semaphore(self.max_concurrency), loop
         return self._semaphore
 
-    async def _attempt(self, request: SubmitRequest, silence: Silence) -> list[EvalTestCase]:
+    async def _attempt(self, request: SubmitRequest, silence: SilenceDeadline) -> list[EvalTestCase]:
         tests: list[EvalTestCase] = []
         jobs = _jobs(request, self.backend)  # with nonces of this attempt
         queued = time.monotonic()
@@ -143,13 +143,13 @@ class ScriptProvider:
             )
             for job in jobs:
                 result = await self._answered(session.run(job.script()), silence)
-                silence.heard()
+                silence.restart_countdown()
                 tests += job.verdicts(result)
                 if not tests[-1].passed and not _runs_all(request):
                     break
         return tests
 
-    async def _answered(self, call: Coroutine[Any, Any, Answer], silence: Silence) -> Answer:
+    async def _answered(self, call: Coroutine[Any, Any, Answer], silence: SilenceDeadline) -> Answer:
         """The answer of the provider. Raises ``ProviderError`` where it does not come in time, and
         for an answer that cannot be read.
         """

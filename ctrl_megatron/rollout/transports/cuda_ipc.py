@@ -8,7 +8,7 @@ import torch
 
 from ctrl_megatron.rollout.device_memory import memory_driver
 from ctrl_megatron.rollout.packed import PackedPart, unpack_tensors
-from ctrl_megatron.rollout.transports.shared_memory import worker_number
+from ctrl_megatron.rollout.transports.shared_memory import worker_index_and_count
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
 
@@ -21,7 +21,7 @@ class CudaIpcReceiver:
     frees what they no longer have.
     """
 
-    def __init__(self, number: Callable[[], tuple[int, int]] = worker_number) -> None:
+    def __init__(self, number: Callable[[], tuple[int, int]] = worker_index_and_count) -> None:
         self._number, self._driver = number, None
         self._mapped: dict[str, torch.Tensor] = {}
 

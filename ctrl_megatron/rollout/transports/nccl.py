@@ -17,7 +17,7 @@ from ctrl_megatron.rollout.communicator import (
     meeting_store,
 )
 from ctrl_megatron.rollout.packed import PackedPart, unpack_tensors
-from ctrl_megatron.rollout.transports.shared_memory import worker_number
+from ctrl_megatron.rollout.transports.shared_memory import worker_index_and_count
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, specs_of
 
 _POLL_SECONDS = 1.0
@@ -41,7 +41,7 @@ class NcclReceiver:
     this one is loaded.
     """
 
-    def __init__(self, number: Callable[[], tuple[int, int]] = worker_number) -> None:
+    def __init__(self, number: Callable[[], tuple[int, int]] = worker_index_and_count) -> None:
         self._number = number
         self._address: tuple[str, int] | None = None
         self._store: Any = None

@@ -34,7 +34,7 @@ class SharedMemoryReceiver:
 
     def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
         """``number`` is ``worker_number`` by default."""
-        self._number = number or worker_number
+        self._number = number or worker_index_and_count
         # By device and inode, with what undoes the lock; the most recently used mapping is last.
         self._mappings: OrderedDict[tuple[int, int], tuple[torch.Tensor, Callable[[], None]]]
         self._mappings = OrderedDict()
@@ -84,6 +84,6 @@ class SharedMemoryReceiver:
         unlock()
 
 
-def worker_number() -> tuple[int, int]:
+def worker_index_and_count() -> tuple[int, int]:
     """(number of this process among the workers of its engine, their number)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ctrl_megatron.checkpoint.files import require_free_disk_bytes
-from ctrl_megatron.checkpoint.run_directory import check_run_directory
+from ctrl_megatron.checkpoint.run_directory import require_writable_run_directory
 from ctrl_megatron.checkpoint.store import EXPORT_FOLDER, CheckpointStore, read_trainer_state
 from ctrl_megatron.config import Config, Purpose
 from ctrl_megatron.config.environment import read_launch
@@ -21,7 +21,7 @@ from ctrl_megatron.memory.disk import disk_use
 from ctrl_megatron.memory.fit import describe_misfit
 from ctrl_megatron.memory.shapes import model_shapes
 from ctrl_megatron.metrics.flops import table_peak_flops
-from ctrl_megatron.metrics.sinks import own_sink_class
+from ctrl_megatron.metrics.sinks import load_user_sink_class
 from ctrl_megatron.models.layer_spec import has_transformer_engine
 
 _SOCKET_PATH = 107
@@ -31,7 +31,7 @@ _SOCKET_PATH = 107
 def check_writable_run_directory(config: Config) -> None:
     """UserError if the run cannot write its directory."""
     with convert_input_errors("trainer.default_local_dir"):
-        check_run_directory(Path(config.trainer.run_dir))
+        require_writable_run_directory(Path(config.trainer.run_dir))
 
 
 def check_temporary_directory(config: Config) -> None:
@@ -98,7 +98,7 @@ def check_loggers(config: Config) -> None:
     """UserError for a logger whose library is not installed, or whose class cannot be used."""
     for name in config.trainer.logger:
         if ":" in name:
-            own_sink_class(name)
+            load_user_sink_class(name)
         elif name in ("tensorboard", *TRACKERS) and find_spec(name) is None:
             raise UserError(
                 f"trainer.logger names {name}, which is not installed; pip install {name}, or "

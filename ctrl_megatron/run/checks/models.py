@@ -15,11 +15,11 @@ from ctrl_megatron.config import (
 from ctrl_megatron.data.tokens import MEANING, TextCodec, first_different_part, tokenizer_parts
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
-from ctrl_megatron.models.families import engine_obstacle
-from ctrl_megatron.models.fp8 import BLOCK, divided_blocks
+from ctrl_megatron.models.families import engine_mismatch_reason
+from ctrl_megatron.models.fp8 import BLOCK, misaligned_part_widths
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
-from ctrl_megatron.models.rope import engine_difference
+from ctrl_megatron.models.rope import engine_rope_mismatch
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
 from ctrl_megatron.models.shards import check_split
@@ -28,7 +28,7 @@ from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.rollout.weight_update import checkpoint_specs
-from ctrl_megatron.steps.reward_reader import longest_conversation
+from ctrl_megatron.steps.reward_reader import max_conversation_tokens
 
 _MODEL = "actor_rollout_ref.model.path"
 
@@ -87,7 +87,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
         yield _AGENT, config.agent1.model.path
     if config.needs_reference:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
-    if config.needs_values:
+    if config.needs_value_model:
         yield "critic.model.path", config.critic.model.path or actor
 
 
@@ -95,7 +95,7 @@ def _check_kind(config: Config, key: str, path: str, shape: AnyShape) -> None:
     """UserError for a masked-diffusion model in RL of another kind, and the reverse."""
     pipeline, denoises = config.dag.custom_pipeline_fn, shape.diffusion is not None
     built_in = pipeline in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
-    others = (built_in and pipeline != COUPLED_GRPO_PIPELINE) or config.needs_values
+    others = (built_in and pipeline != COUPLED_GRPO_PIPELINE) or config.needs_value_model
     if denoises and others:
         raise UserError(
             f"{path} is a masked-diffusion model, which RL trains on coupled scores alone",
@@ -176,7 +176,7 @@ def _check_engine_takes(
         workers = rollout.tensor_model_parallel_size
         spread = bool(rollout.engine_kwargs.get("enable_expert_parallel"))
         assert isinstance(shape, ModelShape)
-        if divided := divided_blocks(shape, workers, whole_experts=spread):
+        if divided := misaligned_part_widths(shape, workers, whole_experts=spread):
             widths = " and ".join(f"the {part} are {width} wide" for part, width in divided.items())
             raise UserError(
                 f"with {workers} tensor workers of {path} {widths}, which is no multiple of "
@@ -281,14 +281,14 @@ def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: 
     if purpose == "sft" or key in _ROLES or not isinstance(shape, ModelShape):
         return
     engine = config.actor_rollout_ref.rollout.name
-    difference = engine_difference(shape.rope, engine, shape.max_position_embeddings)
+    difference = engine_rope_mismatch(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
         raise UserError(f"the rope scaling of {path}/config.json: {difference}")
-    if (obstacle := engine_obstacle(shape, engine)) is not None:
+    if (obstacle := engine_mismatch_reason(shape, engine)) is not None:
         raise UserError(f"{path}/config.json: {obstacle}", key="actor_rollout_ref.rollout.name")
 
 
-def check_tokenizer(config: Config) -> TextCodec:
+def load_checked_tokenizer(config: Config) -> TextCodec:
     """The loaded tokenizer. UserError if it cannot be loaded, has no chat template or end token, or
     has more tokens than the model.
     """
@@ -335,7 +335,7 @@ def check_reward_model(config: Config) -> TextCodec | None:
             layout = world_of_role(worlds, "reward_model").layout
             check_split(shape, layout)
             layout.check_layers(shape.num_layers)
-    longest, given = longest_conversation(config, shape), keys.max_length
+    longest, given = max_conversation_tokens(config, shape), keys.max_length
     if given is not None and given > longest:
         budget = config.actor_rollout_ref.log_prob_token_budget - 1
         raise UserError(

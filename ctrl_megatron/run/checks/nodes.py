@@ -133,7 +133,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
         if config.critic.enable is None
         else f"critic.enable={str(config.critic.enable).lower()}"
     )
-    if config.needs_values and not trains:
+    if config.needs_value_model and not trains:
         problems.append(
             UserError(
                 f"{setting}: no node of the pipeline {graph.graph_id} trains the value model",
@@ -142,7 +142,7 @@ def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> l
             )
         )
     critics = [node.node_id for node in nodes if "value" in node.services]
-    if critics and not config.needs_values:
+    if critics and not config.needs_value_model:
         problems.append(
             UserError(
                 f"{setting}: the node {critics[0]!r} of the pipeline {graph.graph_id} uses a "
@@ -195,7 +195,7 @@ def check_node_parameters(graph: TaskGraph) -> None:
             ) from None
 
 
-def check_sampling(config: Config, weights: Mapping[str, float]) -> None:
+def check_group_filter(config: Config, weights: Mapping[str, float]) -> None:
     """Raise UserError where ``algorithm.filter_groups`` would compare no reward, so that no group
     could ever contain different ones. ``weights``: name of every reward function -> its weight.
     """

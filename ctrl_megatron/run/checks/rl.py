@@ -13,10 +13,10 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
 )
 from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
-from ctrl_megatron.config.checks import policy_loss_hint
+from ctrl_megatron.config.checks import estimator_is_loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_at_key
-from ctrl_megatron.config.options import function_options, named_parameters
+from ctrl_megatron.config.options import function_options, explicit_parameters
 from ctrl_megatron.errors import UserError, convert_user_code_errors, run_all_checks
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
@@ -42,7 +42,7 @@ from ctrl_megatron.run.checks.models import (
 from ctrl_megatron.run.checks.nodes import (
     check_fields,
     check_node_parameters,
-    check_sampling,
+    check_group_filter,
     check_unread_keys,
     check_worlds,
 )
@@ -66,7 +66,7 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_estimator_and_loss(config),
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
-        lambda: [check_sampling(config, plan.weights) for plan in plans],
+        lambda: [check_group_filter(config, plan.weights) for plan in plans],
         lambda: check_model_files(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
@@ -97,7 +97,7 @@ def configured_pipeline(config: Config) -> TaskGraph:
     reference, key = config.dag.custom_pipeline_fn, "dag.custom_pipeline_fn"
     with convert_user_code_errors(f"{key}={reference}") if reference else nullcontext():
         function = import_callable(reference, key) if reference else ctrl_pipeline
-        parameters = named_parameters(function).items()
+        parameters = explicit_parameters(function).items()
         first = [name for name, p in parameters if p.kind in _POSITIONAL][:1]
         options = function_options(
             function,
@@ -156,7 +156,7 @@ def _check_function(
         raise UserError(
             f"{key}={name}: {error}; "
             + (
-                policy_loss_hint(key, config)
+                estimator_is_loss_hint(key, config)
                 or "correct the name, or register it in the module of dag.custom_pipeline_fn"
             )
         ) from None

@@ -22,19 +22,19 @@ _TEMPORARY = (408, 409, 425, 429)
 _LONGEST_PAUSE = 60.0
 
 
-class Silence:
+class SilenceDeadline:
     """The time until a request is given up: ``seconds`` after the last sign of life of the service,
     whatever the number of attempts.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.heard()
+        self.restart_countdown()
 
-    def heard(self) -> None:
+    def restart_countdown(self) -> None:
         self._until = time.monotonic() + self.seconds
 
-    def at_most(self, seconds: float) -> None:
+    def cap_seconds_left(self, seconds: float) -> None:
         """Give the request up after ``seconds`` from now, unless the service is heard before."""
         self._until = min(self._until, time.monotonic() + seconds)
 

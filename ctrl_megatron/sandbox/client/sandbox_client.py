@@ -25,7 +25,7 @@ from ctrl_megatron.sandbox import wire
 from ctrl_megatron.sandbox.access import split_credentials
 from ctrl_megatron.sandbox.client.attempts import (
     CONNECTION_FAILURES,
-    Silence,
+    SilenceDeadline,
     backoff_seconds,
     describe_failure,
     is_temporary,
@@ -188,7 +188,7 @@ class SandboxClient:
         """Judge a completion. Raises ``SandboxError`` or ``ValueError`` like ``run_code``."""
         return await self._call("/submit", request, wire.EvalResult)
 
-    async def ping(self) -> dict[str, str]:
+    async def isolation_levels(self) -> dict[str, str]:
         """The isolation level of each service by its address, empty for a service that does not
         report it.
 
@@ -277,7 +277,7 @@ class SandboxClient:
         self.counters.requests += 1
         tried: set[str] = set()
         body, number = request.model_dump_json().encode(), secrets.token_hex(16)
-        failed, silence = 0, Silence(self._silence)
+        failed, silence = 0, SilenceDeadline(self._silence)
         while True:
             try:
                 return await self._attempt(path, body, number, answer, tried, silence)
@@ -307,7 +307,7 @@ class SandboxClient:
         number: str,
         answer: type[AnswerT],
         tried: set[str],
-        silence: Silence,
+        silence: SilenceDeadline,
     ) -> AnswerT:
         queued = time.monotonic()
         async with self._slots:
@@ -315,7 +315,7 @@ class SandboxClient:
             silence.extend(time.monotonic() - queued)
             if self._silent:
                 # Thousands of requests, a few at a time, must not each wait as long as the first.
-                silence.at_most(_CHECK_SECONDS)
+                silence.cap_seconds_left(_CHECK_SECONDS)
             # The least loaded service; healthy ones first, and among them those not tried yet.
             endpoint = min(
                 self._services, key=lambda e: (not e.healthy, e.url in tried, e.in_flight)
@@ -345,7 +345,7 @@ class SandboxClient:
         return _parse(url, text, answer)
 
     async def _exchange(
-        self, endpoint: _Endpoint, path: str, body: bytes, number: str, silence: Silence
+        self, endpoint: _Endpoint, path: str, body: bytes, number: str, silence: SilenceDeadline
     ) -> tuple[int, str, Mapping[str, str]]:
         """Status, text and headers of the answer, however long the work waits and runs."""
         session, headers = self._open_session(), {**self._wait, **endpoint.headers}
@@ -358,7 +358,7 @@ class SandboxClient:
                 status, text = response.status, _decoded(endpoint.url, await response.read())
                 if endpoint.goes_on(status, response.headers, self._silence):
                     self._silent = False
-                    silence.heard()
+                    silence.restart_countdown()
                 if status == _UNDER_WAY and "Location" in response.headers:
                     if not silence.seconds_left:
                         raise TimeoutError  # also of a service that answers within the least limit
@@ -373,7 +373,7 @@ class SandboxClient:
                     raise _Fault(f"sandbox {endpoint.url} lost the job: {_detail(text)}")
                 return status, text, response.headers
 
-    def _within(self, silence: Silence) -> aiohttp.ClientTimeout:
+    def _within(self, silence: SilenceDeadline) -> aiohttp.ClientTimeout:
         # aiohttp takes 0 for no limit.
         return aiohttp.ClientTimeout(total=max(0.001, min(self._timeout, silence.seconds_left)))
 

@@ -24,8 +24,8 @@ from ctrl_megatron.problems.long_integers import (
 from ctrl_megatron.sandbox.datasets.names import (
     SOLUTION_CLASS,
     asserts_constants,
-    defined_by,
-    find_stubs,
+    names_defined_by,
+    find_program_names,
     free_names,
     helper_imports,
     program_imports,
@@ -233,7 +233,7 @@ def _read(
         if "import" in text or "pytest" in text:
             refuse_imports(tree, modules, place)
     for tree, place in zip(trees, places, strict=True):
-        if own := sorted({name for node in tree.body for name in defined_by(node)} & {*entries}):
+        if own := sorted({name for node in tree.body for name in names_defined_by(node)} & {*entries}):
             raise ValueError(f"{place} defines {own[0]} itself, which is the program's to define")
     if entries and "candidate" in free_names([setup_tree, *trees]) - set(entries):
         setup = f"candidate = {entries[0]}\n{setup}"
@@ -242,7 +242,7 @@ def _read(
     if entries and free_names([setup_tree, *trees]) & _defined(public):
         setup = f"{public}\n{setup}"
         setup_tree = _parse(setup, _SETUP)
-    stubs = find_stubs(entries, setup_tree, trees)
+    stubs = find_program_names(entries, setup_tree, trees)
     if "assert" not in setup and "raise" not in setup and all(map(asserts_constants, tests, trees)):
         raise ValueError("no test checks the program: all assert constants only")
     helpers = helper_imports(free_names([setup_tree, *trees]) - stubs)

@@ -126,7 +126,7 @@ def asserts_constants(text: str, tree: ast.Module) -> bool:
     return not any(isinstance(part, ast.Name) for part in named)
 
 
-def find_stubs(
+def find_program_names(
     entries: tuple[str, ...], setup: ast.Module, tests: Sequence[ast.Module]
 ) -> set[str]:
     """The names that the program defines.
@@ -175,7 +175,7 @@ def free_names(trees: Iterable[ast.Module]) -> set[str]:
     return loaded - bound
 
 
-def defined_by(node: ast.stmt) -> Iterable[str]:
+def names_defined_by(node: ast.stmt) -> Iterable[str]:
     """Names that a statement at the top of a test defines."""
     if isinstance(node, ast.Assign):
         return [t.id for t in node.targets if isinstance(t, ast.Name)]

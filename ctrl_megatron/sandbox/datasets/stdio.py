@@ -22,7 +22,7 @@ from ctrl_megatron.problems.comparison import (
 from ctrl_megatron.problems.fields import (
     flag_field,
     json_field,
-    list_field,
+    non_empty_list_field,
     object_field,
     positive_field,
     rule_field,
@@ -57,7 +57,7 @@ def read_common_oj(data: Mapping[str, Any]) -> StdioProblem:
     tests = json_field(data.get("test"), _TEST)
     if not isinstance(tests, list):
         raise ValueError(f"{_TEST} is not a list of stdin/stdout cases: {type(tests).__name__}")
-    cases = tuple(_oj_case(item, i) for i, item in enumerate(list_field(tests, _TEST)))
+    cases = tuple(_oj_case(item, i) for i, item in enumerate(non_empty_list_field(tests, _TEST)))
     rule = rule_field(data, STRICT)
     return StdioProblem(
         cases=cases,
@@ -194,7 +194,7 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
         test = object_field(record, at)
         stdin, stdout = test.get("input", ""), test.get("output", "")
         cases[key] = _case(stdin, f"{at}.input", stdout, f"{at}.output")
-    given = list_field(json_field(data.get("subtasks"), _SUBTASKS), _SUBTASKS)
+    given = non_empty_list_field(json_field(data.get("subtasks"), _SUBTASKS), _SUBTASKS)
     limit = data.get("time_limit")
     return ScoredProblem(
         cases=cases,
@@ -209,7 +209,7 @@ def read_ioi(data: Mapping[str, Any]) -> ScoredProblem:
 def _subtask(record: Any, index: int, cases: Mapping[str, StdioCase]) -> ScoredSubtask:
     where = f"{_SUBTASKS}[{index}]"
     given = object_field(record, where)
-    names = list_field(given.get("tests"), f"{where}.tests")
+    names = non_empty_list_field(given.get("tests"), f"{where}.tests")
     unknown = [str(name) for name in names if not isinstance(name, str) or name not in cases]
     if unknown:
         raise ValueError(f"{where}.tests names no test of provided_data.tests: {unknown[0][:100]}")
@@ -282,7 +282,7 @@ def _from_cases(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows(rows: list[Any], where: str, name: Any) -> dict[str, Any]:
     cases = [
-        object_field(row, f"{where}: case {i}") for i, row in enumerate(list_field(rows, where))
+        object_field(row, f"{where}: case {i}") for i, row in enumerate(non_empty_list_field(rows, where))
     ]
     kinds = {str(case.get("testtype", "stdin")) for case in cases}
     if len(kinds) != 1 or not kinds <= {"stdin", "functional"}:

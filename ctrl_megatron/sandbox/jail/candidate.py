@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ctrl_megatron.sandbox.jail import frames, linux, program
 from ctrl_megatron.sandbox.jail.connection import Connection
-from ctrl_megatron.sandbox.jail.surroundings import ProgramSurroundings, RecordedOutput
+from ctrl_megatron.sandbox.jail.surroundings import ProgramStateSync, RecordedOutput
 from ctrl_megatron.sandbox.limits import ANSWER_BYTES, CALL_BYTES
 
 
@@ -28,11 +28,11 @@ def serve_calls(
     then the tests' own.
     """
     linux.allow_stack(program.PYTHON_STACK)
-    outputs = program.begin_program(RecordedOutput)
+    outputs = program.mimic_fresh_interpreter(RecordedOutput)
     # Not __main__: what the program does under its main guard is not judged here.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    side = _ProgramSide(fd, module, entry_points, ProgramSurroundings(outputs))
+    side = _ProgramSide(fd, module, entry_points, ProgramStateSync(outputs))
     try:
         for name in classes:
             module.__dict__[name] = type(name, (), {"__module__": "solution"})
@@ -56,12 +56,12 @@ class _ProgramSide(Connection):
         fd: int,
         module: types.ModuleType,
         entry_points: list[str],
-        surroundings: ProgramSurroundings,
+        surroundings: ProgramStateSync,
     ) -> None:
         super().__init__(fd, first=1, limit=CALL_BYTES)
         self._module, self._entry_points = module, entry_points
         self._entries: tuple[Any, ...] = ()
-        self.effects = lambda: surroundings.effects(self.encode)
+        self.effects = lambda: surroundings.collect_changes(self.encode)
         self.apply_effects = lambda effects: surroundings.apply(effects, self.decode)
 
     def is_entry(self, kind: type) -> bool:

@@ -36,7 +36,7 @@ class JudgeClock:
         self._reading = False
         signal.signal(signal.SIGALRM, self._alarm)
 
-    def begin(self) -> None:
+    def begin_test(self) -> None:
         """Begin a test, without an alarm."""
         self.deadline = time.monotonic() + self._wall_seconds
         self._began = self._used()

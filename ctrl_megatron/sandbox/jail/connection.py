@@ -74,7 +74,7 @@ class PeerError(Exception):
     """A message of the other side is malformed."""
 
 
-class Refused(Exception):
+class RequestForbidden(Exception):
     """A question that the other side may not ask. Nothing was done."""
 
 
@@ -312,7 +312,7 @@ class Connection:
         try:
             parts, named = frame["parts"], frame["named"]
             value = self._do(str(frame.get("do")), parts, named)
-        except Refused as error:
+        except RequestForbidden as error:
             answer["refused"] = str(error)
         except BaseException as error:
             self.call_failed(error)
@@ -323,7 +323,7 @@ class Connection:
                     answer["value"] = self.encode(value)
                     self._send(answer)
                 return
-            except (DataError, RecursionError, Refused) as error:
+            except (DataError, RecursionError, RequestForbidden) as error:
                 answer = {"a": answer["a"], "refused": f"{error}"}
         with self._sending:
             self._send(answer)
@@ -359,7 +359,7 @@ class Connection:
             return _attribute(*parts)
         action = getattr(self, f"_do_{do}", None)
         if action is None:
-            raise Refused(f"no such action: {do[:40]}")
+            raise RequestForbidden(f"no such action: {do[:40]}")
         return action(*parts)
 
     def _do_set(self, target: Any, name: str, value: Any) -> None:
@@ -377,7 +377,7 @@ class Connection:
         delattr(target, name)
 
     def _do_data(self, target: Any) -> Any:
-        return base_data(target)
+        return data_base_value(target)
 
     def _do_super(self, kind: Any, name: str, handle: Any) -> Any:
         for one in kind.__mro__:
@@ -400,7 +400,7 @@ class Connection:
     def _do_start(self, awaitable: Any) -> Any:
         import asyncio  # only where a coroutine crosses: it would double the memory to fork
 
-        return Started(asyncio.ensure_future(awaitable, loop=self._event_loop()))
+        return StartedAwaitable(asyncio.ensure_future(awaitable, loop=self._event_loop()))
 
     def _do_turn(self, started: Any) -> Any:
         loop, task = self._event_loop(), started.task
@@ -455,9 +455,9 @@ class Connection:
         kind = type(value)
         if kind in data.MUTABLE:
             return ["ref", self._container_number(value)]
-        if issubclass(kind, (handles.RemoteObject, handles.RemoteClass, handles.RemoteModule)):
+        if issubclass(kind, (handles.RemoteObject, handles.RemoteMetaclass, handles.RemoteModule)):
             return self._encode_handle(value)
-        if kind is Foreign:
+        if kind is ForeignObjectNumber:
             return ["yours", value.number]
         if kind is handles.BoundMethod:
             return ["bound", self._encode_handle(value.__self__), value.__name__]
@@ -474,14 +474,14 @@ class Connection:
         if (name := self.library_name(value)) is not None:
             return ["name", *name]
         if self._is_plain_data(kind):
-            return self.encode(base_data(value))
+            return self.encode(data_base_value(value))
         if kind in (types.FrameType, types.TracebackType):
-            raise Refused(f"a {kind.__name__} cannot be passed")
+            raise RequestForbidden(f"a {kind.__name__} cannot be passed")
         return ["mine", self._own_number(value)]
 
     def _encode_handle(self, value: Any) -> Any:
         found = value.__dict__ if type(value) is handles.RemoteModule else None
-        link = handles.link_of(value) if found is None else found["_ctrl_link"]
+        link = handles.connection_of_handle(value) if found is None else found["_ctrl_link"]
         if link is not self:
             self.raise_not_transferable(
                 "an object of the program no longer exists: the program was restarted"
@@ -490,7 +490,7 @@ class Connection:
 
     def _is_plain_data(self, kind: type) -> bool:
         """Whether objects of a class that derives from a data type are no more than data."""
-        base = data_base(kind)
+        base = data_base_type(kind)
         if base is None or issubclass(kind, Enum) or self.is_entry(kind):
             return False
         between = itertools.takewhile(lambda one: one is not base, kind.__mro__)
@@ -528,9 +528,9 @@ class Connection:
         if kind is types.ModuleType:
             return {"kind": "module", "name": value.__name__[:80]}
         described: dict[str, Any] = {"class": self._own_number(kind)}
-        base = data_base(kind)
+        base = data_base_type(kind)
         if base in data.IMMUTABLE:
-            described["data"] = data.encode_value(base_data(value), self._encode_other)
+            described["data"] = data.encode_value(data_base_value(value), self._encode_other)
         if _watched(value):
             described["watched"] = True
         if isinstance(value, BaseException):
@@ -805,9 +805,9 @@ class Connection:
         return handle.number in self._forgotten
 
     def _instance(self, kind: Any, described: dict[str, Any]) -> Any:
-        if type(kind) is not handles.RemoteClass:
+        if type(kind) is not handles.RemoteMetaclass:
             raise DataError("an object of no class")
-        base = data_base(kind)
+        base = data_base_type(kind)
         if issubclass(kind, BaseException):
             arguments = [self.decode(one) for one in described.get("args", ())]
             maker: Any = next(one for one in kind.__mro__ if _EXCEPTIONS.get(one.__name__) is one)
@@ -820,7 +820,7 @@ class Connection:
 
     def _handle_of_class(self, number: int, described: dict[str, Any]) -> Any:
         bases = tuple(self.decode(base) for base in described["bases"])
-        if not any(isinstance(base, handles.RemoteClass) for base in bases):
+        if not any(isinstance(base, handles.RemoteMetaclass) for base in bases):
             bases = (handles.RemoteObject, *bases)
         named = {
             key: [str(name) for name in described[key][:_MOST_NAMES]]
@@ -828,7 +828,7 @@ class Connection:
         }
         name = str(described["name"])
         mutable = data.KINDS.get(str(described.get("mutable"))) or _mutable_base(bases)
-        made = handles.make_class(self, number, name, bases, mutable, **named)
+        made = handles.make_remote_class(self, number, name, bases, mutable, **named)
         handles.record_if_has_truth_value(made, named["special"])
         type.__setattr__(made, "_ctrl_abstract", described.get("abstract") is True)
         self._classes[number] = made
@@ -836,12 +836,12 @@ class Connection:
 
     @functools.cached_property
     def _function_class(self) -> Any:
-        return handles.make_function_class(self)
+        return handles.make_remote_function_class(self)
 
     def _driven(self, number: int, kind: str) -> Any:
         """A generator or coroutine of this side for one of the other side."""
         drive: Any = handles.drive_generator if kind == "generator" else handles.drive_coroutine
-        made = drive(self, Foreign(number))
+        made = drive(self, ForeignObjectNumber(number))
         self._aliases[id(made)] = number
         self._foreign[number] = made
         weakref.finalize(made, self._end_driven, id(made), number).atexit = False
@@ -910,14 +910,14 @@ def exception_named(module: str, name: str) -> type[BaseException]:
     return found
 
 
-class Started:
+class StartedAwaitable:
     """An awaitable of this side for whose result the other side waits."""
 
     def __init__(self, task: Any) -> None:
         self.task = task
 
 
-class Foreign:
+class ForeignObjectNumber:
     """The number of an object of the other side that has no handle here."""
 
     def __init__(self, number: int) -> None:
@@ -969,16 +969,16 @@ def _forward(remote: Any) -> Any:
     return method
 
 
-def data_base(kind: type) -> type | None:
+def data_base_type(kind: type) -> type | None:
     """The data type that a class derives from; None for any other class."""
     return next((one for one in kind.__mro__ if one in data.MUTABLE or one in data.IMMUTABLE), None)
 
 
-def base_data(value: Any) -> Any:
+def data_base_value(value: Any) -> Any:
     """The data that an object of a class derived from a data type contains, whatever its class
     says.
     """
-    base: Any = data_base(type(value))
+    base: Any = data_base_type(type(value))
     if base in (list, tuple, str, bytes, bytearray):
         return base.__getitem__(value, slice(None))
     if base in (int, float):
@@ -988,5 +988,5 @@ def base_data(value: Any) -> Any:
     if base in (set, frozenset):
         return base(base.__iter__(value))
     if base is None:
-        raise Refused("an object that is no data")
+        raise RequestForbidden("an object that is no data")
     return base(value)

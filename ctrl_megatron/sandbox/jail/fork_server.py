@@ -133,7 +133,7 @@ class _ForkServerProcess:
                 os.close(fd)
 
     def _fork_first(self) -> int:
-        return os.fork() if self._own_pids is None else namespaces.fork_first(self._own_pids)
+        return os.fork() if self._own_pids is None else namespaces.fork_into_pid_namespace(self._own_pids)
 
     def _start(
         self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]
@@ -202,7 +202,7 @@ def _run_candidate(
     linux.set_standard_streams(None, stdout, stderr)
     linux.close_all_but(2, spec, calls)
     job = frames.receive_spec(spec)
-    directory = confinement.enter(job, shared=True)
+    directory = confinement.enter_job_directory(job, shared=True)
     seconds, memory = job["problem_seconds"], job["memory_mb"]
     confinement.confine(directory, memory_mb=memory, cpu_seconds=seconds)
     serve_calls(calls, job["prelude"], job["code"], job["stubs"], job["classes"])

@@ -32,11 +32,11 @@ _LISTED = ("__doc__", "__init__", "__post_init__")
 _OF_DATA = (*COMPARISONS, "hash", "bool", "len", "contains", "index", "int", "float")
 
 
-def link_of(handle: Any) -> Any:
+def connection_of_handle(handle: Any) -> Any:
     return type.__getattribute__(handle if isinstance(handle, type) else type(handle), "_ctrl_link")
 
 
-class Member:
+class RemoteAttribute:
     """An attribute of a class of the other side."""
 
     def __init__(self, name: str, owner: Any, method: bool) -> None:
@@ -44,8 +44,8 @@ class Member:
 
     def __get__(self, handle: Any, kind: Any) -> Any:
         if handle is None:
-            return link_of(kind).ask("get", kind, self.name)
-        link = link_of(handle)
+            return connection_of_handle(kind).ask("get", kind, self.name)
+        link = connection_of_handle(handle)
         for one in type(handle).__mro__:
             if self.name in one.__dict__:
                 if one.__dict__[self.name] is not self:
@@ -56,10 +56,10 @@ class Member:
         return link.ask("get", handle, self.name)
 
     def __set__(self, handle: Any, value: Any) -> None:
-        link_of(handle).ask("set", handle, self.name, value)
+        connection_of_handle(handle).ask("set", handle, self.name, value)
 
     def __delete__(self, handle: Any) -> None:
-        link_of(handle).ask("del", handle, self.name)
+        connection_of_handle(handle).ask("del", handle, self.name)
 
 
 class BoundMethod:
@@ -70,11 +70,11 @@ class BoundMethod:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         handle = self.__self__
-        return link_of(handle).ask("method", handle, self.__name__, arguments, named)
+        return connection_of_handle(handle).ask("method", handle, self.__name__, arguments, named)
 
     def __getattr__(self, name: str) -> Any:
         handle = self.__self__
-        return getattr(link_of(handle).ask("get", handle, self.__name__), name)
+        return getattr(connection_of_handle(handle).ask("get", handle, self.__name__), name)
 
     @property
     def __doc__(self) -> Any:  # type: ignore[override]
@@ -93,10 +93,10 @@ class BoundMethod:
 
 
 def _call(self: Any, *arguments: Any, **named: Any) -> Any:
-    return link_of(self).ask("call", self, arguments, named)
+    return connection_of_handle(self).ask("call", self, arguments, named)
 
 
-class RemoteClass(type):
+class RemoteMetaclass(type):
     """The class of all classes of handles. A class of this side that derives from one gets a mirror
     on the other side, where its instances live; their methods run here.
     """
@@ -106,10 +106,10 @@ class RemoteClass(type):
             key: value for key, value in names.items() if key.startswith("__") or _is_local(value)
         }
         made = super().__new__(cls, name, bases, kept)
-        link = next(base._ctrl_link for base in made.__mro__[1:] if isinstance(base, RemoteClass))
+        link = next(base._ctrl_link for base in made.__mro__[1:] if isinstance(base, RemoteMetaclass))
         type.__setattr__(made, "_ctrl_link", link)
         for key in names.keys() - kept.keys():
-            type.__setattr__(made, key, Member(key, made, method=False))
+            type.__setattr__(made, key, RemoteAttribute(key, made, method=False))
         parts = {k: v for k, v in names.items() if k not in _NOT_MIRRORED}
         link.create_mirror_class(
             made, name, [base for base in bases if base is not object], parts, named
@@ -124,43 +124,43 @@ class RemoteClass(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith(PRIVATE):
             raise AttributeError(name)
-        return link_of(cls).ask("get", cls, name)
+        return connection_of_handle(cls).ask("get", cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        if type(value) is Member:
-            link_of(cls).ask("restore", cls, name)
+        if type(value) is RemoteAttribute:
+            connection_of_handle(cls).ask("restore", cls, name)
         else:
-            link_of(cls).set_class_attribute(cls, name, value)
+            connection_of_handle(cls).set_class_attribute(cls, name, value)
 
     def __delattr__(cls, name: str) -> None:
-        link_of(cls).ask("del", cls, name)
+        connection_of_handle(cls).ask("del", cls, name)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        link_of(cls).note_class_use(cls)
+        connection_of_handle(cls).note_class_use(cls)
         if vars(cls).get("_ctrl_abstract"):
-            return link_of(cls).is_instance(instance, cls)
+            return connection_of_handle(cls).is_instance(instance, cls)
         return super().__instancecheck__(instance)
 
     @property
     def __annotations__(cls) -> Any:
         if "_ctrl_derived" in vars(cls):
             return vars(cls).get("__annotations__", {})
-        return link_of(cls).ask("get", cls, "__annotations__")
+        return connection_of_handle(cls).ask("get", cls, "__annotations__")
 
     def __iter__(cls) -> Any:
-        return link_of(cls).ask("op", "iter", (cls,))
+        return connection_of_handle(cls).ask("op", "iter", (cls,))
 
     def __len__(cls) -> int:
-        return link_of(cls).ask("op", "len", (cls,))
+        return connection_of_handle(cls).ask("op", "len", (cls,))
 
     def __bool__(cls) -> bool:
         return True
 
     def __getitem__(cls, key: Any) -> Any:
-        return link_of(cls).ask("op", "getitem", (cls, key))
+        return connection_of_handle(cls).ask("op", "getitem", (cls, key))
 
     def __contains__(cls, item: Any) -> bool:
-        return link_of(cls).apply_operator("contains", cls, item)
+        return connection_of_handle(cls).apply_operator("contains", cls, item)
 
 
 def record_if_has_truth_value(kind: Any, special_methods: Collection[str]) -> None:
@@ -196,35 +196,35 @@ class RemoteObject:
     def __getattr__(self, name: str) -> Any:
         if name.startswith(PRIVATE):
             raise AttributeError(name)
-        return link_of(self).ask("get", self, name)
+        return connection_of_handle(self).ask("get", self, name)
 
     def __bool__(self) -> bool:
-        return link_of(self).truth_value(self)
+        return connection_of_handle(self).truth_value(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_EXCEPTIONS and isinstance(self, BaseException):
             object.__setattr__(self, name, value)
         else:
-            link_of(self).ask("set", self, name, value)
+            connection_of_handle(self).ask("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        link_of(self).ask("del", self, name)
+        connection_of_handle(self).ask("del", self, name)
 
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
-        return link_of(self).ask("get", self, "__dict__")
+        return connection_of_handle(self).ask("get", self, "__dict__")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        link_of(self).raise_not_transferable("an object of the other process cannot be pickled")
+        connection_of_handle(self).raise_not_transferable("an object of the other process cannot be pickled")
 
     def __copy__(self) -> Any:
-        return link_of(self).ask("op", "copy", (self,))
+        return connection_of_handle(self).ask("op", "copy", (self,))
 
     def __deepcopy__(self, _memo: Any) -> Any:
-        return link_of(self).ask("op", "deepcopy", (self,))
+        return connection_of_handle(self).ask("op", "deepcopy", (self,))
 
     def __dir__(self) -> Any:
-        return link_of(self).ask("op", "dir", (self,))
+        return connection_of_handle(self).ask("op", "dir", (self,))
 
 
 class RemoteFunction(RemoteObject):
@@ -240,9 +240,9 @@ class RemoteFunction(RemoteObject):
         return types.FunctionType
 
 
-def make_function_class(link: Any) -> Any:
+def make_remote_function_class(link: Any) -> Any:
     names: dict[str, Any] = {
-        name: property(lambda self, name=name: link_of(self).ask("get", self, name))
+        name: property(lambda self, name=name: connection_of_handle(self).ask("get", self, name))
         for name in ("__doc__", "__module__", "__annotations__")
     }
     names |= {"_ctrl_link": link, "_ctrl_has_truth": False}
@@ -318,35 +318,35 @@ class _Awaiting:
 
 def _binary(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        return link_of(self).apply_operator(name, self, other)
+        return connection_of_handle(self).apply_operator(name, self, other)
 
     return method
 
 
 def _reflected(name: str) -> Callable[..., Any]:
     def method(self: Any, other: Any) -> Any:
-        return link_of(self).apply_operator(name, other, self)
+        return connection_of_handle(self).apply_operator(name, other, self)
 
     return method
 
 
 def _asked(name: str) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any) -> Any:
-        return link_of(self).ask("op", name, (self, *arguments))
+        return connection_of_handle(self).ask("op", name, (self, *arguments))
 
     return method
 
 
 def _exit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
-    return link_of(self).exit_context_manager("exit", self, error)
+    return connection_of_handle(self).exit_context_manager("exit", self, error)
 
 
 async def _aexit(self: Any, _kind: Any, error: Any, _trace: Any) -> Any:
-    return await link_of(self).exit_context_manager("aexit", self, error)
+    return await connection_of_handle(self).exit_context_manager("aexit", self, error)
 
 
 def _await(self: Any) -> Generator[Any, Any, Any]:
-    return _Awaiting(link_of(self), self).__await__()
+    return _Awaiting(connection_of_handle(self), self).__await__()
 
 
 SPECIAL: dict[str, Callable[..., Any]] = {
@@ -370,7 +370,7 @@ def _truth_of_data(self: Any) -> bool:
     return kind.__bool__(self) if hasattr(kind, "__bool__") else kind.__len__(self) > 0
 
 
-def make_class(
+def make_remote_class(
     link: Any,
     number: int,
     name: str,
@@ -396,12 +396,12 @@ def make_class(
         # ``isinstance`` takes its objects for such data.
         shadow = type(name, (mutable,), {})
         names |= {"__class__": property(lambda _: shadow), "_ctrl_mutable": mutable}
-    made = type.__new__(RemoteClass, name, bases, {**names, "__module__": "solution"})
+    made = type.__new__(RemoteMetaclass, name, bases, {**names, "__module__": "solution"})
     type.__setattr__(made, "_ctrl_link", link)
     type.__setattr__(made, "_ctrl_number", number)
     for listed, is_method in ((methods, True), (["__doc__", *members], False)):
         for one in listed:
             special_name = one.startswith("__") and one not in _LISTED
             if not one.startswith(PRIVATE) and one not in names and not special_name:
-                type.__setattr__(made, one, Member(one, made, method=is_method))
+                type.__setattr__(made, one, RemoteAttribute(one, made, method=is_method))
     return made

@@ -75,7 +75,7 @@ class Confinement:
         if self.isolated:
             namespaces.unmount_tmp()
 
-    def enter(self, spec: Mapping[str, Any], *, shared: bool = False) -> str:
+    def enter_job_directory(self, spec: Mapping[str, Any], *, shared: bool = False) -> str:
         """Move the calling process to its private directory, or to the one that it shares with
         others, write the job's files there and drop all capabilities. Returns the directory's path.
 
@@ -89,7 +89,7 @@ class Confinement:
                 linux.unshare(linux.CLONE_NEWIPC)
         elif self.isolated:
             # The worker's IPC namespace is enough if the filter denies its calls.
-            namespaces.enter_job(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
+            namespaces.enter_job_namespaces(self.limits.disk_mb << 20, ipc=not self.report.seccomp)
         else:
             files.remove_tree(directory)
             os.mkdir(directory, 0o700)
@@ -169,7 +169,7 @@ def isolate_worker(
     readable = tuple(dict.fromkeys(map(os.path.realpath, namespaces.library_paths())))
     process = None
     if isolated:
-        process = namespaces.enter_worker(staging, user)
+        process = namespaces.enter_worker_namespaces(staging, user)
     elif user is not None:
         _become(user)
     report = IsolationReport(
@@ -259,17 +259,17 @@ def _in_child(attempt: Callable[[], None]) -> str:
 
 
 def _try_namespaces(staging: str, user: int | None) -> None:
-    process = namespaces.enter_worker(staging, user)
-    if reason := _in_child(lambda: namespaces.enter_job(1 << 20)):
+    process = namespaces.enter_worker_namespaces(staging, user)
+    if reason := _in_child(lambda: namespaces.enter_job_namespaces(1 << 20)):
         raise IsolationRefused(reason)
-    pid, own = namespaces.fork_owner(process)
+    pid, own = namespaces.fork_pid_namespace_owner(process)
     if pid:
         if os.waitpid(pid, 0)[1]:
             raise IsolationRefused("a process cannot become the first of a pid namespace")
         return
     try:
         for _ in range(2):
-            inner = namespaces.fork_first(own)
+            inner = namespaces.fork_into_pid_namespace(own)
             if inner == 0:
                 os._exit(0 if os.getpid() == 1 else 1)
             if os.waitpid(inner, 0)[1]:

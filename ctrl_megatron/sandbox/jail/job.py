@@ -84,7 +84,7 @@ class VerdictPipe:
         """Deadline of the judge's current step (``time.monotonic`` seconds)."""
         self._unread = b""
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Prepare for a new judge; an incomplete frame of the last one is dropped."""
         self._unread, self.until = b"", math.inf
 

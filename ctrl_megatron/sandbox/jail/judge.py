@@ -34,9 +34,9 @@ from ctrl_megatron.sandbox.jail import checks, collection, frames, linux, pytest
 from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.data import MUTABLE
 from ctrl_megatron.sandbox.jail.failures import CandidateLost, HarnessFailure, Skipped, TestsRefused
-from ctrl_megatron.sandbox.jail.handles import link_of
+from ctrl_megatron.sandbox.jail.handles import connection_of_handle
 from ctrl_megatron.sandbox.jail.program import PYTHON_STACK
-from ctrl_megatron.sandbox.jail.surroundings import Surroundings
+from ctrl_megatron.sandbox.jail.surroundings import JudgeStateSync
 from ctrl_megatron.sandbox.jail.trust import TEST_MODULES, ProgramConnection, is_handle
 from ctrl_megatron.sandbox.limits import CANNOT_JUDGE, NOT_RUN, UNCHECKED
 
@@ -114,7 +114,7 @@ class _Judge:
         self._codes: list[CodeType] = []
         """Compiled texts of the tests, which may evaluate the texts that they contain."""
         _keep_programs_code_out(self, directory)
-        self._surroundings = Surroundings()
+        self._surroundings = JudgeStateSync()
 
     # --- verdicts ---------------------------------------------------------------------------------
 
@@ -199,14 +199,14 @@ class _Judge:
     def _connect(self) -> tuple[Any, ...]:
         if self._candidate is not None:
             self._candidate.close()
-            self._surroundings.restart()
+            self._surroundings.forget_sent_changes()
         self._send_verdict(time.monotonic() + self._spec["wall_seconds"] + _STARTING_SECONDS)
         self._candidate = candidate = ProgramConnection(self._requests, self._clock)
-        candidate.effects = lambda: self._surroundings.effects(candidate.encode)
+        candidate.effects = lambda: self._surroundings.collect_changes(candidate.encode)
         candidate.apply_effects = lambda e: self._surroundings.apply(
             [one for one in e if self._is_harmless(one)], candidate.decode
         )
-        return candidate.load()
+        return candidate.wait_until_loaded()
 
     def _is_harmless(self, effect: Any) -> bool:
         """Whether a change that the program made to the surroundings is made here too."""
@@ -349,7 +349,7 @@ class _Judge:
 
         if self._candidate is None or self._unusable:
             try:
-                self._clock.begin()
+                self._clock.begin_test()
                 self._clock.start()
                 execute()
             except BaseException as error:
@@ -406,7 +406,7 @@ class _Judge:
         """
         candidate = self._candidate
         assert candidate is not None
-        self._clock.begin()
+        self._clock.begin_test()
         candidate.begin_test(f"{text}\n{self._spec['setup']}")
         status, reason = "failed", ""
         try:
@@ -433,7 +433,7 @@ class _Judge:
                 status, reason = skipped, f"the test was skipped: {error}"
             else:
                 limit = "memory limit exceeded" if isinstance(error, MemoryError) else ""
-                reason = _join(type(error).__name__, error, limit or candidate.raised)
+                reason = _join(type(error).__name__, error, limit or candidate.last_raising_call)
         # These apply even if the test's own code swallowed the exception.
         if candidate.lost is not None:
             return candidate.lost.status, candidate.lost.reason
@@ -592,7 +592,7 @@ def _ask_owners() -> None:
         def __init__(self, found: Any, *rest: Any) -> None:
             super().__init__(found, *rest)  # type: ignore[call-arg]
             if is_handle(found) and sys._getframe(1).f_globals.get("__name__") in TEST_MODULES:
-                self.behind = link_of(found).ask("op", "weakref", (found,))
+                self.behind = connection_of_handle(found).ask("op", "weakref", (found,))
 
         def __call__(self) -> Any:
             found = super().__call__()
@@ -607,7 +607,7 @@ def _asking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if not is_handle(record):
             return function(record, *arguments, **named)
         given = (tuple(named.items()),) if name == "replace" else arguments
-        return link_of(record).ask("op", name, (record, *given))
+        return connection_of_handle(record).ask("op", name, (record, *given))
 
     return asked
 

@@ -47,7 +47,7 @@ def tool_paths() -> tuple[str, ...]:
     return tuple(path for path in (*_TOOLS, *local) if os.path.isdir(path))
 
 
-def enter_worker(staging: str, user: int | None) -> int:
+def enter_worker_namespaces(staging: str, user: int | None) -> int:
     """Move this process into namespaces of its own: new root, no network, no privileges.
 
     ``staging`` is an empty directory on which the root is built. ``user`` is the user id that a
@@ -69,7 +69,7 @@ def enter_worker(staging: str, user: int | None) -> int:
     return process
 
 
-def fork_owner(process: int) -> tuple[int, int]:
+def fork_pid_namespace_owner(process: int) -> tuple[int, int]:
     """Fork the first process of a pid namespace, which can create further ones with ``fork_first``.
     Returns (pid, -1) in the caller and (0, a descriptor of the namespace) in the child.
 
@@ -94,7 +94,7 @@ def fork_owner(process: int) -> tuple[int, int]:
     return pid, -1
 
 
-def fork_first(own: int) -> int:
+def fork_into_pid_namespace(own: int) -> int:
     """Like ``os.fork``, but the child is the first process of a new pid namespace. Its later
     children belong to that namespace, those of the caller do not. ``own`` is a descriptor of the
     caller's namespace.
@@ -115,7 +115,7 @@ def switch_user(user: int) -> None:
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
 
 
-def enter_job(disk_bytes: int, *, ipc: bool = True) -> None:
+def enter_job_namespaces(disk_bytes: int, *, ipc: bool = True) -> None:
     """Give this process private mounts and a private ``/tmp`` of ``disk_bytes``.
 
     ``ipc`` adds a System V IPC namespace, which is not needed where a filter denies its calls.

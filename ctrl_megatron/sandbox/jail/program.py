@@ -68,7 +68,7 @@ def run_init(
     try:
         linux.close_all_but(2, spec, report, stdin, stdout, stderr)
         job = frames.receive_spec(spec)
-        directory = confinement.enter(job)
+        directory = confinement.enter_job_directory(job)
         pid = os.fork()
         if pid == 0:
             _become(confinement, directory, job, (stdin, stdout, stderr))
@@ -158,7 +158,7 @@ def harness_modules() -> list[str]:
     return _HARNESS
 
 
-def begin_program(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
+def mimic_fresh_interpreter(output: type[io.FileIO] = io.FileIO) -> dict[str, Any]:
     """Make this process look like a fresh interpreter. Returns the raw files of class ``output``
     that stdout and stderr write to.
 
@@ -253,7 +253,7 @@ def _run_python(directory: str, code: str, prelude: str) -> NoReturn:
     """
     path = os.path.join(directory, _MAIN)
     linux.allow_stack(PYTHON_STACK)
-    begin_program()
+    mimic_fresh_interpreter()
     sys.argv, sys.path[:0] = [path], [directory]
     sys.orig_argv = [sys.executable, path]
     module = types.ModuleType("__main__")

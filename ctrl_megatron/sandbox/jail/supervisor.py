@@ -162,7 +162,7 @@ class _JobRun:
 
     def _begin_judge(self) -> None:
         self._deadline = time.monotonic() + float(self._job["wall_seconds"]) + _GRACE_SECONDS
-        self._verdicts.begin()
+        self._verdicts.reset()
         statuses = [verdict[1] for verdict in self._verdicts.verdicts]
         spec, given = self._pipe()
         self._verdicts_fd, verdicts_given = self._pipe()

@@ -132,7 +132,7 @@ def _directory() -> str:
         return "/"
 
 
-class Surroundings(_Common):
+class JudgeStateSync(_Common):
     """The judge's side: it collects what the test has changed, for the program's side to make the
     same changes, and repeats what the program has printed, warned and logged."""
 
@@ -153,7 +153,7 @@ class Surroundings(_Common):
             self._watched.add(name)
             module.__class__ = _Watched
 
-    def restart(self) -> None:
+    def forget_sent_changes(self) -> None:
         """A new program knows nothing of what the last one was told."""
         self._common = dict.fromkeys(self._common)
         self._random = None if self._random is None else ()
@@ -162,7 +162,7 @@ class Surroundings(_Common):
             if vars(sys.modules[module]).get(name, _ERASED) is not before:
                 _NOTICED[module, name] = None
 
-    def effects(self, encode: Callable[[Any], Any]) -> list[Any]:
+    def collect_changes(self, encode: Callable[[Any], Any]) -> list[Any]:
         """The changes since the last message."""
         found = self.common(encode)
         self.watch()
@@ -227,7 +227,7 @@ class Surroundings(_Common):
             )
 
 
-class ProgramSurroundings(_Common):
+class ProgramStateSync(_Common):
     """The program's side."""
 
     def __init__(self, streams: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class ProgramSurroundings(_Common):
         self._forwarding = False
         warnings.warn = self._warned  # type: ignore[assignment]
 
-    def effects(self, encode: Callable[[Any], Any]) -> list[Any]:
+    def collect_changes(self, encode: Callable[[Any], Any]) -> list[Any]:
         """The output, warnings and log records since the last message."""
         for name, stream in self._streams.items():
             if stream.heard is not None:

@@ -28,7 +28,7 @@ from ctrl_megatron.sandbox.jail.connection import (
     OPERATIONS,
     Connection,
     PeerError,
-    Refused,
+    RequestForbidden,
 )
 from ctrl_megatron.sandbox.jail.failures import CandidateLost, HarnessFailure
 from ctrl_megatron.sandbox.limits import (
@@ -72,7 +72,7 @@ _NO_TEXT = (int, float, bool, type(None))
 _LIBRARY = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
-class ProgramException(Exception):
+class LoopEndingProgramException(Exception):
     """An exception of the program that would silently end a loop of a test, which does not name
     it.
     """
@@ -153,7 +153,7 @@ class ProgramConnection(Connection):
                 return
 
     @property
-    def raised(self) -> str:
+    def last_raising_call(self) -> str:
         """The last call and its exception, if that is of the program's own class."""
         kind, _ = self._result
         return self.last_call if kind == "raised" and self._own_error else ""
@@ -166,13 +166,13 @@ class ProgramConnection(Connection):
         what, (kind, value) = _told(self._last), self._result
         if not kind:
             return what
-        return f"{what} {kind} {value if kind == 'raised' else short(value)}"
+        return f"{what} {kind} {value if kind == 'raised' else shorten_repr(value)}"
 
-    def load(self) -> tuple[tuple[str, Any], ...]:
+    def wait_until_loaded(self) -> tuple[tuple[str, Any], ...]:
         """Wait until the program is loaded. Returns its entry points. Raises ``CandidateLost``, or
         ``HarnessFailure`` if it failed.
         """
-        self._clock.begin()
+        self._clock.begin_test()
         self._clock.start()
         try:
             frame = self._wait(0)
@@ -187,7 +187,7 @@ class ProgramConnection(Connection):
             self._lose("protocol", "the program broke the protocol: it told no names")
         self._names = {id(value): name for name, value in found[1:]}
         for _, value in found[1:]:
-            if isinstance(value, handles.RemoteClass):
+            if isinstance(value, handles.RemoteMetaclass):
                 type.__setattr__(value, "_ctrl_entry", True)
         self._kept = found
         return found
@@ -239,7 +239,7 @@ class ProgramConnection(Connection):
     def _ask(self, do: str, parts: tuple[Any, ...]) -> dict[str, Any]:
         try:
             return super()._ask(do, parts)
-        except (data.DataError, Refused, RecursionError) as error:
+        except (data.DataError, RequestForbidden, RecursionError) as error:
             self.busy -= 1
             self._cannot_judge(f"a value cannot be passed to the program: {error}")
             raise self.failure from error  # type: ignore[misc]
@@ -265,7 +265,7 @@ class ProgramConnection(Connection):
         self.caught += 1
         iterates = do in ("generator", "turn") or (do == "op" and parts[0] in ("next", "anext"))
         if isinstance(error, ENDINGS) and not iterates and type(error).__name__ not in self.text:
-            return ProgramException(*error.args)  # the other would end a loop of the test
+            return LoopEndingProgramException(*error.args)  # the other would end a loop of the test
         return error
 
     def raise_not_transferable(self, reason: str) -> NoReturn:
@@ -382,31 +382,31 @@ class ProgramConnection(Connection):
         """
         self.told_text = True
         if do not in _ASKED:
-            raise Refused(f"the judge does not do that: {do[:40]}")
+            raise RequestForbidden(f"the judge does not do that: {do[:40]}")
         if do == "op":
             if not any(id(one) in self._own_numbers for one in parts[1]):
-                raise Refused("an operation on nothing of the judge")
+                raise RequestForbidden("an operation on nothing of the judge")
             maker = type(parts[1][0]).__module__ if parts[1] else ""
             if parts[0].startswith("descriptor") and maker not in (*TEST_MODULES, "unittest.mock"):
-                raise Refused("not a descriptor of the test")
+                raise RequestForbidden("not a descriptor of the test")
         elif id(parts[0]) not in self._own_numbers:
-            raise Refused("the judge does that only with what it passed")
+            raise RequestForbidden("the judge does that only with what it passed")
         target = parts[1] if do == "op" else parts[0]
         if do == "setmember":
             if id(target) not in self._given:
-                raise Refused("attributes of the test's class cannot be changed")
+                raise RequestForbidden("attributes of the test's class cannot be changed")
         elif do in ("get", "set", "method", "del"):
             _permit_name(target, parts[1], do)
         elif do == "call" and isinstance(target, type):
             if target.__module__ not in (*TEST_MODULES, "builtins"):
-                raise Refused(f"{target.__name__} may not be made")
+                raise RequestForbidden(f"{target.__name__} may not be made")
         elif do == "generator" and parts[1] not in ("send", "throw", "close"):
-            raise Refused("no such action of a generator")
+            raise RequestForbidden("no such action of a generator")
 
     def bound_method(self, target: Any, name: str) -> Any:
         """The method of a judge's object that the program passes."""
         if id(target) not in self._own_numbers:
-            raise Refused("a method of nothing that the judge passed")
+            raise RequestForbidden("a method of nothing that the judge passed")
         _permit_name(target, name, "get")
         return getattr(target, name)
 
@@ -433,7 +433,7 @@ class ProgramConnection(Connection):
     def _encode_other(self, value: Any) -> Any:
         loaded = sys.modules.get("asyncio")
         if loaded is not None and isinstance(value, loaded.Future):
-            raise Refused("a task of asyncio belongs to the event loop of its process")
+            raise RequestForbidden("a task of asyncio belongs to the event loop of its process")
         encoded = super()._encode_other(value)
         own = isinstance(value, type) and encoded[0] == "mine" and not self._serving
         if own and value not in self.setup_classes:
@@ -538,7 +538,7 @@ def _is_start(found: Any) -> bool:
     for one in found[1:]:
         if type(one) is not tuple or len(one) != 2 or type(one[0]) is not str:
             return False
-        if isinstance(one[1], type) and not isinstance(one[1], handles.RemoteClass):
+        if isinstance(one[1], type) and not isinstance(one[1], handles.RemoteMetaclass):
             return False
     return True
 
@@ -549,7 +549,7 @@ def _size(container: Any) -> int:
 
 def is_handle(value: Any) -> bool:
     kind = type(value)
-    return isinstance(value, handles.RemoteClass) or issubclass(kind, handles.RemoteObject)
+    return isinstance(value, handles.RemoteMetaclass) or issubclass(kind, handles.RemoteObject)
 
 
 def _entries(handle: Any) -> list[Any]:
@@ -568,16 +568,16 @@ def _permit_name(target: Any, name: Any, do: str) -> None:
         raise AttributeError(f"{str(name)[:40]!r} is not a public name")
     inside = name == "__dict__" and isinstance(target, type)
     if name.startswith(_INSIDE) or name in _MOCK_SETTINGS or inside:
-        raise Refused(f"{name[:40]!r} may not be used")
+        raise RequestForbidden(f"{name[:40]!r} may not be used")
     if do not in ("set", "del"):
         return
     if isinstance(target, (type, types.ModuleType, *_LIBRARY)):
-        raise Refused("attributes of the test's classes and functions cannot be changed")
+        raise RequestForbidden("attributes of the test's classes and functions cannot be changed")
     mock = sys.modules.get("unittest.mock")
     if mock is not None and isinstance(target, mock.NonCallableMock) and name.startswith("assert"):
-        raise Refused("a check cannot be replaced")
+        raise RequestForbidden("a check cannot be replaced")
     if callable(getattr(type(target), name, None)):
-        raise Refused("a method of the test's object cannot be replaced")
+        raise RequestForbidden("a method of the test's object cannot be replaced")
 
 
 def describe_exception(frame: dict[str, Any]) -> str:
@@ -609,7 +609,7 @@ class _Shortener(reprlib.Repr):
 _SHORTENER = _Shortener()
 
 
-def short(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     try:
         return _SHORTENER.repr(value)
     except BaseException:  # a program's object in it, which may do anything
@@ -629,4 +629,4 @@ def _shown(value: Any) -> Any:
 
 def _told(call: tuple[Any, ...]) -> str:
     name, arguments = call
-    return f"{name}({', '.join(map(short, arguments))})"
+    return f"{name}({', '.join(map(shorten_repr, arguments))})"

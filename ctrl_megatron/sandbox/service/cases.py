@@ -12,7 +12,7 @@ from ctrl_megatron.sandbox.datasets.problems import ScoredProblem, StdioCase, St
 from ctrl_megatron.sandbox.service.checker import OutputChecker
 from ctrl_megatron.sandbox.service.jobs import STOP_REASONS, run_response
 from ctrl_megatron.sandbox.service.programs import Program
-from ctrl_megatron.sandbox.service.reading import in_thread
+from ctrl_megatron.sandbox.service.reading import run_in_reading_thread
 from ctrl_megatron.sandbox.service.submission import SHORT, Submission
 
 _AT_ONCE = 16
@@ -115,7 +115,7 @@ async def case_scorer(
             reason = (
                 compare(*texts, problem.rule)
                 if len(run.stdout) < SHORT
-                else await in_thread(compare, *texts, problem.rule)
+                else await run_in_reading_thread(compare, *texts, problem.rule)
             ) or ""
             score = 0.0 if reason else 1.0
         shown = submission.max_shown_characters

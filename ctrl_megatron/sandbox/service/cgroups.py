@@ -36,7 +36,7 @@ class CgroupSubtree:
         """The available ones of ``CONTROLLERS``."""
 
     @classmethod
-    def take(
+    def split_own_cgroup(
         cls,
         mounts: Path = Path("/proc/self/mountinfo"),
         membership: Path = Path("/proc/self/cgroup"),

@@ -50,9 +50,9 @@ class OutputChecker:
         cannot be used, ``WorkerFault`` if the compiler ran out of time.
         """
         program = await runner.prepare(language_named(checker.language), checker.code)
-        if program.not_compiled is not None:
-            trouble = f"provided_data.checker: {program.not_compiled.failure}"
-            raise WorkerFault(trouble) if program.not_compiled.timed_out else ValueError(trouble)
+        if program.failed_compilation_run is not None:
+            trouble = f"provided_data.checker: {program.failed_compilation_run.failure}"
+            raise WorkerFault(trouble) if program.failed_compilation_run.timed_out else ValueError(trouble)
         return cls(runner, checker, program, clock)
 
     async def score(self, case: StdioCase, output: str) -> CheckerScore:

@@ -70,7 +70,7 @@ class ConnectionListener:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
-    def open(self) -> int:
+    def open_connection_count(self) -> int:
         return len(self._connections)
 
     async def listen(
@@ -125,7 +125,7 @@ class ConnectionListener:
             state.until = now + self.idle_seconds
         return bool(self._sockets) and not self._accepting
 
-    def bytes_arrived(self, state: _Connection) -> None:
+    def start_head_deadline(self, state: _Connection) -> None:
         if state.head and state.since is not None:
             now = asyncio.get_running_loop().time()
             state.until = min(state.until, now + self.head_seconds)
@@ -153,7 +153,7 @@ class ConnectionListener:
     def _accept(self, listener: socket.socket) -> None:
         """Accept one connection, or make room for it."""
         loop = asyncio.get_running_loop()
-        if self.open >= self.most:
+        if self.open_connection_count >= self.most:
             # New connections wait until one ends.
             self._pause()
             self._close_longest_waiting()
@@ -236,7 +236,7 @@ class _WatchedProtocol(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self._listener.bytes_arrived(self._state)
+        self._listener.start_head_deadline(self._state)
         self._inner.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:

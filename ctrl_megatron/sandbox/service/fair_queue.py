@@ -85,14 +85,14 @@ class FairQueue(Generic[ItemT]):
         """Number of jobs that wait for an item."""
 
     @property
-    def peers(self) -> int:
+    def waiting_peer_count(self) -> int:
         return len(self._waiting)
 
     @property
-    def free(self) -> int:
+    def free_item_count(self) -> int:
         return len(self._free)
 
-    def enter(self, name: str) -> RequestShare:
+    def register_request(self, name: str) -> RequestShare:
         peer = self._peers.get(name)
         if peer is None:
             peer = self._peers[name] = _Peer(self._begun, name=name)

@@ -84,7 +84,7 @@ async def _test_functions(
     A missing verdict, because the job was cut short, is a failure.
     """
     limits, run_all = submission.runner.limits, submission.run_all
-    seconds = limits.seconds_within(submission.seconds)
+    seconds = limits.validated_test_seconds(submission.seconds)
     code = submission.extracted.code + problem.adapter
     job = {
         "kind": "asserts",

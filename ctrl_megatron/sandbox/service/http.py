@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from ctrl_megatron.exposition import CONTENT_TYPE, metric_lines
 from ctrl_megatron.sandbox import wire
-from ctrl_megatron.sandbox.access import foreign_page, is_allowed
+from ctrl_megatron.sandbox.access import cross_site_refusal, is_allowed
 from ctrl_megatron.sandbox.datasets import READERS
 from ctrl_megatron.sandbox.limits import MOST_WAIT_SECONDS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
@@ -140,16 +140,16 @@ async def metrics(request: web.Request) -> web.Response:
         ("histogram", "sandbox_queue_seconds", "Wait for a worker.", pool.queue_seconds),
         ("histogram", "sandbox_job_seconds", "Time on a worker.", pool.job_seconds),
         ("gauge", "sandbox_workers", "Workers.", pool.size),
-        ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free),
+        ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free_item_count),
         ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
-        ("gauge", "sandbox_clients_waiting", "Addresses with a job waiting.", pool.queue.peers),
-        ("gauge", "sandbox_requests_running", "Requests in progress.", state.running),
+        ("gauge", "sandbox_clients_waiting", "Addresses with a job waiting.", pool.queue.waiting_peer_count),
+        ("gauge", "sandbox_requests_running", "Requests in progress.", state.running_request_count),
         ("gauge", "sandbox_requests_bytes", "Bytes that they may occupy.", state.held),
         (
             "gauge",
             "sandbox_connections",
             "Open connections.",
-            state.listener.open if state.listener else 0,
+            state.listener.open_connection_count if state.listener else 0,
         ),
         ("gauge", "sandbox_draining", "1 while the service ends.", state.draining),
     ]
@@ -232,7 +232,7 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     state = request.app[STATE]
     if state.token is None:
         sent = request.host, request.method, request.content_type
-        if foreign := foreign_page(*sent, loopback=state.loopback):
+        if foreign := cross_site_refusal(*sent, loopback=state.loopback):
             return _refusal(*foreign)
     authorization = request.headers.get("Authorization", "")
     if request.path not in OPEN_ROUTES and not is_allowed(authorization, state.token):
@@ -290,7 +290,7 @@ def _client(request: web.Request) -> str:
     return named or (request.remote or "unknown")
 
 
-def peer_of(address: str | None) -> str:
+def fairness_peer(address: str | None) -> str:
     """The peer of an address, for fairness between peers. It depends only on the address, which a
     sender cannot choose at will.
     """
@@ -317,7 +317,7 @@ async def _work(
         return _refusal(400, f"{wire.JOB_HEADER} must be 16 to 128 letters, digits, - or _")
     with state.count_arriving_request():
         body = await read_body(request)
-        CURRENT_SHARE.set(state.pool.queue.enter(peer_of(request.remote)))
+        CURRENT_SHARE.set(state.pool.queue.register_request(fairness_peer(request.remote)))
 
         async def answer() -> str:
             # A character takes up to four bytes.
@@ -328,7 +328,7 @@ async def _work(
             finally:
                 state.held -= size
 
-        work = state.works.begin(number, body, answer)
+        work = state.works.begin_or_join(number, body, answer)
     return await _answer_of(request, work)
 
 

@@ -44,7 +44,7 @@ def program_job(
     """
     if memory_mb > limits.max_memory_mb:
         raise ValueError(f"memory_limit_MB may be at most {limits.max_memory_mb}, got {memory_mb}")
-    own = limits.seconds_within(seconds)
+    own = limits.validated_test_seconds(seconds)
     given = {path: text for path, text in contents.items() if text is not None}
     total = 0
     for path, text in given.items():

@@ -29,7 +29,7 @@ class Program:
     """Set for programs of a compiled language."""
 
     @property
-    def not_compiled(self) -> ProgramRun | None:
+    def failed_compilation_run(self) -> ProgramRun | None:
         """The result of every run of a program that did not compile; None for one that can run."""
         if self.compilation is None or self.compilation.binary is not None:
             return None
@@ -128,8 +128,8 @@ class ProgramRunner:
         maps paths to base64. ``expected`` is the expected output: an output of that length must be
         kept whole. Raises ``ValueError`` for a request beyond the limits.
         """
-        if program.not_compiled is not None:
-            return program.not_compiled
+        if program.failed_compilation_run is not None:
+            return program.failed_compilation_run
         language, compilation = program.language, program.compilation
         contents = dict(contents or {})
         if compilation is not None:

@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 _READER = ThreadPoolExecutor(1, thread_name_prefix="reading")
 
 
-async def in_thread(
+async def run_in_reading_thread(
     read: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
     """Call ``read(*args, **kwargs)`` in the reading thread. Raises what it raises."""

@@ -15,7 +15,7 @@ from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.sandbox.limits import CHECKED_BYTES
 from ctrl_megatron.sandbox.service.connections import ConnectionListener
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
-from ctrl_megatron.sandbox.service.reading import in_thread
+from ctrl_megatron.sandbox.service.reading import run_in_reading_thread
 from ctrl_megatron.sandbox.service.telemetry import RequestTelemetry
 from ctrl_megatron.sandbox.service.under_way import WorkUnderWay
 from ctrl_megatron.sandbox.service.workers import WorkerPool
@@ -51,16 +51,16 @@ class ServiceState:
     """Set when the last request has ended while the service drains."""
 
     def __post_init__(self) -> None:
-        self.works.on_change = self.look_if_idle
+        self.works.on_change = self.set_idle_if_drained
 
     @property
-    def running(self) -> int:
+    def running_request_count(self) -> int:
         """Number of POST requests in progress."""
         return self.arriving + self.works.open
 
-    def look_if_idle(self) -> None:
+    def set_idle_if_drained(self) -> None:
         """Set ``idle`` if the service drains and no request is in progress."""
-        if self.running == 0 and self.draining:
+        if self.running_request_count == 0 and self.draining:
             self.idle.set()
 
     def reserve_bytes(self, size: int) -> None:
@@ -77,12 +77,12 @@ class ServiceState:
             yield
         finally:
             self.arriving -= 1
-            self.look_if_idle()
+            self.set_idle_if_drained()
 
     async def drain(self, seconds: float) -> None:
         """Refuse new work and wait at most ``seconds`` for running requests."""
         self.draining = True
-        if self.running:
+        if self.running_request_count:
             try:
                 await asyncio.wait_for(self.idle.wait(), seconds)
             except TimeoutError:
@@ -122,8 +122,8 @@ async def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
     if len(body) > CHECKED_BYTES:
         # Checked and parsed in another thread, but the parser itself blocks all threads, so its
         # input must be small.
-        await in_thread(require_few_values, body)
-        return await in_thread(_read_json, body, kind)
+        await run_in_reading_thread(require_few_values, body)
+        return await run_in_reading_thread(_read_json, body, kind)
     return _read_json(body, kind)
 
 

@@ -21,7 +21,7 @@ from ctrl_megatron.sandbox.access import is_loopback, publish_endpoints, require
 from ctrl_megatron.sandbox.jail import linux
 from ctrl_megatron.sandbox.limits import IDLE_SECONDS
 from ctrl_megatron.sandbox.service.connections import ConnectionListener, room_for_connections
-from ctrl_megatron.sandbox.service.http import build_app, peer_of
+from ctrl_megatron.sandbox.service.http import build_app, fairness_peer
 from ctrl_megatron.sandbox.service.requests import STATE
 from ctrl_megatron.sandbox.service.worker import WorkerSettings
 from ctrl_megatron.sandbox.service.workers import WorkerPool
@@ -72,7 +72,7 @@ async def serve_sandbox(settings: WorkerSettings, *, workers: int, options: Serv
         room_for_connections(limits.connections, workers),
         head_seconds=limits.head_seconds,
         idle_seconds=IDLE_SECONDS,
-        peer_of=peer_of,
+        peer_of=fairness_peer,
     )
     app = build_app(
         pool, token=options.token, loopback=is_loopback(options.host), listener=listener
@@ -103,9 +103,9 @@ async def serve_sandbox(settings: WorkerSettings, *, workers: int, options: Serv
         if not stop_now.is_set():
             if options.endpoint_file is not None:
                 options.endpoint_file.unlink(missing_ok=True)
-            _log.info("draining", extra={"fields": {"running": state.running}})
+            _log.info("draining", extra={"fields": {"running": state.running_request_count}})
             await _first(state.drain(options.drain_seconds), stop_now.wait())
-        _log.info("stopping", extra={"fields": {"cut_off": state.running}})
+        _log.info("stopping", extra={"fields": {"cut_off": state.running_request_count}})
     finally:
         if watch is not None:
             watch.cancel()

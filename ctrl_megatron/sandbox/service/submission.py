@@ -13,7 +13,7 @@ from ctrl_megatron.sandbox.languages import ExtractedProgram, Language, extract_
 from ctrl_megatron.sandbox.limits import CASE_CHARACTERS, VERDICT_CHARACTERS
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.service.programs import ProgramRunner
-from ctrl_megatron.sandbox.service.reading import in_thread
+from ctrl_megatron.sandbox.service.reading import run_in_reading_thread
 from ctrl_megatron.sandbox.task import read_task
 
 _TEXTS_OF_CASE = 6
@@ -86,11 +86,11 @@ class Submission:
 async def read_submission(runner: ProgramRunner, request: wire.SubmitRequest) -> Submission:
     """Read a request. Raises ``ValueError`` for one that cannot be judged."""
     # Reading may unpack megabytes, so it must not block the event loop.
-    task = await in_thread(read_task, request, runner.limits)
+    task = await run_in_reading_thread(read_task, request, runner.limits)
     extracted = (
         extract_program(request.completion, task.language)
         if len(request.completion) < SHORT
-        else await in_thread(extract_program, request.completion, task.language)
+        else await run_in_reading_thread(extract_program, request.completion, task.language)
     )
     return Submission(
         runner=runner,

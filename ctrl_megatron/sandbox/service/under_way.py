@@ -52,7 +52,7 @@ class WorkUnderWay:
     _bytes: int = 0
     """Size of the answers that are kept."""
 
-    def begin(self, number: str, body: bytes, do: Callable[[], Awaitable[str]]) -> Work:
+    def begin_or_join(self, number: str, body: bytes, do: Callable[[], Awaitable[str]]) -> Work:
         """Begin the work ``do`` of the request ``body``, or return the existing work of this
         ``number``. An empty number is replaced by a random one. Raises ``ValueError`` for a number
         that another request has.

@@ -116,7 +116,7 @@ class SandboxWorker:
             raise WorkerFault(message.get("reason", "a worker sent an unknown message"))
         return cast("JobReport", message)
 
-    def end_job(self) -> None:
+    def request_cancel(self) -> None:
         """Cancel the running job: its report arrives at once, with ``stopped`` ``cancelled``."""
         self._writer.write(frames.encode_frame(None))
 
@@ -125,7 +125,7 @@ class SandboxWorker:
         ``WorkerFault``.
         """
         assert self._answer is not None
-        self.end_job()
+        self.request_cancel()
         await self._arrived(_CANCEL_SECONDS)
 
     async def stop(self) -> None:

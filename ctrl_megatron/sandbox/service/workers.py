@@ -89,7 +89,7 @@ class WorkerPool:
             self._no_cgroups = "switched off by the configuration"
         else:
             try:
-                self._cgroups = CgroupSubtree.take()
+                self._cgroups = CgroupSubtree.split_own_cgroup()
             except NotDelegated as why:
                 self._no_cgroups = str(why)
 
@@ -167,7 +167,7 @@ class WorkerPool:
     async def _run_once(self, job: Job, seconds: float, clock: ProblemClock | None) -> JobReport:
         arrived = time.perf_counter()
         # A job outside any request gets a share of its own.
-        share = CURRENT_SHARE.get() or self.queue.enter("")
+        share = CURRENT_SHARE.get() or self.queue.register_request("")
         lease = await self.queue.acquire(share, seconds)
         number, worker = lease.item
         began = time.perf_counter()
@@ -183,7 +183,7 @@ class WorkerPool:
                 except (IsolationRefused, OSError) as error:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
             try:
-                with clock.counting_time(worker.end_job) if clock else contextlib.nullcontext():
+                with clock.counting_time(worker.request_cancel) if clock else contextlib.nullcontext():
                     most = seconds * self.settings.limits.wall_factor
                     report = await worker.run(job, most + _JOB_MARGIN_SECONDS)
             except asyncio.CancelledError:

@@ -104,11 +104,11 @@ def grouped_heads() -> str:
     import torch
     from torch.nn.attention.varlen import varlen_attn
 
-    from ctrl_megatron.torch_features import varlen_attention_asks_for_groups
+    from ctrl_megatron.torch_features import varlen_attention_needs_enable_gqa
 
     query, key = (_normal(64, heads, 64) for heads in (8, 2))
     ends = torch.tensor([0, 64], device="cuda", dtype=torch.int32)
-    groups: dict[str, Any] = {"enable_gqa": True} if varlen_attention_asks_for_groups() else {}
+    groups: dict[str, Any] = {"enable_gqa": True} if varlen_attention_needs_enable_gqa() else {}
     found: Any = varlen_attn(query, key, key, ends, ends, 64, 64, window_size=(-1, 0), **groups)
     heads = [t.transpose(0, 1)[None] for t in (query, *2 * [key.repeat_interleave(4, 1)])]
     wanted = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)[0]
