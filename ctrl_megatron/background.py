@@ -209,7 +209,7 @@ _current: ContextVar[WaitProgress | None] = ContextVar("awaited", default=None)
 @contextmanager
 def track_wait(what: str, count: int = 0, unit: str = "rows") -> Iterator[WaitProgress]:
     """The body waits for ``what``. Code that it calls, also in other threads and on other event
-    loops, counts its progress with ``count_one_done``.
+    loops, counts its progress with ``advance_wait``.
     """
     item = WaitProgress(what, count, unit)
     token = _current.set(item)
@@ -224,7 +224,7 @@ def track_wait(what: str, count: int = 0, unit: str = "rows") -> Iterator[WaitPr
 
 
 def advance_wait() -> None:
-    """Count one more finished thing of the innermost ``awaited`` around the caller, if any."""
+    """Count one more finished thing of the innermost ``track_wait`` around the caller, if any."""
     if (item := _current.get()) is not None:
         item.done += 1
 

@@ -43,9 +43,9 @@ from ctrl_megatron.algorithms.kl import (
 )
 from ctrl_megatron.algorithms.masked import (
     Reduce,
-    require_equal_shapes,
     identity_reduce,
     masked_whiten,
+    require_equal_shapes,
     zero_outside_mask,
 )
 from ctrl_megatron.algorithms.registry import (

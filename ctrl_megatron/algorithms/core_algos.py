@@ -17,7 +17,7 @@ import torch
 from ctrl_megatron.algorithms import covariance, policy_losses
 from ctrl_megatron.algorithms.aggregation import agg_loss
 from ctrl_megatron.algorithms.kl import KLController, subtract_kl_penalty
-from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_mean
+from ctrl_megatron.algorithms.masked import masked_mean, require_equal_shapes
 from ctrl_megatron.algorithms.registry import (
     POLICY_LOSS_REGISTRY,
     LossScalars,

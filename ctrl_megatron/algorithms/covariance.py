@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_row_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import masked_row_sums, require_equal_shapes, zero_outside_mask
 from ctrl_megatron.algorithms.policy_losses import (
     apply_is_weights,
     clamped_ratio,

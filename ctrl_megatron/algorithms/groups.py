@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_row_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import masked_row_sums, require_equal_shapes, zero_outside_mask
 
 GroupIndex = Iterable[Hashable] | torch.Tensor
 """(B,) ids, equal for rows of a group: a list, a numpy array (of objects too), a tensor."""

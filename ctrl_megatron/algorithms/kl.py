@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ctrl_megatron.algorithms.masked import require_equal_shapes, clamp_log_ratio, zero_outside_mask
+from ctrl_megatron.algorithms.masked import clamp_log_ratio, require_equal_shapes, zero_outside_mask
 
 _K3_BOUND = 10.0
 _LARGEST_ERROR = 0.2
@@ -59,7 +59,9 @@ def kl_penalty(
     """
     if kl_penalty not in KL_ESTIMATORS:
         raise ValueError(f"unknown kl_penalty {kl_penalty!r}; known: {', '.join(KL_ESTIMATORS)}")
-    require_equal_shapes(None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask)
+    require_equal_shapes(
+        None, logprob=logprob, ref_logprob=ref_logprob, response_mask=response_mask
+    )
     gap = logprob - ref_logprob
     if response_mask is not None:
         gap = zero_outside_mask(gap, response_mask)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ctrl_megatron.algorithms.masked import (
-    require_equal_shapes,
     clamp_log_ratio,
     masked_row_sums,
+    require_equal_shapes,
     zero_outside_mask,
 )
 

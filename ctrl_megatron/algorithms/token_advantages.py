@@ -12,9 +12,9 @@ import torch
 from ctrl_megatron.algorithms.groups import advantage_dtype
 from ctrl_megatron.algorithms.masked import (
     Reduce,
-    require_equal_shapes,
     identity_reduce,
     masked_whiten,
+    require_equal_shapes,
     zero_outside_mask,
 )
 from ctrl_megatron.algorithms.registry import register_adv_est

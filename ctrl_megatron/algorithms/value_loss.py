@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ctrl_megatron.algorithms.masked import require_equal_shapes, masked_moment_sums, zero_outside_mask
+from ctrl_megatron.algorithms.masked import (
+    masked_moment_sums,
+    require_equal_shapes,
+    zero_outside_mask,
+)
 
 # A variance below this share of the mean square is rounding.
 _ROUNDING = 1e-12

@@ -57,7 +57,9 @@ def read_adapter_description(folder: Path) -> AdapterDescription | None:
         return None
     found = read_checkpoint_json(file)
     try:
-        return AdapterDescription(lora=Lora.from_json(found["lora"]), base=LoraBaseWeights(**found["base"]))
+        return AdapterDescription(
+            lora=Lora.from_json(found["lora"]), base=LoraBaseWeights(**found["base"])
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFiles(f"cannot be read: {error}", file=file) from error
 
@@ -91,7 +93,9 @@ def require_same_adapters(folder: Path, shape: AnyShape, base: LoraBaseWeights |
         require_same_base(saved.base, base, folder)
 
 
-def require_same_base(saved: LoraBaseWeights, found: LoraBaseWeights, folder: Path, *, key: str = _PATH) -> None:
+def require_same_base(
+    saved: LoraBaseWeights, found: LoraBaseWeights, folder: Path, *, key: str = _PATH
+) -> None:
     """UserError unless the directory ``found`` has the weights of ``saved``."""
     if saved.hashes != found.hashes:
         raise UserError(

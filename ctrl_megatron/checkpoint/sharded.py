@@ -39,8 +39,8 @@ from torch.futures import Future
 from ctrl_megatron.checkpoint.hashes import HashingFile
 from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
-    DamagedFiles,
     CheckpointOrigin,
+    DamagedFiles,
     ordinary_file_size,
     read_checkpoint_json,
 )
@@ -104,7 +104,7 @@ class Snapshot:
 
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
-    """``Optimization.step_counts``; None for a model without an optimizer."""
+    """``ModelOptimizer.step_counts``; None for a model without an optimizer."""
     adapters: AdapterDescription | None = None
     """None if the tensors are the whole model."""
 
@@ -203,7 +203,10 @@ def state_tensors(model: ParallelModel, *, saving: bool) -> dict[str, TensorPart
                 for name, flat in owned_range.tensors.items()
             ]
         for prefix, device_flat, start, at in flats:
-            flat, holders = model.current_tensor(device_flat), groups.layout.holders(param.mesh, at)
+            flat, holders = (
+                model.current_tensor(device_flat),
+                groups.layout.ranks_at(param.mesh, at),
+            )
             if not saving:
                 flat.zero_()
             for piece in param.pieces:

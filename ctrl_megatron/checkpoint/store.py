@@ -27,9 +27,9 @@ from ctrl_megatron.checkpoint.manifest import (
     ANOTHER,
     MARKER,
     TRAINER,
+    CheckpointOrigin,
     DamagedFiles,
     Manifest,
-    CheckpointOrigin,
     find_added_files,
     find_changed_files,
     find_missing_or_resized_files,
@@ -231,7 +231,7 @@ class CheckpointStore:
         Each model gets a folder of its name (``policy``, ``value``). The directory gets its name
         only when all ranks have written all files. With ``asynchronous`` this rank's part is copied
         to host memory and written by a thread while training continues, after the previous save has
-        ended. ``take_save_report`` and ``wait_for_save`` return its report.
+        ended. ``pop_save_report`` and ``wait_for_save`` return its report.
         """
         self.wait_for_save()
         start = time.monotonic()
@@ -273,7 +273,7 @@ class CheckpointStore:
         return writing.result()
 
     def wait_for_save(self) -> SaveReport | None:
-        """Wait for the save that is being written; its ``take_save_report``."""
+        """Wait for the save that is being written; its ``pop_save_report``."""
         if self._writing is not None:
             futures.wait([self._writing])
         return self.pop_save_report()
@@ -318,7 +318,9 @@ class CheckpointStore:
 
     def _run(self, groups: RankSet) -> str:
         """The identity of the run. Collective."""
-        return groups.broadcast_from_first(run_identity(self.directory.parent) if groups.is_first else "")
+        return groups.broadcast_from_first(
+            run_identity(self.directory.parent) if groups.is_first else ""
+        )
 
     def export_hf(self, models: Mapping[str, ParallelModel], step: int) -> Path:
         """Write each model as an HF directory ``hf_exports/global_step_N`` (the value model's has

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from ctrl_megatron.commands import train_rl, train_sft
-from ctrl_megatron.commands.start import CommandParser, load_checked_config, command_entry_point
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, load_checked_config
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.config.flags import count_flag

@@ -429,7 +429,7 @@ class GpuChecks:
                 },
             },
             "dag": {"custom_pipeline_fn": "ctrl_megatron.pipeline:grpo_pipeline"},
-            "reward": {"reward_funcs": [f"{MODULE}:checksum"]},
+            "reward": {"reward_funcs": [f"{MODULE}:checksum_reward"]},
             "trainer": {
                 "experiment_name": name,
                 "default_local_dir": str(self.work / "runs"),
@@ -440,7 +440,9 @@ class GpuChecks:
         }
         file = self.work / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config, sort_keys=False))
-        return self.rank_launch_command("ctrl_megatron.commands.train_rl", str(file), *extra, ranks=ranks)
+        return self.rank_launch_command(
+            "ctrl_megatron.commands.train_rl", str(file), *extra, ranks=ranks
+        )
 
     def run_sft(self, name: str, steps: int, *, wants: str = "") -> dict[int, dict[str, float]]:
         """Metrics by step of a fine-tuning run."""
@@ -537,7 +539,9 @@ EXPERTS = BLOCKS | {
 }
 
 
-def write_random_model(directory: Path, *, large: bool, sizes: Mapping[str, Any] | None = None) -> None:
+def write_random_model(
+    directory: Path, *, large: bool, sizes: Mapping[str, Any] | None = None
+) -> None:
     """Write a byte tokenizer and a random model: small, ``large`` (0.9 billion parameters), or of
     the ``sizes`` of a config.json."""
     import torch

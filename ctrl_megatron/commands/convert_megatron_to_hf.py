@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ctrl_megatron.commands.hub import require_push_access, push_model
+from ctrl_megatron.commands.hub import push_model, require_push_access
 from ctrl_megatron.commands.model_card import model_card
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import output_path

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.hub import hub_directory, is_hub_id
-from ctrl_megatron.commands.start import CommandParser, load_checked_config, command_entry_point
+from ctrl_megatron.commands.start import CommandParser, command_entry_point, load_checked_config
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.config.flags import count_flag, existing_file, output_path, temperature

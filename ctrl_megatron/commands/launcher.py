@@ -151,7 +151,9 @@ def _exit_code(name: str, start: Callable[[], LaunchResult], expected: Collectio
     return end.code if end.code >= 0 else 128 - end.code
 
 
-def _start_again(name: str, once: Callable[[], LaunchResult], restarts: RestartLimit) -> LaunchResult:
+def _start_again(
+    name: str, once: Callable[[], LaunchResult], restarts: RestartLimit
+) -> LaunchResult:
     """Start the ranks by ``once`` until they end in a way that no restart changes, or until there
     have been too many restarts in a row.
     """
@@ -206,9 +208,9 @@ def _torchrun(words: Sequence[str]) -> LaunchResult:
     from torch.distributed.run import parse_args, run
 
     from ctrl_megatron.parallel.rendezvous_state import install_json_state
-    from ctrl_megatron.parallel.store import install_address_store
+    from ctrl_megatron.parallel.store import install_single_address_store
 
-    install_address_store()
+    install_single_address_store()
     install_json_state()
     options = parse_args(torchrun_arguments(words))
     if options.nnodes in ("1", "1:1"):

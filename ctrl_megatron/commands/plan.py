@@ -167,10 +167,10 @@ def _placement(config: Config, shapes: ModelShapes, memory: int, generation: flo
 def _push(config: Config, shape: ModelShape, options: Namespace) -> str:
     """The simulated push of the actor to the engines of the configuration."""
     from ctrl_megatron.memory.pushes import push_plan
-    from ctrl_megatron.resharding.schedule import Speeds, push_table, simulate_push
+    from ctrl_megatron.resharding.schedule import RankBandwidths, push_table, simulate_push
 
     plan = push_plan(config, shape)
-    speeds = Speeds(
+    speeds = RankBandwidths(
         network=options.network_speed * 1e9,
         host=options.host_speed * 1e9,
         copy=options.copy_speed * 1e9,

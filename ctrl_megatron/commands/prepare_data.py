@@ -19,7 +19,7 @@ from ctrl_megatron.commands.chat_flags import convert_service_faults
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_path, output_path
 from ctrl_megatron.errors import UserError, convert_input_errors
-from ctrl_megatron.preparation.checked_problems import checked_problems
+from ctrl_megatron.preparation.checked_problems import select_judgeable_problems
 from ctrl_megatron.preparation.problem_files import problem_record, read_problems
 from ctrl_megatron.preparation.published import (
     FORMATS,
@@ -111,7 +111,7 @@ def _checked(
 ) -> list[Problem]:
     """The problems on which programs can be judged. UserError for another one unless ``skip``."""
     with convert_service_faults(out.parent):
-        kept, left_out = checked_problems(problems, out, out.parent)
+        kept, left_out = select_judgeable_problems(problems, out, out.parent)
     if left_out and (not skip or not kept):
         raise UserError(
             f"programs cannot be judged on {len(left_out)} of {len(problems)} problems, the first "

@@ -216,7 +216,7 @@ def _start_once(
     actors, group = _actors(hosts, gpus)
     ray = _ray()
     try:
-        places = ray.get([actor.meeting_place.remote() for actor in actors])
+        places = ray.get([actor.rendezvous_endpoint.remote() for actor in actors])
         address, port = places[0]
         words = [sys.executable, *own_command(), *arguments]
         environ = environment_for_other_machines()

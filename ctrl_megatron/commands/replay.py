@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ctrl_megatron.commands.hub import pinned_models
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
-from ctrl_megatron.commands.start import add_run_arguments, load_checked_config, command_entry_point
+from ctrl_megatron.commands.start import add_run_arguments, command_entry_point, load_checked_config
 from ctrl_megatron.config import Config, check_world_size
 from ctrl_megatron.config.environment import read_launch, set_device_variables
 from ctrl_megatron.config.flags import CommandParser, existing_path, float_flag

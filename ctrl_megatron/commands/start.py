@@ -25,7 +25,7 @@ from types import FrameType
 
 from ctrl_megatron.commands.hub import is_hub_id, pinned_models, with_hub_models
 from ctrl_megatron.commands.launcher import RestartLimit, ranks_to_start, start_ranks
-from ctrl_megatron.config import Config, Purpose, require_files_exist, check_world_size, load_config
+from ctrl_megatron.config import Config, Purpose, check_world_size, load_config, require_files_exist
 from ctrl_megatron.config.elastic import config_for_world_size
 from ctrl_megatron.config.environment import (
     Launch,

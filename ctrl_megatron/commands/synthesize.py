@@ -64,7 +64,7 @@ from ctrl_megatron.config.flags import (
 from ctrl_megatron.config.secrets import hide_credentials_in_flags
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors
-from ctrl_megatron.preparation.checked_problems import checked_problems
+from ctrl_megatron.preparation.checked_problems import select_judgeable_problems
 from ctrl_megatron.preparation.journal import StageJournal
 from ctrl_megatron.preparation.problem_files import problem_record, read_problems
 from ctrl_megatron.preparation.published import DroppedItems
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.out}: everything is finished, nothing to do")
         return 0
     with convert_service_faults(options.out):
-        problems, left_out = checked_problems(problems, options.problems, options.out)
+        problems, left_out = select_judgeable_problems(problems, options.problems, options.out)
     for text in left_out:
         print(f"left out: {text}", file=sys.stderr)
     check_split_sizes(problems, shares)

@@ -7,7 +7,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     GRPO_PIPELINE,
     Actor,
 )
-from ctrl_megatron.config.checks import Purpose, require_files_exist, check_world_size
+from ctrl_megatron.config.checks import Purpose, check_world_size, require_files_exist
 from ctrl_megatron.config.load import (
     dict_without_secrets,
     load_config,
@@ -27,12 +27,12 @@ __all__ = [
     "Actor",
     "Config",
     "Purpose",
-    "require_files_exist",
     "check_world_size",
     "dict_without_secrets",
     "load_config",
     "parse_override",
     "parse_yaml",
+    "require_files_exist",
     "to_dict",
     "to_yaml",
 ]

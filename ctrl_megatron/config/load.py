@@ -265,7 +265,7 @@ def parse_yaml(
 
 
 def dump_yaml(tree: Any) -> str:
-    """``tree`` as YAML text in the order of its keys; ``read_yaml`` returns an equal tree."""
+    """``tree`` as YAML text in the order of its keys; ``parse_yaml`` returns an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ctrl_megatron.errors import UserError, decode_text, read_bytes
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """The JSON escape of a surrogate. An unpaired one can be neither written to a file nor tokenised.
@@ -43,7 +43,7 @@ def read_json_lines_with_places(file: Path) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{location} is not a JSON object")
         if _SURROGATE.search(line):
             try:
-                with long_integers():
+                with allow_long_integers():
                     json.dumps(record, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(error.object[error.start]):x}"

@@ -16,7 +16,7 @@ from typing import Any
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import STRICT, rule_named
 from ctrl_megatron.problems.input_output import problem_of_tests
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 from ctrl_megatron.types import Problem
 
 VERL_COLUMNS = "data_source, prompt and reward_model"
@@ -61,7 +61,7 @@ def columns_of_verl_row(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ``ValueError`` naming the wrong column.
     """
-    with long_integers():
+    with allow_long_integers():
         text = json.dumps(record, sort_keys=True, default=str)
     content = text.encode(errors="surrogatepass")
     name = f"{data_source_of(record)}/{hashlib.blake2b(content, digest_size=6).hexdigest()}"

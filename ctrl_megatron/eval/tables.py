@@ -140,7 +140,9 @@ def _rates_table(
 
 
 def _more_ks(results: Sequence[CriticResult]) -> list[str]:
-    names = {n for r in results for n in r.last_turn_rates if n.startswith("pass@") and n != "pass@1"}
+    names = {
+        n for r in results for n in r.last_turn_rates if n.startswith("pass@") and n != "pass@1"
+    }
     return sorted(names, key=lambda name: int(name.partition("@")[2]))
 
 

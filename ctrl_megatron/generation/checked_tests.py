@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ctrl_megatron.background import track_wait, advance_wait, gather_results
+from ctrl_megatron.background import advance_wait, gather_results, track_wait
 from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError, read_bytes
@@ -27,7 +27,7 @@ from ctrl_megatron.rewards.grading import (
     program_to_judge,
     request_verdict,
 )
-from ctrl_megatron.rewards.poison import find_uncounted_tests
+from ctrl_megatron.rewards.poison import find_trivially_passed_tests
 from ctrl_megatron.sandbox.client import SandboxError
 from ctrl_megatron.sandbox.datasets.problems import FunctionProblem
 from ctrl_megatron.sandbox.limits import SandboxLimits
@@ -223,7 +223,7 @@ async def _checked(judge: Judge, row: Row, tests: RowTests) -> tuple[TestCheckRe
     names, uncounted, sure = tuple[str, ...](), dict[int, str](), True
     try:
         if row.prompter_type == "mbppplus":
-            found = await find_uncounted_tests(_names(tests), partial(_run, judge, tests))
+            found = await find_trivially_passed_tests(_names(tests), partial(_run, judge, tests))
             names, uncounted, sure = found.names, dict(found.uncounted), found.sure
             if len(uncounted) == len(names):
                 whys = " or ".join(dict.fromkeys(uncounted.values()))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.generation.chat import Chat
-from ctrl_megatron.prompts import generation_messages, settle_answer
+from ctrl_megatron.prompts import generation_messages, normalise_answer
 from ctrl_megatron.rewards.grading import GradingJob, Judge, grading_job, request_verdict
 from ctrl_megatron.types import Attempt, Problem, SamplingParams, Verdict
 
@@ -47,7 +47,7 @@ async def draw_first_solutions(
                 answers |= {(row, number): ("", "no room") for number in range(params.n)}
             for number, answer in enumerate(group):
                 if answers.get((row, number), ("", "unreadable"))[1] == "unreadable":
-                    answers[row, number] = settle_answer(answer.text)
+                    answers[row, number] = normalise_answer(answer.text)
         rows = sorted({row for (row, _), (_, fate) in answers.items() if fate == "unreadable"})
         if not rows:
             break

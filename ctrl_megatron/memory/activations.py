@@ -79,13 +79,20 @@ class PassShape:
         if self.layout.context == 1:
             return 0
         attention = self.shape.attention
-        numbers = attention.products_per_pair + self.key_value_replication_factor * attention.attended_width
+        numbers = (
+            attention.products_per_pair
+            + self.key_value_replication_factor * attention.attended_width
+        )
         return self.dtype_size * numbers / self.layout.tensor
 
     @property
     def gathered_key_value_bytes(self) -> float:
         """Bytes of these keys and their values in one layer; only ``te`` copies them."""
-        numbers = self.shape.attention.attended_width * self.key_value_replication_factor / self.layout.tensor
+        numbers = (
+            self.shape.attention.attended_width
+            * self.key_value_replication_factor
+            / self.layout.tensor
+        )
         size = self.dtype_size * numbers * self.gathered_keys
         return size if self.kernels == "te" else 0
 
@@ -96,7 +103,7 @@ class PassShape:
         experts = max(
             (kind.count * kind.expert_width for kind in self.decoder_shape.expert_kinds), default=0
         )
-        ranks = self.layout.expert_ranks
+        ranks = self.layout.ranks_per_expert_layer
         return self.grouped_experts * self.dtype_size * 2 * self.shape.hidden_size * experts / ranks
 
     @property

@@ -313,7 +313,7 @@ class _Stage:
         if any(shape.expert_kinds for shape in own):
             sizes = dict(layout.mesh("expert").sizes)
             groups += sum(sizes[axis] > 1 for axis in ("etp", "ep", "edp"))
-            groups += layout.expert_ranks > 1
+            groups += layout.ranks_per_expert_layer > 1
         return {
             "trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR,
             "weight buckets": self.buckets,

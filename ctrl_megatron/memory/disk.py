@@ -50,7 +50,9 @@ def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> Di
     follows the actor (``shapes[0]``); an export holds the weights."""
     trainer, dtype = config.trainer, config.actor_rollout_ref.model_dtype
     elements = sum(_elements(shape, trained_names(shape)) for shape in shapes)
-    exported = sum(_elements(shape.without_adapters, hf_shapes(shape.without_adapters)) for shape in shapes)
+    exported = sum(
+        _elements(shape.without_adapters, hf_shapes(shape.without_adapters)) for shape in shapes
+    )
     # FSDP's weights are float32 whatever the model computes in.
     sharded = config.actor_rollout_ref.actor.strategy == "fsdp"
     weight = 4 if sharded else DTYPE_SIZE[dtype]

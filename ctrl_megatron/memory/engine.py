@@ -86,7 +86,7 @@ def proxy_engine_memory(config: Config, shape: ModelShape, gpu_memory: int) -> E
     """The proxy's own configured engine on a GPU of ``gpu_memory`` bytes.
 
     Where the length of its sequences follows from the rows, it is taken from the actor's tokens,
-    with room for a critique that is twice as long (``pipeline.inputs.proxy_length``).
+    with room for a critique that is twice as long (``pipeline.inputs.proxy_engine_max_length``).
     """
     keys, data = config.actor_rollout_ref.proxy.engine, config.data
     revision = config.actor_rollout_ref.rollout.revision_max_tokens

@@ -9,8 +9,8 @@ from ctrl_megatron.parallel.placement import engine_devices, place_engines
 from ctrl_megatron.resharding.plan import (
     PushPlan,
     engine_cut,
-    takers_of_engines,
-    workers_as_takers,
+    receiving_ranks_of_engines,
+    workers_as_receivers,
 )
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.rollout.transports.nccl import SLOTS
@@ -35,9 +35,9 @@ def push_plan(config: Config, shape: AnyShape) -> PushPlan:
         for host in range(trainer.nnodes)
     ]
     placement = place_engines(devices, tensor=tensor)
-    takers, hosts = workers_as_takers(placement, host_of_rank)
+    takers, hosts = workers_as_receivers(placement, host_of_rank)
     if colocated:
-        takers, hosts = takers_of_engines(placement, host_of_rank)
+        takers, hosts = receiving_ranks_of_engines(placement, host_of_rank)
     return PushPlan(
         shape.without_adapters,
         world.layout,
@@ -57,7 +57,7 @@ def push_bucket_bytes(config: Config, shape: AnyShape, rank: int) -> int:
     plan, size = push_plan(config, shape), rollout.update_bucket_megabytes << 20
     buckets = plan.buckets(size)
     if rollout.weight_transport == "cuda_ipc":
-        return IN_FLIGHT * max(map(plan.most_of_a_worker, buckets))
+        return IN_FLIGHT * max(map(plan.max_worker_bytes, buckets))
     number_of = {part: number for number, bucket in enumerate(buckets) for part in bucket}
     sent = [0] * len(buckets)
     for transfer in plan.transfers(rank):
@@ -74,6 +74,6 @@ def received_bucket_bytes(config: Config, shape: AnyShape) -> int:
     if rollout.weight_transport != "nccl":
         return 0
     plan = push_plan(config, shape)
-    sizes = list(map(plan.most_of_a_worker, plan.buckets(rollout.update_bucket_megabytes << 20)))
+    sizes = list(map(plan.max_worker_bytes, plan.buckets(rollout.update_bucket_megabytes << 20)))
     # Buckets use the slots in turn, and each slot grows to its largest one.
     return sum(max(sizes[slot::SLOTS], default=0) for slot in range(SLOTS))

@@ -57,7 +57,7 @@ def build_sinks(
     """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
 
     ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run).
-    A name with a colon is the import path of a class (``own_sink_class``). Raises UserError for a
+    A name with a colon is the import path of a class (``load_user_sink_class``). Raises UserError for a
     library that is not installed, and for a class that cannot be built.
     """
     kinds: dict[str, Callable[[], Sink]] = {

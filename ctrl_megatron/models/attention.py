@@ -369,7 +369,9 @@ def masked_attention(
         mask, before = None, segment.num_keys - segment.num_queries
         narrow = window is not None and window < segment.num_keys
         if (shared or narrow) and packed.layout.causal:
-            mask = torch.ones(segment.num_queries, segment.num_keys, dtype=torch.bool, device=query.device)
+            mask = torch.ones(
+                segment.num_queries, segment.num_keys, dtype=torch.bool, device=query.device
+            )
             mask = mask.tril(before)
             if window is not None:
                 mask = mask.triu(before - window + 1)

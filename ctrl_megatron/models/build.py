@@ -19,10 +19,10 @@ from ctrl_megatron.models.latent_attention import LatentRotaryEmbedding
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
     ValueOutputLayer,
-    supports_gradient_accumulation_fusion,
     block_spec,
     fuses_norms,
     has_transformer_engine,
+    supports_gradient_accumulation_fusion,
 )
 from ctrl_megatron.models.rope import Rope, YarnScaling, rope_frequencies
 from ctrl_megatron.models.shape import (
@@ -278,7 +278,7 @@ def _choose_in_groups(model: GPTModel, kinds: Sequence[FeedForward]) -> None:
     """Give the routers of families that group their experts our choice."""
     for layer, kind in zip(model.decoder.layers, kinds, strict=True):
         if isinstance(kind, Experts) and kind.choice is not None:
-            layer.mlp.router.router_replay = ChoiceInGroups(kind.choice)  # type: ignore[union-attr]
+            layer.mlp.router.router_replay = GroupLimitedRouterReplay(kind.choice)  # type: ignore[union-attr]
 
 
 def _pass_through(

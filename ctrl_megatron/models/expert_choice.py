@@ -25,7 +25,7 @@ def group_limited_topk(
 
 
 class GroupLimitedRouterReplay:
-    """``choose_experts_in_groups`` in place of Megatron's ``RouterReplay``, which a router asks for
+    """``group_limited_topk`` in place of Megatron's ``RouterReplay``, which a router asks for
     its choice.
     """
 

@@ -28,8 +28,8 @@ from ctrl_megatron.models.shape import (
     ExpertNames,
     Experts,
     FeedForward,
-    GroupLimitedRouting,
     GroupedQueryAttention,
+    GroupLimitedRouting,
     MaskedDiffusion,
     ModelShape,
     MultiLatentAttention,
@@ -195,7 +195,9 @@ def _group_choice(config: HfConfig, where: str, *, best: int) -> GroupLimitedRou
             f"{where}: topk_group={chosen} of n_group={groups} groups have no "
             f"num_experts_per_tok={top_k} of n_routed_experts={count} experts to choose"
         )
-    return None if groups == chosen else GroupLimitedRouting(groups=groups, chosen=chosen, best=best)
+    return (
+        None if groups == chosen else GroupLimitedRouting(groups=groups, chosen=chosen, best=best)
+    )
 
 
 def _deepseek_v2(config: HfConfig, where: str) -> tuple[FeedForward, ...]:

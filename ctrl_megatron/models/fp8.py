@@ -77,7 +77,9 @@ def quantization_config() -> dict[str, Any]:
     }
 
 
-def misaligned_part_widths(shape: ModelShape, workers: int, *, whole_experts: bool) -> dict[str, int]:
+def misaligned_part_widths(
+    shape: ModelShape, workers: int, *, whole_experts: bool
+) -> dict[str, int]:
     """Part of a layer -> its width on each of an engine's tensor ``workers``, of the parts that end
     within a block. ``whole_experts``: each worker has some experts whole.
 

@@ -3,7 +3,7 @@
 The whole model computes on every rank: before a layer its weights are gathered, after it they are
 freed. A rank keeps its rows of every weight in float32; they are cast to the model's type where
 they are gathered, and gradients are summed in float32. Rows of a batch are packed as with Megatron,
-through transformers' attention interface, where that computes the same; ``choose_computation``
+through transformers' attention interface, where that computes the same; ``choose_row_packing``
 finds out.
 """
 

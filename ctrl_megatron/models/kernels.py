@@ -55,10 +55,12 @@ def attention_note(dtype: str = "bfloat16") -> str:
 
 
 def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
-    """``providers`` as a line for the start of a run, with a remedy for slow kernels on a GPU."""
+    """``kernel_providers`` as a line for the start of a run, with a remedy for slow kernels on a GPU."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
-    line = "; ".join(f"{kernel}: {provider}" for kernel, provider in kernel_providers(dtype).items())
+    line = "; ".join(
+        f"{kernel}: {provider}" for kernel, provider in kernel_providers(dtype).items()
+    )
     if note := attention_note(dtype):
         line += f"; {note}"
     if on_gpu and not has_transformer_engine():
@@ -86,7 +88,10 @@ def _wgrad() -> str:
     """The library that adds a weight's gradient to those of earlier micro-batches."""
     from megatron.core.tensor_parallel import layers
 
-    from ctrl_megatron.models.layer_spec import supports_gradient_accumulation_fusion, has_transformer_engine
+    from ctrl_megatron.models.layer_spec import (
+        has_transformer_engine,
+        supports_gradient_accumulation_fusion,
+    )
 
     if has_transformer_engine():
         return "transformer_engine (inside its linear layers)"

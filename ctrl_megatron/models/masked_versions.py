@@ -11,7 +11,7 @@ import torch
 
 from ctrl_megatron.algorithms.coupled import coupled_log_prob_weights
 from ctrl_megatron.data.packing import pack_by_length
-from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_attended_values, micro_batch
+from ctrl_megatron.models.micro_batch import Fields, MicroBatch, micro_batch, split_attended_values
 from ctrl_megatron.models.packed_layout import build_packed_layout
 from ctrl_megatron.models.shape import MaskedDiffusion
 

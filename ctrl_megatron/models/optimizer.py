@@ -64,7 +64,7 @@ class OwnedRange:
     optimizer's memory, on the device where it is now."""
 
     weight: torch.Tensor
-    """As ``ParallelModel.places`` has it."""
+    """As ParallelModel.shards_without_onload has it."""
     start: int
     """Index of the first element in the flattened parameter."""
     tensors: dict[str, torch.Tensor]
@@ -206,7 +206,9 @@ class ModelOptimizer:
         else:
             self.optimizer.step_with_ready_grads()
         weights = float(get_total_norm([weight.detach() for weight in self._weights]))
-        require_finite_weight_norm(weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting)
+        require_finite_weight_norm(
+            weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting
+        )
         self.scheduler.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 

@@ -220,7 +220,9 @@ class ContextShardedTokens:
     def own_tokens(self) -> torch.Tensor:
         """(T / C,) int64: this rank's tokens."""
         device = self.packed.positions.device
-        tokens = reorder_by_rank(torch.arange(self.packed.layout.num_tokens, device=device), self.num_ranks)
+        tokens = reorder_by_rank(
+            torch.arange(self.packed.layout.num_tokens, device=device), self.num_ranks
+        )
         return tokens.chunk(self.num_ranks)[self.group.rank()]
 
     @cached_property

@@ -210,7 +210,7 @@ class ParallelModel:
         return self.broadcast_results(results)
 
     def broadcast_results(self, results: torch.Tensor) -> torch.Tensor:
-        """``new_results`` after a pass, on the host of every rank of the model copy. Collective."""
+        """``allocate_results`` after a pass, on the host of every rank of the model copy. Collective."""
         return self.groups.broadcast_from_last_stage(results).cpu()
 
     def allocate_results(self, rows: Fields, vectors: int) -> torch.Tensor:
@@ -235,11 +235,11 @@ class ParallelModel:
         ``models.policy.LossFn``, or of a value model a ``models.value.ValueLossFn``.
 
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
-        ``results`` (``new_results``) is filled with the head's vectors on the last stage.
+        ``results`` (``allocate_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
         ``lr``, and the loads of experts (``models.router.Routers.metrics``). If the loss or the
         gradient is not finite, on any rank, the step is skipped on all: weights, optimizer and
-        schedule stay as they were, the result is empty, and ``take_skipped`` says why. Raises
+        schedule stay as they were, the result is empty, and ``take_skipped_updates`` says why. Raises
         UserError on updated weights that are not finite.
         """
         if self.optimization is None:
@@ -372,7 +372,7 @@ class ParallelModel:
             return totals or {}
         box = [totals]
         layout, place = self.groups.layout, self.groups.place
-        copy = layout.holders("dense", (("dp", place.dp),))
+        copy = layout.ranks_at("dense", (("dp", place.dp),))
         source = copy.index(layout.rank(tp=0, pp=layout.pipeline - 1, dp=place.dp))
         dist.broadcast_object_list(box, group_src=source, group=self.groups.host_model)
         return box[0] or {}

@@ -33,7 +33,9 @@ class SafetensorsDirectory:
         self._file_of = self._index()
         config = self.directory / "config.json"
         # A folder of weights alone has none.
-        self.block = parse_weight_block_size(read_json(config), str(config)) if config.is_file() else None
+        self.block = (
+            parse_weight_block_size(read_json(config), str(config)) if config.is_file() else None
+        )
         """Rows and columns with one scale; None if the weights are not quantised."""
 
     def _index(self) -> dict[str, str]:

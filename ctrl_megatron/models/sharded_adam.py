@@ -129,7 +129,9 @@ class ShardedAdam:
             self.adam.step()
         self.forget_gradients()
         weights = self._norm([shard for _, shard in self._pairs])
-        require_finite_weight_norm(weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting)
+        require_finite_weight_norm(
+            weights, update=self.update_count + 1, learning_rate=self.learning_rate_setting
+        )
         self._schedule.step(increment=1)
         return {"grad_norm": norm, "lr": lr}
 

@@ -55,7 +55,7 @@ class ShardParam:
     cuts: tuple[SplitDimension, ...]
     mesh: MeshName
     at: Indices
-    """The indices that distinguish this shard from the parameter's others; ``Layout.holders`` of
+    """The indices that distinguish this shard from the parameter's others; ``Layout.ranks_at`` of
     ``mesh`` and ``at`` are the ranks that have it."""
     copy: bool
     """Another parameter, in another shard, has the same HF tensor and is the one to save and
@@ -69,7 +69,7 @@ class ShardParam:
 def check_split(shape: ModelShape, layout: Layout) -> None:
     """UserError unless the model divides over the ranks of ``layout`` that split its layers."""
     experts = shape.expert_kinds
-    if layout.expert_ranks != layout.tensor and not experts:
+    if layout.ranks_per_expert_layer != layout.tensor and not experts:
         raise UserError(
             "the model has no experts for expert_model_parallel_size and "
             "expert_tensor_parallel_size to spread",
@@ -205,7 +205,11 @@ def _stage(
                     name=name.format(i=local, e=number),
                     shape=size,
                     pieces=tuple(placed),
-                    cuts=tuple(SplitDimension(dim=int(rule.kind == "row"), axis=a) for a in axes if a != "ep"),
+                    cuts=tuple(
+                        SplitDimension(dim=int(rule.kind == "row"), axis=a)
+                        for a in axes
+                        if a != "ep"
+                    ),
                     mesh=rule.mesh,
                     at=(*at, ("pp", pp)),
                     copy=copy,

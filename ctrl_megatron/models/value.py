@@ -23,7 +23,7 @@ class ValueLossFn(Protocol):
 
 
 class ValueModel(ParallelModel):
-    """V(state before each response token) of a ``hf_config.value_shape``; arXiv 1506.02438.
+    """V(state before each response token) of a ``shape.value_model_shape``; arXiv 1506.02438.
 
     Its output layer is ``models.layer_spec.ValueOutputLayer``; a model initialised from a language
     model predicts 0 everywhere at first.

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.devices import local_device
-from ctrl_megatron.parallel.hosts import Hosts, addresses_to, host_identity, number_hosts
+from ctrl_megatron.parallel.hosts import (
+    Hosts,
+    connection_addresses_to,
+    host_identity,
+    hosts_from_identities,
+)
 from ctrl_megatron.parallel.layout import Axis, Coordinates, Layout, World
 from ctrl_megatron.parallel.meeting import rendezvous
 
@@ -238,7 +243,7 @@ def join_worlds(
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed, tp_rank=coordinates.tp, ep_rank=coordinates.ep, etp_rank=coordinates.etp
     )
-    joined.groups.hosts.require_whole_tensor_groups(joined.world.layout)
+    joined.groups.hosts.require_tensor_groups_within_host(joined.world.layout)
     return joined
 
 
@@ -270,16 +275,18 @@ def _collect(
     host = local_groups["host"] if alone else ours.host.create_own_group([every])
     writers = local_groups["writers"] if alone else ours.writers.create_own_group([every])
     identities = _gather(host_identity(), len(every), host)
-    hosts = number_hosts(identities)
+    hosts = hosts_from_identities(identities)
     several = len(hosts.names) > 1
-    hosts = hosts.with_addresses(_gather(addresses_to(master), len(every), host) if several else [])
+    hosts = hosts.with_addresses(
+        _gather(connection_addresses_to(master), len(every), host) if several else []
+    )
     groups = ProcessGroups(
         ranks=world.ranks,
         rank=world.ranks.index(me),
         place=world.layout.coordinates(world.ranks.index(me)),
         layout=world.layout,
         device=device,
-        hosts=hosts.of_ranks(world.ranks),
+        hosts=hosts.restricted_to_ranks(world.ranks),
         **local_groups,
     )
     everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)

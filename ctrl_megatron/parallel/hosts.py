@@ -40,7 +40,7 @@ class Hosts:
     def ranks_on(self, host: int) -> int:
         return self.of_rank.count(host)
 
-    def of_ranks(self, ranks: Sequence[int]) -> Hosts:
+    def restricted_to_ranks(self, ranks: Sequence[int]) -> Hosts:
         """The hosts of some ranks, which are numbered from 0, as are the hosts."""
         kept = list(dict.fromkeys(self.of_rank[rank] for rank in ranks))
         return Hosts(
@@ -59,7 +59,7 @@ class Hosts:
         others = tuple(ways[rank].own for rank in first[1:])
         return replace(self, addresses=(ways[first[1]].peer, *others))
 
-    def require_whole_tensor_groups(self, layout: Layout) -> None:
+    def require_tensor_groups_within_host(self, layout: Layout) -> None:
         """ValueError if the ranks that split one weight are on several hosts."""
         axes: tuple[tuple[Axis, str], ...] = (
             ("tp", "tensor_model_parallel_size"),
@@ -79,7 +79,7 @@ class Hosts:
                     )
 
 
-def number_hosts(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
+def hosts_from_identities(identities: Sequence[tuple[str, Hashable]]) -> Hosts:
     """Hosts from one (name, what distinguishes hosts of that name) per rank."""
     numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
     return Hosts(
@@ -101,12 +101,12 @@ def pid_namespace() -> int:
 
 
 def host_identity() -> tuple[str, int]:
-    """The identity of this process's host, for ``number_hosts``. A container with its own shared
+    """The identity of this process's host, for ``hosts_from_identities``. A container with its own shared
     memory counts as another host."""
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
 
 
-def addresses_to(host: str) -> ConnectionAddresses:
+def connection_addresses_to(host: str) -> ConnectionAddresses:
     """This process's way to ``host``, a name or an address; sends nothing."""
     family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:

@@ -106,7 +106,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         stage = self.tensor * self.context * self.data
-        if stage % self.expert_ranks:
+        if stage % self.ranks_per_expert_layer:
             raise UserError(
                 f"the {stage} ranks of a pipeline stage do not divide over "
                 f"expert_tensor_parallel_size={self.expert_tensor_ranks} x "
@@ -136,7 +136,7 @@ class Layout:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
-    def expert_ranks(self) -> int:
+    def ranks_per_expert_layer(self) -> int:
         """Number of ranks that hold the experts of a layer once, and that compute them together."""
         return self.expert_tensor_ranks * self.expert
 
@@ -144,7 +144,7 @@ class Layout:
     def experts_join_data_ranks(self) -> bool:
         """Whether ranks with different data indices compute a layer's experts together, so that
         they take part in the same passes."""
-        return self.expert_ranks > self.tensor * self.context
+        return self.ranks_per_expert_layer > self.tensor * self.context
 
     @property
     def world_size(self) -> int:
@@ -181,7 +181,7 @@ class Layout:
                     ("pp", self.pipeline),
                 )
             )
-        rest = self.tensor * self.context * self.data // self.expert_ranks
+        rest = self.tensor * self.context * self.data // self.ranks_per_expert_layer
         return Mesh(
             sizes=(
                 ("etp", self.expert_tensor_ranks),
@@ -211,7 +211,7 @@ class Layout:
     def first_coordinates_of_stage(self, pp: int) -> Coordinates:
         return self.coordinates(self.rank(pp=pp))
 
-    def holders(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
+    def ranks_at(self, mesh: MeshName, at: Indices) -> tuple[int, ...]:
         """The ranks with the indices ``at``, ascending.
 
         They have the same piece of a weight if ``at`` has the index of every axis that cuts the

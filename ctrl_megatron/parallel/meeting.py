@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ctrl_megatron.config.environment import Launch, bind_collectives_to_loopback, read_run_key
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.parallel.signed_objects import install_object_signing
-from ctrl_megatron.parallel.store import AddressStore
+from ctrl_megatron.parallel.store import SingleAddressTCPStore
 
 _POLL_SECONDS = 0.05
 _REFUSED_SECONDS = 5.0
@@ -40,7 +40,7 @@ def rendezvous(launch: Launch, timeout: timedelta) -> dict[str, Any]:
     if launch.local_world_size == launch.world_size:
         bind_collectives_to_loopback()
         address = address if launch.has_store else LOOPBACK
-    store: Any = AddressStore(
+    store: Any = SingleAddressTCPStore(
         address,
         launch.master_port,
         launch.world_size,

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _TORCHS: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
-class AddressStore(_TORCHS):
+class SingleAddressTCPStore(_TORCHS):
     """``TCPStore`` whose server listens at ``host_name``'s address only, ``localhost``'s at
     127.0.0.1.
 
@@ -42,13 +42,13 @@ class AddressStore(_TORCHS):
         super().__init__(host, port, world_size, *given, **named)
 
 
-def install_address_store() -> None:
-    """Let every store that this process makes from now on be an ``AddressStore``, also those that
+def install_single_address_store() -> None:
+    """Let every store that this process makes from now on be an ``SingleAddressTCPStore``, also those that
     ``init_process_group`` and torch's launcher make.
     """
     # A function of torch.distributed has the name of the module.
     for module in (dist, import_module("torch.distributed.rendezvous")):
-        module.TCPStore = AddressStore  # type: ignore[attr-defined]
+        module.TCPStore = SingleAddressTCPStore  # type: ignore[attr-defined]
 
 
 def _listening(host: str, port: int) -> socket.socket | None:

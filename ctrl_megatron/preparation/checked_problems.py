@@ -24,7 +24,7 @@ _AT_ONCE = 4
 """Problems per processor that are checked at the same time."""
 
 
-def checked_problems(
+def select_judgeable_problems(
     problems: Sequence[Problem],
     source: Path,
     folder: Path,
@@ -67,4 +67,6 @@ def checked_problems(
 async def _make(checks: RowTestChecks, open_judge: OpenJudge) -> None:
     with count_progress_bar("the check of tests and references", len(checks.missing)) as advance:
         async with open_judge() as judge:
-            await checks.run_missing_checks(judge, at_once=_AT_ONCE * usable_cores(), advance=advance)
+            await checks.run_missing_checks(
+                judge, at_once=_AT_ONCE * usable_cores(), advance=advance
+            )

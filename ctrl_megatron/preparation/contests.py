@@ -12,7 +12,7 @@ from ctrl_megatron.data.verl_form import data_source_of, problem_of_verl_row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH
 from ctrl_megatron.problems.fields import json_field, non_empty_list_field, object_field, text_field
-from ctrl_megatron.problems.input_output import function_problem, problem_of_tests, program_problem
+from ctrl_megatron.problems.input_output import function_problem, problem_of_tests, stdio_problem
 from ctrl_megatron.sandbox.datasets.problems import StdioProblem
 from ctrl_megatron.sandbox.datasets.stdio import read_code_contests, read_live_code_bench
 from ctrl_megatron.types import Problem
@@ -111,7 +111,7 @@ def _program(name: str, statement: str, graded: StdioProblem, **known: Any) -> P
     if graded.seconds is not None:
         known["time_limit"] = graded.seconds
     cases = [(case.input, case.output) for case in graded.cases]
-    return program_problem(name, statement, cases, comparison=graded.rule.name, **known)
+    return stdio_problem(name, statement, cases, comparison=graded.rule.name, **known)
 
 
 def level_of_rating(rating: float | None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ctrl_megatron.prompts import extract_code
-from ctrl_megatron.prompts.python_source import tree_or_line
+from ctrl_megatron.prompts.python_source import parse_or_error_line
 from ctrl_megatron.types import Attempt, Verdict
 
 Fault = Literal["none", "syntax", "missing", "timeout", "exception", "died", "no_return", "wrong"]
@@ -54,7 +54,7 @@ def diagnose(attempt: Attempt, verdict: Verdict) -> Diagnosis:
     """The reason why ``attempt`` got ``verdict``: the most serious fault."""
     name = attempt.problem.entry_point.split(", ")[0].rpartition(".")[2]
     failed, total = verdict.passed.count(False), len(verdict.passed)
-    tree = tree_or_line(extract_code(attempt.solution))
+    tree = parse_or_error_line(extract_code(attempt.solution))
     if isinstance(tree, int):
         fault: Fault = "none" if verdict.accepted else "syntax"
         return Diagnosis(fault=fault, name=name, failed=failed, total=total, line=tree)

@@ -69,7 +69,8 @@ def _row(record: Mapping[str, Any], tests: Tests, longest: int | None) -> Row:
     points = positive_field(record.get("score"), "score")
     year, problem = _year(record), text_field(record.get("id"), "id")
     names = [
-        text_field(n, "test_names") for n in non_empty_list_field(record.get("test_names"), "test_names")
+        text_field(n, "test_names")
+        for n in non_empty_list_field(record.get("test_names"), "test_names")
     ]
     if any((year, problem, name) not in tests for name in names):
         raise NoTests("has tests that are not in the files of tests")

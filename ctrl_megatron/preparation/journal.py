@@ -38,7 +38,7 @@ class StageJournal:
                 remedy="give the same again, name another --out, or start over with --overwrite",
             )
 
-    def finished(self, stage: str) -> list[Records]:
+    def finished_records(self, stage: str) -> list[Records]:
         file = self._folder / f"{stage}.jsonl"
         if not file.exists():
             return []
@@ -60,7 +60,7 @@ class StageJournal:
 
         ``advance`` is called with the number of finished parts.
         """
-        done = self.finished(stage)
+        done = self.finished_records(stage)
         advance(len(done))
         with (self._folder / f"{stage}.jsonl").open("ab") as file:
             for part in parts[len(done) :]:

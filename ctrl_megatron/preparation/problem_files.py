@@ -14,7 +14,7 @@ from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, comparison_complaint, decode_tests
-from ctrl_megatron.rewards.grading import judgeable_tests
+from ctrl_megatron.rewards.grading import count_judgeable_tests
 from ctrl_megatron.types import Attempt, Problem, PrompterType
 
 _KEYS = {
@@ -133,7 +133,9 @@ def problem_from_record(given: Mapping[str, Any]) -> Problem:
         difficulty=record["difficulty"],
     )
     try:
-        judgeable_tests(row_of_attempt(Attempt(id=problem.id, problem=problem, solution=""), ()))
+        count_judgeable_tests(
+            row_of_attempt(Attempt(id=problem.id, problem=problem, solution=""), ())
+        )
     except ValueError as error:
         named = f"{problem.id!r}"
         why = str(error).removeprefix(f"{named}: ")

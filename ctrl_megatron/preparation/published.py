@@ -29,7 +29,7 @@ from ctrl_megatron.preparation.problem_files import (
     read_problems,
 )
 from ctrl_megatron.preparation.records import read_data_records
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 from ctrl_megatron.types import Problem
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], int], Problem]] = {
@@ -189,6 +189,6 @@ def _with_fewer_tests(problem: Problem, most: int | None) -> Problem:
     tests = problem.selected_uts
     if isinstance(tests, str):
         cases = load_long_integer_json(tests)[:most]
-        with long_integers():
+        with allow_long_integers():
             return replace(problem, selected_uts=json.dumps(cases, ensure_ascii=False))
     return replace(problem, selected_uts=tests[:most])

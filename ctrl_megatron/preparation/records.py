@@ -8,7 +8,7 @@ from typing import Any
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import read_parquet
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.problems.long_integers import long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers
 
 Record = tuple[str, dict[str, Any]]
 """The place for messages (file and row, in the file's own numbering), and the object."""
@@ -49,7 +49,7 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_json_list(path: Path) -> list[Record]:
-    with long_integers():
+    with allow_long_integers():
         records = read_json(path)
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{path} is not a JSON list of problems")

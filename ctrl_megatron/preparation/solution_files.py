@@ -9,7 +9,7 @@ from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.solutions import Fate
 from ctrl_megatron.preparation.published import DroppedItems
-from ctrl_megatron.prompts import settle_answer
+from ctrl_megatron.prompts import normalise_answer
 from ctrl_megatron.types import Attempt, Problem
 
 
@@ -37,8 +37,8 @@ def read_solutions(
         if problem_id not in used:
             dropped.add("solution of a harder problem", name)
             continue
-        settled = settle_answer(entry["solution"])
-        if is_usable(settled.kind, name, dropped):
+        settled = normalise_answer(entry["solution"])
+        if keep_or_count_dropped(settled.kind, name, dropped):
             attempts.append(Attempt(id=name, problem=used[problem_id], solution=settled.text))
     if not attempts:
         raise UserError(
@@ -47,7 +47,7 @@ def read_solutions(
     return attempts, dropped
 
 
-def is_usable(fate: Fate, name: str, dropped: DroppedItems) -> bool:
+def keep_or_count_dropped(fate: Fate, name: str, dropped: DroppedItems) -> bool:
     """Whether a solution with this fate is kept. ``dropped`` counts it where it is not, or where
     its code fence was corrected.
     """

@@ -176,7 +176,7 @@ class SynthesisStages:
     ) -> Records:
         size = self.part_size
         parts = [(i, list(items[i : i + size])) for i in range(0, len(items), size)]
-        left = len(parts) - len(self.journal.finished(name))
+        left = len(parts) - len(self.journal.finished_records(name))
         async with open_source() if left else _nothing() as source:
             records = await self.journal.run(
                 name,

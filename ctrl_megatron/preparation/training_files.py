@@ -22,7 +22,7 @@ from ctrl_megatron.preparation.selection import (
     distinct_attempts,
     round_robin_by_problem,
 )
-from ctrl_megatron.preparation.solution_files import is_usable
+from ctrl_megatron.preparation.solution_files import keep_or_count_dropped
 from ctrl_megatron.preparation.stages import SynthesisStages
 from ctrl_megatron.prompts import fence_code, generation_messages
 from ctrl_megatron.sft.examples import SftExample, write_examples
@@ -164,7 +164,7 @@ async def _drawn(
     if params is None:
         return []
     drawn = await stages.solutions(problems, params)
-    return [attempt for attempt, fate in drawn if is_usable(fate, attempt.id, dropped)]
+    return [attempt for attempt, fate in drawn if keep_or_count_dropped(fate, attempt.id, dropped)]
 
 
 async def _judged(

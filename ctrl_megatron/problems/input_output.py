@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import APPS, RESULT_CHECK, RESULT_CHECK_NAMES
 from ctrl_megatron.problems.fields import json_field, non_empty_list_field, rule_field, text_field
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 from ctrl_megatron.types import Problem
 
 
@@ -48,7 +48,7 @@ def read_cases(record: Mapping[str, Any], where: str) -> FunctionCalls | list[tu
     return FunctionCalls(text_field(record["fn_name"], f"{where}.fn_name"), calls)
 
 
-def is_wrapped(record: Mapping[str, Any]) -> bool:
+def has_wrapped_outputs(record: Mapping[str, Any]) -> bool:
     """Whether every output is a list of one item. Such problems of APPS and TACO also accept the
     item itself as the result.
     """
@@ -58,8 +58,8 @@ def is_wrapped(record: Mapping[str, Any]) -> bool:
     )
 
 
-@long_integers()
-def call_asserts(
+@allow_long_integers()
+def asserts_for_calls(
     calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> list[str]:
     """One assert per call; the asserts need ``RESULT_CHECK`` as setup. Tuples equal lists, and
@@ -103,12 +103,14 @@ def problem_of_tests(
     rule = rule_field({"comparison": comparison}, APPS)
     found = read_cases(tests, "tests")
     if not isinstance(found, FunctionCalls):
-        return program_problem(name, statement, found, comparison=rule.name, **known)
-    asserts = call_asserts(found, or_first=is_wrapped(tests), tolerance=rule.result_tolerance)
+        return stdio_problem(name, statement, found, comparison=rule.name, **known)
+    asserts = asserts_for_calls(
+        found, or_first=has_wrapped_outputs(tests), tolerance=rule.result_tolerance
+    )
     return function_problem(name, statement, found.name, asserts, starter=starter, **known)
 
 
-def program_problem(
+def stdio_problem(
     name: str, statement: str, cases: Sequence[tuple[str, str]], **known: Any
 ) -> Problem:
     """A program judged by ``cases`` of stdin and stdout."""
@@ -132,7 +134,7 @@ def function_problem(
     reference: str = "",
     **known: Any,
 ) -> Problem:
-    """A function judged by ``asserts`` from :func:`call_asserts`; a method of ``Solution`` if
+    """A function judged by ``asserts`` from :func:`asserts_for_calls`; a method of ``Solution`` if
     ``starter`` or ``reference`` defines that class.
     """
     method = re.search(r"^class Solution\b", f"{starter}\n{reference}", re.MULTILINE)

@@ -28,7 +28,7 @@ _TOO_LONG = (
 
 
 @contextmanager
-def long_integers() -> Iterator[None]:
+def allow_long_integers() -> Iterator[None]:
     """Within the block Python reads and writes integers of up to ``INTEGER_DIGITS`` digits."""
     before = sys.get_int_max_str_digits()
     if 0 < before < INTEGER_DIGITS:
@@ -44,7 +44,7 @@ def load_long_integer_json(text: str | bytes) -> Any:
     bounds.
     """
     text = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
-    if not digits_of_long_runs(text):
+    if not count_long_run_digits(text):
         return json.loads(text)
     left = LONG_DIGITS
 
@@ -55,17 +55,17 @@ def load_long_integer_json(text: str | bytes) -> Any:
             raise json.JSONDecodeError(_TOO_LONG, text, 0)
         return int(digits)
 
-    with long_integers():
+    with allow_long_integers():
         return json.loads(text, parse_int=integer)
 
 
 def require_few_digits(text: str, where: str) -> None:
     """Raise ``ValueError`` for Python text whose long integers take too much time to parse."""
-    if digits_of_long_runs(text) > LONG_DIGITS:
+    if count_long_run_digits(text) > LONG_DIGITS:
         raise ValueError(f"{where}: its long numbers have more than {LONG_DIGITS} digits together")
 
 
-def digits_of_long_runs(text: str) -> int:
+def count_long_run_digits(text: str) -> int:
     """Digits in all runs of more than 4,300 digits. Reads only every 4,300th character outside
     runs.
     """

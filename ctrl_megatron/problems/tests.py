@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, STRICT, rule_named
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 from ctrl_megatron.types import PrompterType
 
 DEFAULT_TIME_LIMIT = 10.0
@@ -39,7 +39,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
             raise UserError("has an entry that is empty or not text")
         return tuple(value)
     if isinstance(value, (list, tuple)) and value and all(isinstance(c, dict) for c in value):
-        with long_integers():
+        with allow_long_integers():
             value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
         raise UserError("must be the JSON text of a list of cases (a string, or a list of one)")
@@ -52,7 +52,7 @@ def decode_tests(kind: PrompterType, value: object) -> tuple[str, ...] | str:
         raise UserError("must be a non-empty JSON list of cases")
     if kind != "code_contests":
         return value
-    with long_integers():
+    with allow_long_integers():
         spelled = [_spelled(case, number) for number, case in enumerate(cases, start=1)]
         return value if spelled == cases else json.dumps(spelled, ensure_ascii=False)
 

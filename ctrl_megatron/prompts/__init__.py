@@ -21,13 +21,13 @@ from ctrl_megatron.prompts.messages import (
     revision_messages,
     revision_request,
 )
-from ctrl_megatron.prompts.settled_answer import SettledAnswer, settle_answer
+from ctrl_megatron.prompts.settled_answer import NormalisedAnswer, normalise_answer
 
 __all__ = [
     "JUDGED_CORRECT",
     "JUDGED_INCORRECT",
     "REVISION_SENTENCE",
-    "SettledAnswer",
+    "NormalisedAnswer",
     "choice_messages",
     "critique_messages",
     "desanitize",
@@ -36,11 +36,11 @@ __all__ = [
     "generation_messages",
     "hint_messages",
     "judging_messages",
+    "normalise_answer",
     "parse_choice",
     "parse_judgment",
     "revision_messages",
     "revision_request",
     "sanitize",
     "sanitized_answer",
-    "settle_answer",
 ]

@@ -30,11 +30,11 @@ CODE_LINE = re.compile(
 
 def parse_python(code: str) -> ast.Module | None:
     """The syntax tree of ``code``; None where it is no Python or too deeply nested."""
-    tree = tree_or_line(code)
+    tree = parse_or_error_line(code)
     return tree if isinstance(tree, ast.Module) else None
 
 
-def tree_or_line(code: str) -> ast.Module | int:
+def parse_or_error_line(code: str) -> ast.Module | int:
     """The syntax tree of ``code``, or the number of the line with the error, from 1."""
     try:
         with warnings.catch_warnings():

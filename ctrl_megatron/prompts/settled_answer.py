@@ -12,7 +12,7 @@ from ctrl_megatron.prompts.code_block import FENCE, extract_code, fence_code, wi
 from ctrl_megatron.prompts.python_source import CODE_LINE, is_program
 
 
-class SettledAnswer(NamedTuple):
+class NormalisedAnswer(NamedTuple):
     """An answer whose program ``extract_code`` finds, and how it was changed for that."""
 
     text: str
@@ -20,7 +20,7 @@ class SettledAnswer(NamedTuple):
     kind: Literal["as written", "normalised", "unreadable"]
 
 
-def settle_answer(text: str) -> SettledAnswer:
+def normalise_answer(text: str) -> NormalisedAnswer:
     """``text`` with its Python program where ``extract_code`` finds it.
 
     ``as written``: it is found already, because it parses or looks like code in a separate fence (a
@@ -30,13 +30,13 @@ def settle_answer(text: str) -> SettledAnswer:
     answer, found = without_reasoning(text), extract_code(text)
     before, fence, _ = answer.partition(FENCE)
     if fence and is_program(found):
-        return SettledAnswer(text, "as written")
+        return NormalisedAnswer(text, "as written")
     code = before if fence else found
     if is_program(code):
-        return SettledAnswer(fence_code(code.strip()), "normalised")
+        return NormalisedAnswer(fence_code(code.strip()), "normalised")
     if fence and FENCE not in found and _looks(found) and not _looks(before):
-        return SettledAnswer(text, "as written")
-    return SettledAnswer(text, "unreadable")
+        return NormalisedAnswer(text, "as written")
+    return NormalisedAnswer(text, "unreadable")
 
 
 def _looks(code: str) -> bool:

@@ -67,7 +67,7 @@ class Recorder:
         begin, end = self.display.begin_phase, self.display.end_phase
         return Timeline(on_begin=begin, on_end=end, meter=meter)
 
-    def begin(self) -> None:
+    def record_config(self) -> None:
         """Write the configuration of a run that begins or continues into its directory."""
         if self.active and (changed := write_config_keeping_earlier(self.run_dir, self._config)):
             self.show_line(f"changed since the last start: {'; '.join(changed)}")
@@ -98,7 +98,7 @@ class Recorder:
             return
         self.log(step, metrics)
         self._warn(step, metrics)
-        self.keep_timeline(timeline)
+        self.append_timeline(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
         for sink in self._sinks:
@@ -107,7 +107,7 @@ class Recorder:
         if self.display is not None:
             self.display.end_step(step)
 
-    def keep_timeline(self, timeline: Mapping[str, Any]) -> None:
+    def append_timeline(self, timeline: Mapping[str, Any]) -> None:
         """Append to ``timeline.jsonl``; a run does not end for want of it."""
         if not self.active or self._timelines is None:
             return

@@ -35,7 +35,7 @@ from ctrl_megatron.resharding.plan import (
     Transfer,
     one_worker_on_each_host,
     place_in_buckets,
-    takers_of_engines,
+    receiving_ranks_of_engines,
 )
 from ctrl_megatron.resharding.schedule import push_steps
 from ctrl_megatron.resharding.sources import WeightSource
@@ -71,7 +71,7 @@ class Buckets:
         layout = source.engine_layout
         if not takers:
             hosts = one_worker_on_each_host(layout.placement)
-            takers, host_of_rank = takers_of_engines(hosts, groups.hosts.of_rank)
+            takers, host_of_rank = receiving_ranks_of_engines(hosts, groups.hosts.of_rank)
         self._source, self._groups = source, groups
         self.plan = plan = PushPlan(
             source.shape,
@@ -107,7 +107,7 @@ class Buckets:
         """The transfers of every bucket in which this rank takes part."""
 
     @cached_property
-    def place_of(self) -> dict[str, TensorPlace]:
+    def tensor_places(self) -> dict[str, TensorPlace]:
         """HF name -> the tensor's place, over all buckets."""
         return {place.spec.name: place for own in self.places for place in own}
 
@@ -130,7 +130,7 @@ class Buckets:
         return copied, messages
 
     @property
-    def size(self) -> int:
+    def max_bucket_bytes(self) -> int:
         """Bytes of memory in which every bucket has room as whole tensors."""
         return max(places[-1].end for places in self.places)
 
@@ -178,7 +178,7 @@ class Buckets:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.host)
         return {name: block_scales(blocks) for name, blocks in of.items()}
 
-    def wholes(self, number: int, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole_tensors(self, number: int, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) of a bucket, put together from the parts of all workers."""
         specs = {place.spec.name: place.spec for place in self.places[number]}
         for part in self.parts[number]:
@@ -202,15 +202,15 @@ class PushPhases(Protocol):
         """Write what this rank sends of bucket ``number`` into memory."""
         ...
 
-    def exchange(self, number: int) -> None:
+    def begin_exchange(self, number: int) -> None:
         """Begin to send and to receive bucket ``number``; returns before it has arrived."""
         ...
 
-    def settle(self, number: int) -> None:
+    def finish_exchange(self, number: int) -> None:
         """Return when the bucket may be offered to engines, as far as this rank is concerned."""
         ...
 
-    def sent(self, number: int) -> ReadableBucket:
+    def readable_bucket(self, number: int) -> ReadableBucket:
         """The bucket for this host's engines."""
         ...
 
@@ -232,11 +232,11 @@ def run_push(
             case "begin", "fill", number:
                 phases.fill(number)
             case "begin", "exchange", number:
-                phases.exchange(number)
+                phases.begin_exchange(number)
             case "end", "exchange", number:
-                phases.settle(number)
+                phases.finish_exchange(number)
             case "begin", "load", number:
-                yield phases.sent(number)
+                yield phases.readable_bucket(number)
             case "end", "load", number:
                 wait_until_read(number)
             # ``fill`` returns when it has ended.
@@ -248,7 +248,9 @@ class BucketMemory(Protocol):
     """The memory of a host's engines for the buckets in flight, which all ranks of the host can
     write and read."""
 
-    def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
+    def piece_view(
+        self, number: int, engine: int, worker: int, name: str, piece: Piece
+    ) -> torch.Tensor:
         """The rectangle ``piece`` of HF tensor ``name`` in a worker's memory for a bucket."""
         ...
 
@@ -282,12 +284,14 @@ class HostBuckets:
         self._buckets, self._memory, self._chunk = buckets, memory, chunk
         self._workers = buckets.plan.cut.tensor
 
-    def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
-        return self._whole(number, worker, self._buckets.place_of[name])[piece.hf_slices]
+    def piece_view(
+        self, number: int, engine: int, worker: int, name: str, piece: Piece
+    ) -> torch.Tensor:
+        return self._whole(number, worker, self._buckets.tensor_places[name])[piece.hf_slices]
 
     def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self._workers > 1:
-            yield from self._buckets.wholes(number, partial(self.at, number, 0))
+            yield from self._buckets.whole_tensors(number, partial(self.piece_view, number, 0))
             return
         for place in self._buckets.places[number]:
             yield place.spec.name, self._whole(number, 0, place)
@@ -347,9 +351,9 @@ class HostExchange:
         # Every rank has all scales; one of each host writes them.
         for name, values in scales.items() if self._groups.is_first_of_host else ():
             whole = Piece(hf=name, hf_start=(0, 0), start=(0, 0), extent=tuple(values.shape))
-            self._memory.at(number, 0, 0, name, whole).copy_(values)
+            self._memory.piece_view(number, 0, 0, name, whole).copy_(values)
 
-    def exchange(self, number: int) -> None:
+    def begin_exchange(self, number: int) -> None:
         groups, rank = self._groups, self._groups.rank
         arriving: list[tuple[int, _Arrival]] = []
         leaving = self._leaving[number] = []
@@ -374,7 +378,7 @@ class HostExchange:
         # The first pieces of all lines come first, so that no line waits for another one.
         self._arriving[number] = [arrival for _, arrival in sorted(arriving, key=lambda a: a[0])]
 
-    def settle(self, number: int) -> None:
+    def finish_exchange(self, number: int) -> None:
         """Pass on to the next host and write what arrives, and wait until everything that this rank
         sends has left."""
         leaving = self._leaving.pop(number)
@@ -386,13 +390,13 @@ class HostExchange:
                 leaving.append(dist.isend(arrival.piece, group=group, group_dst=to, tag=tag))
         for line, message in self._messages.pop(number).items():
             if line[0] != self._groups.rank:
-                for transfer, piece, part in in_message(self._lines[number][line], message):
+                for transfer, piece, part in message_rectangles(self._lines[number][line], message):
                     self._place(number, transfer, piece).copy_(part)
         self._memory.synchronize()
         for work in leaving:
             work.wait()
 
-    def sent(self, number: int) -> ReadableBucket:
+    def readable_bucket(self, number: int) -> ReadableBucket:
         """The bucket; its tensors are those of one engine of this host, where all of its workers
         are here."""
         chunk = self._memory.chunk(number)
@@ -405,7 +409,7 @@ class HostExchange:
         of_rank, here = self._groups.hosts.of_rank, self._groups.host_index
         pairs = zip(transfer.takers, transfer.engines, strict=True)
         engine = next(engine for taker, engine in pairs if of_rank[taker] == here)
-        return self._memory.at(number, engine, transfer.worker, piece.hf, piece)
+        return self._memory.piece_view(number, engine, transfer.worker, piece.hf, piece)
 
 
 def message_bytes(transfers: Iterable[Transfer]) -> int:
@@ -422,11 +426,11 @@ def fill_message(
     """Write the message with these transfers, of which this rank has the shards, into ``memory``
     (uint8); ``scales`` as for ``Buckets.weights``."""
     weights = (weight for transfer in transfers for weight in buckets.weights(transfer, scales))
-    for (_, _, part), weight in zip(in_message(transfers, memory), weights, strict=True):
+    for (_, _, part), weight in zip(message_rectangles(transfers, memory), weights, strict=True):
         part.copy_(weight)
 
 
-def in_message(
+def message_rectangles(
     transfers: Iterable[Transfer], memory: torch.Tensor
 ) -> Iterator[tuple[Transfer, Piece, torch.Tensor]]:
     """(transfer, rectangle, the rectangle's values) of everything in a message, whose bytes are

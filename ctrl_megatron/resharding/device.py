@@ -47,10 +47,10 @@ _MOST_LOSSES = 3
 """Losses in a step without an engine that was started again, after which the run ends."""
 
 
-class EngineKeeper(Protocol):
+class EngineRestarter(Protocol):
     """Starts this host's engines again, on its first rank; elsewhere there are none."""
 
-    def lost(self) -> bool:
+    def needs_restore(self) -> bool:
         """Whether an engine is lost, or was started again and is not restored yet."""
         ...
 
@@ -126,7 +126,7 @@ class DeviceOwner:
         adapter_shape: AnyShape | None = None,
         keep_proxy: bool = False,
         verify: bool = False,
-        restarts: EngineKeeper | None = None,
+        restarts: EngineRestarter | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
@@ -283,7 +283,7 @@ class DeviceOwner:
         self._wake("weights")
 
     def mark_lost(self, lost: ServiceLost) -> None:
-        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ``lost`` where
+        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ServiceLost where
         engines are not started again, or where that has not helped."""
         if self._restarts is None or self._losses == _MOST_LOSSES:
             raise lost
@@ -294,7 +294,7 @@ class DeviceOwner:
         """Whether an engine was lost; all run again. Collective."""
         if self._restarts is None:
             return False
-        (lost,) = self._groups.any_rank(self._suspect or self._restarts.lost())
+        (lost,) = self._groups.any_rank(self._suspect or self._restarts.needs_restore())
         if not lost:
             return False
         self._offload_models()
@@ -313,7 +313,7 @@ class DeviceOwner:
         for memory in ENGINE_MEMORY:
             self._wake(memory)
 
-    def take_reports(self) -> list[PushReport]:
+    def pop_push_reports(self) -> list[PushReport]:
         """The reports of the pushes since the last call."""
         reports, self._reports = self._reports, []
         return reports

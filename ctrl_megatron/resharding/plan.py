@@ -23,7 +23,13 @@ from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.fp8 import SCALES, quantised_specs
 from ctrl_megatron.models.offload import aligned_size
-from ctrl_megatron.models.rules import ParamRule, hf_buffer_dtypes, hf_shapes, param_rules, trained_names
+from ctrl_megatron.models.rules import (
+    ParamRule,
+    hf_buffer_dtypes,
+    hf_shapes,
+    param_rules,
+    trained_names,
+)
 from ctrl_megatron.models.shape import AnyShape, GroupedQueryAttention, HfTensor, ModelShape
 from ctrl_megatron.models.shards import Piece, distinct_shards
 from ctrl_megatron.parallel.layout import Indices, Layout, MeshName
@@ -168,7 +174,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class FlowShare:
     """The bytes of a flow from ``begin`` to ``end``, where the whole flow counts as ``of``."""
 
     giver: int
@@ -272,7 +278,11 @@ class PushPlan:
         self, rank: int | None, pattern: int, number: int, pp: int
     ) -> list[tuple[Flow, tuple[int, ...]]]:
         """(flow, its takers) of a parameter, where ``rank`` holds or takes it."""
-        taken = {w for w, takers in enumerate(self.receiving_ranks_by_worker) if rank is None or rank in takers}
+        taken = {
+            w
+            for w, takers in enumerate(self.receiving_ranks_by_worker)
+            if rank is None or rank in takers
+        }
         return [
             (flow, self.receiving_ranks_by_worker[flow.worker])
             for flow in self.patterns[pattern][number]
@@ -280,7 +290,7 @@ class PushPlan:
         ]
 
     def _find_holders(self, mesh: MeshName, at: Indices, pp: int) -> tuple[int, ...]:
-        return self.train.holders(mesh, (*at, ("pp", pp)))
+        return self.train.ranks_at(mesh, (*at, ("pp", pp)))
 
     @cached_property
     def receiving_ranks_by_worker(self) -> tuple[tuple[int, ...], ...]:
@@ -291,7 +301,7 @@ class PushPlan:
         """Whether a worker gets all of the flow from one rank, since it is small."""
         return flow.num_bytes < self._sent_whole
 
-    def shares(self, part: PushPart, flow: Flow, rank: int | None = None) -> tuple[Share, ...]:
+    def shares(self, part: PushPart, flow: Flow, rank: int | None = None) -> tuple[FlowShare, ...]:
         """Who sends a flow of ``part`` to which engine, as far as ``rank`` sends or takes it."""
         holders, whole = self._holders(flow.mesh, flow.at, part.pp), self.sends_whole(flow)
         turn = part.layer % len(holders) if whole else 0
@@ -331,7 +341,7 @@ class PushPlan:
             buckets[-1].append(part)
         return [tuple(bucket) for bucket in buckets]
 
-    def most_of_a_worker(self, bucket: Sequence[PushPart]) -> int:
+    def max_worker_bytes(self, bucket: Sequence[PushPart]) -> int:
         """Bytes of the bucket for the worker that gets most of it."""
         parts = (self._of_workers(part.pattern, part.number) for part in bucket)
         return max(map(sum, zip(*parts, strict=True)))
@@ -344,7 +354,7 @@ class PushPlan:
         return sizes
 
 
-def takers_of_engines(
+def receiving_ranks_of_engines(
     placement: Placement, host_of_rank: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """(takers, host of every rank) where ranks receive for workers: the one with the same device,
@@ -362,7 +372,7 @@ def takers_of_engines(
     return takers, tuple(host_of_rank)
 
 
-def workers_as_takers(
+def workers_as_receivers(
     placement: Placement, host_of_rank: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """(takers, host of every number) where workers receive by themselves: they have the numbers
@@ -590,7 +600,7 @@ def _shares(
     whole: bool,
     turn: int,
     host_memory: bool,
-) -> tuple[Share, ...]:
+) -> tuple[FlowShare, ...]:
     """Who sends a flow to which engine, as far as ``rank`` sends or takes it.
 
     A taker that holds the shard sends it to itself, unless all ranks of its host write its memory.
@@ -601,7 +611,7 @@ def _shares(
     of_host: dict[int, list[int]] = {}
     for holder in holders:
         of_host.setdefault(host_of_rank[holder], []).append(holder)
-    shares = [Share(t, (engine,), 0, 1, 1) for engine, t in enumerate(takers) if t in itself]
+    shares = [FlowShare(t, (engine,), 0, 1, 1) for engine, t in enumerate(takers) if t in itself]
     waiting: dict[int | None, list[int]] = {}
     for engine, taker in enumerate(takers):
         if taker not in itself:
@@ -629,7 +639,7 @@ def _relayed(
     host_of_rank: Sequence[int],
     whole: bool,
     turn: int,
-) -> Iterator[Share]:
+) -> Iterator[FlowShare]:
     """The shares of all engines of ``hosts`` (engine -> host), each from one giver through all of
     them. It begins with the host after the giver's, so that several givers use different links."""
     count = len(givers)
@@ -637,28 +647,28 @@ def _relayed(
         own = host_of_rank[giver]
         line = tuple(sorted(hosts, key=lambda engine: (hosts[engine] < own, hosts[engine])))
         if not whole:
-            yield Share(giver, line, number, number + 1, count)
+            yield FlowShare(giver, line, number, number + 1, count)
         elif number == turn % count:
-            yield Share(giver, line, 0, 1, 1)
+            yield FlowShare(giver, line, 0, 1, 1)
 
 
 def _line(
     givers: Sequence[int], engine: int, number: int, engines: int, whole: bool, turn: int
-) -> Iterator[Share]:
+) -> Iterator[FlowShare]:
     """The shares of the engine of that ``number`` among ``engines``, whose needs are one line that
     the givers cut into equal parts. With ``whole`` no engine's need is cut, and ``turn`` moves the
     givers on."""
     count = len(givers)
     low, high = number * count, (number + 1) * count
     if whole:
-        yield Share(givers[(low // engines + turn) % count], (engine,), 0, 1, 1)
+        yield FlowShare(givers[(low // engines + turn) % count], (engine,), 0, 1, 1)
         return
     for giver in range(low // engines, (high - 1) // engines + 1):
         begin, end = max(low, giver * engines) - low, min(high, (giver + 1) * engines) - low
-        yield Share(givers[giver], (engine,), begin, end, count)
+        yield FlowShare(givers[giver], (engine,), begin, end, count)
 
 
-def _cut(rectangles: Sequence[Rectangle], share: Share) -> list[Rectangle]:
+def _cut(rectangles: Sequence[Rectangle], share: FlowShare) -> list[Rectangle]:
     """The share's part of the rectangles, in whole rows."""
     if (share.begin, share.end) == (0, share.of):
         return list(rectangles)

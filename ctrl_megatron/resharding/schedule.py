@@ -55,7 +55,7 @@ def push_steps(buckets: int) -> Iterator[Step]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
+class RankBandwidths:
     """Bytes per second of one rank, in each direction."""
 
     network: float = 50e9
@@ -67,18 +67,18 @@ class Speeds:
 
 
 @dataclass(slots=True)
-class Load:
+class PushTraffic:
     """The bytes that every rank sends and gets in a push, by the way that they take."""
 
     sent: dict[tuple[Way, int], float] = field(default_factory=dict)
     got: dict[tuple[Way, int], float] = field(default_factory=dict)
 
-    def add(self, other: Load) -> None:
+    def add(self, other: PushTraffic) -> None:
         for mine, theirs in ((self.sent, other.sent), (self.got, other.got)):
             for key, size in theirs.items():
                 mine[key] = mine.get(key, 0) + size
 
-    def sums(self, way: Way) -> tuple[float, float, float]:
+    def total_and_max_bytes(self, way: Way) -> tuple[float, float, float]:
         """(all bytes on this way, the most that a rank sends, the most that a rank gets)."""
         sent, got = (
             [size for (own, _), size in side.items() if own == way]
@@ -86,12 +86,12 @@ class Load:
         )
         return sum(got), max(sent, default=0), max(got, default=0)
 
-    def copy_seconds(self, side: Side, rank: int, speeds: Speeds) -> float:
+    def copy_seconds(self, side: Side, rank: int, speeds: RankBandwidths) -> float:
         """Seconds in which a rank copies in its memory what it sends or gets."""
         own = self.sent if side == "sent" else self.got
         return sum(own.get((way, rank), 0) for way in WAYS) / speeds.copy
 
-    def link_seconds(self, side: Side, rank: int, speeds: Speeds) -> float:
+    def link_seconds(self, side: Side, rank: int, speeds: RankBandwidths) -> float:
         """Seconds in which a rank's links carry what it sends or gets."""
         own = self.sent if side == "sent" else self.got
         host, network = (own.get((way, rank), 0) for way in WAYS[1:])
@@ -109,10 +109,10 @@ class PushTime:
     buckets: int
     largest: int
     """Most bytes of a bucket for one worker."""
-    load: Load
+    load: PushTraffic
 
 
-def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
+def push_table(plan: PushPlan, time: PushTime, speeds: RankBandwidths) -> str:
     engines, giga = len(plan.takers), 1e9
     lines = [
         f"push from shard to shard: {plan.engine_bytes() / giga:.1f} GB into each of {engines} "
@@ -126,7 +126,7 @@ def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
         "network": "between hosts",
     }
     for way, name in names.items():
-        total, sent, got = (size / giga for size in time.load.sums(way))
+        total, sent, got = (size / giga for size in time.load.total_and_max_bytes(way))
         lines.append(f"{name:<20} {total:>9.1f} {sent:>10.2f} {got:>10.2f}")
     lines += ["", f"{'phase':<20} {'seconds':>9}  on the rank that is busiest with it"]
     lines += [f"{phase:<20} {seconds:>9.3f}" for phase, seconds in time.busy.items()]
@@ -140,7 +140,7 @@ def push_table(plan: PushPlan, time: PushTime, speeds: Speeds) -> str:
     return "\n".join(lines)
 
 
-def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime:
+def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: RankBandwidths) -> PushTime:
     """The time of a push whose ranks execute ``push_steps``.
 
     A phase of a bucket runs beside other phases, after the same phase of the bucket before. A link
@@ -148,10 +148,10 @@ def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime
     senders of the bucket have sent theirs, which is not sooner than it has sent its own.
     """
     buckets, ranks = plan.buckets(bucket_bytes), range(len(plan.host_of_rank))
-    load_of, total = _Loads(plan), Load()
-    loads: list[Load] = []
+    load_of, total = _Loads(plan), PushTraffic()
+    loads: list[PushTraffic] = []
     for bucket in buckets:
-        loads.append(Load())
+        loads.append(PushTraffic())
         for part in bucket:
             loads[-1].add(load_of(part))
         total.add(loads[-1])
@@ -193,7 +193,7 @@ def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: Speeds) -> PushTime
         seconds=max(ends["load"][-1]),
         busy={"fill": fills, "exchange": max(links), "load": reads},
         buckets=len(buckets),
-        largest=max(plan.most_of_a_worker(bucket) for bucket in buckets),
+        largest=max(plan.max_worker_bytes(bucket) for bucket in buckets),
         load=total,
     )
 
@@ -204,9 +204,9 @@ class _Loads:
     def __init__(self, plan: PushPlan) -> None:
         self._plan = plan
         self._alike = cache(self._sizes)
-        self._found: dict[object, Load] = {}
+        self._found: dict[object, PushTraffic] = {}
 
-    def __call__(self, part: PushPart) -> Load:
+    def __call__(self, part: PushPart) -> PushTraffic:
         sizes, turns = self._alike(part.pattern, part.number)
         key = sizes, part.pp, part.layer if turns else None
         if key not in self._found:
@@ -218,8 +218,8 @@ class _Loads:
         sizes = tuple((flow.mesh, flow.at, flow.worker, flow.num_bytes) for flow in flows)
         return sizes, any(self._plan.sends_whole(flow) for flow in flows)
 
-    def _load(self, part: PushPart) -> Load:
-        plan, load = self._plan, Load()
+    def _load(self, part: PushPart) -> PushTraffic:
+        plan, load = self._plan, PushTraffic()
         for flow in plan.flows(part):
             size, takers = flow.num_bytes, plan.receiving_ranks_by_worker[flow.worker]
             for share in plan.shares(part, flow):

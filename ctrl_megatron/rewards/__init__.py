@@ -7,7 +7,7 @@ from ctrl_megatron.rewards.grading import MAX_REQUESTS, RUN_TIMEOUT
 from ctrl_megatron.rewards.items import RewardFunction, RewardItem, RewardOutcome
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.rewards.registry import (
-    get_reward,
+    get_reward_factory,
     make_reward,
     register_reward,
     reward_parameters,
@@ -27,7 +27,7 @@ __all__ = [
     "Scores",
     "VerdictCache",
     "desanitize",
-    "get_reward",
+    "get_reward_factory",
     "make_reward",
     "normalize_code",
     "register_reward",

@@ -11,10 +11,10 @@ from ctrl_megatron.config.environment import read_provider_options
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import is_user_defined
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
-from ctrl_megatron.rewards.grading import RequestCheck, judgeable_tests
+from ctrl_megatron.rewards.grading import RequestCheck, count_judgeable_tests
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan
 from ctrl_megatron.rewards.providers import ScriptProvider, make_provider
-from ctrl_megatron.rewards.registry import get_reward, make_reward, reward_parameters
+from ctrl_megatron.rewards.registry import get_reward_factory, make_reward, reward_parameters
 from ctrl_megatron.rewards.reward_sum import RewardSum
 from ctrl_megatron.rewards.users_reward import UsersReward
 from ctrl_megatron.sandbox import SandboxClient
@@ -35,30 +35,28 @@ def build_reward_sum(
 ) -> RewardSum:
     """The functions of ``plan``, which share one judge and one cache of verdicts.
 
-    ``rows`` are those of training and validation together, which ``row_check`` accepts. Raises
+    ``rows`` are those of training and validation together, which ``make_row_check`` accepts. Raises
     ``UserError`` for different rows with one id, and for an option, key, package or cache file that
     cannot be used.
     """
     judge = code_judge(config, sandbox_endpoint, sandbox_token) if plan.runs_programs else None
     cache = VerdictCache(config.reward.cache_path)
-    judged = plan.functions["critic"].of(rows) if "critic" in plan.functions else rows
+    judged = plan.functions["critic"].filter_rows(rows) if "critic" in plan.functions else rows
     of_critic: dict[str, Any] = {"file": judged, "tokenizer": tokenizer, "check": False}
     of_critic |= {"sandbox": judge, "cache": cache}
     of_others = {"provider": judge, "cache": cache}
     functions = {}
-    for name, planned in plan.called_with_texts.items():
+    for name, planned in plan.text_rewards.items():
         shared = of_critic if name == "critic" else _accepted(name, of_others)
         functions[name] = made = make_reward(name, **shared, **planned.options)
         if isinstance(made, UsersReward):
             made.seconds = config.reward.function_timeout
-    tasks = {
-        name: planned.tasks for name, planned in plan.called_with_texts.items() if planned.tasks
-    }
-    weights = {name: planned.weight for name, planned in plan.called_with_texts.items()}
+    tasks = {name: planned.tasks for name, planned in plan.text_rewards.items() if planned.tasks}
+    weights = {name: planned.weight for name, planned in plan.text_rewards.items()}
     return RewardSum(functions, weights, judge=judge, tasks=tasks)
 
 
-def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
+def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     """A function that raises ``UserError``, naming file and row, for a row that a function of
     ``plan`` cannot reward: a column that it reads has no value, or no program can be judged on the
     row's tests. Needs no service, whose limits count only where the run starts it.
@@ -68,13 +66,13 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     own = partial(require_judgeable, limits=None if config.sandbox.endpoint else limits)
     request = _once(judge.check if isinstance(judge, ScriptProvider) else own)
     checks: list[tuple[str, PlannedReward, Callable[[Row], object]]] = []
-    for name, planned in plan.called_with_texts.items():
+    for name, planned in plan.text_rewards.items():
         check: Callable[[Row], object] = _nothing
         if name == "critic":
             names = ("run_timeout", "shared_process_graders")
             options = {name: planned.options[name] for name in names}
-            check = partial(judgeable_tests, check=request, **options)
-        elif ":" in name or not is_user_defined(get_reward(name)):
+            check = partial(count_judgeable_tests, check=request, **options)
+        elif ":" in name or not is_user_defined(get_reward_factory(name)):
             made = make_reward(name, **options_without_judge(name), **planned.options)
             if found := getattr(made, "check_row", None):
                 check = partial(found, check=request)
@@ -83,7 +81,7 @@ def row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     def check_row(row: Row) -> None:
         for name, planned, check in checks:
             # run.checks.rewards says what is wrong with a row of another task.
-            if planned.of([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):
+            if planned.filter_rows([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):
                 require_columns([row], planned.reads, f"the reward {name}")
                 check(row)
 

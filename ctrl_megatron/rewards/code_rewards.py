@@ -25,7 +25,7 @@ from ctrl_megatron.rewards.grading import (
     Judge,
     RequestCheck,
     RetryPolicy,
-    judgeable_tests,
+    count_judgeable_tests,
     outcome_with_reward,
     program_to_judge,
 )
@@ -107,11 +107,11 @@ class CodeReward:
         (row,) = item_rows(self.name, [item])
         if self._runs(item):
             self._batch = self._tests()
-            self._judge.begin(self._job(item.text, row, self._batch), self._room)
+            self._judge.start_grading(self._job(item.text, row, self._batch), self._room)
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
         """Raise ``UserError`` for a row that a judge with this ``check`` cannot judge."""
-        judgeable_tests(row, check, **self._options())
+        count_judgeable_tests(row, check, **self._options())
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the judge failed."""
@@ -213,7 +213,7 @@ class IoiCodeReward(CodeReward):
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
         options = {**self._options(), "language": self._language_of(row)}
-        subtasks_of(row, judgeable_tests(row, check, **options))
+        subtasks_of(row, count_judgeable_tests(row, check, **options))
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
         language = self._language_of(row)

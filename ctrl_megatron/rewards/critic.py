@@ -223,7 +223,7 @@ class RewardModelForCritic:
 
     def _begin(self, text: str, row: Row, *, run_all_cases: bool) -> None:
         tests = self._batch[run_all_cases] = self._tests(run_all_cases=run_all_cases)
-        self._required_judge.begin(
+        self._required_judge.start_grading(
             tests.tests_of_row(row).job_of_program(program_to_judge(text)), self._room
         )
 

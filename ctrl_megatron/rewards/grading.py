@@ -14,7 +14,7 @@ from ctrl_megatron.background import advance_wait, gather_results
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.problems.fields import json_field, object_field
-from ctrl_megatron.problems.long_integers import load_long_integer_json, long_integers
+from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_integer_json
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fence_code
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
@@ -120,7 +120,7 @@ def row_tests(
         language=language,
         shared_process_graders=shared_process_graders,
     )
-    with long_integers():
+    with allow_long_integers():
         digest = json_fingerprint(
             GRADER_VERSION, row["prompter_type"], config.model_dump(mode="json")
         )
@@ -202,12 +202,14 @@ check_request: RequestCheck = partial(require_judgeable, limits=SandboxLimits())
 
 
 def check_tests(rows: Iterable[Row], **options: Any) -> None:
-    """``judgeable_tests`` of every row, for its ``UserError``."""
+    """``count_judgeable_tests`` of every row, for its ``UserError``."""
     for row in rows:
-        judgeable_tests(row, **options)
+        count_judgeable_tests(row, **options)
 
 
-def judgeable_tests(row: Row, check: RequestCheck = check_request, **options: Any) -> int | None:
+def count_judgeable_tests(
+    row: Row, check: RequestCheck = check_request, **options: Any
+) -> int | None:
     """The number of tests of ``row`` (``RowTests.total``). Raises ``UserError`` that names file and
     row where a judge with this ``check`` can judge no program on them. ``options`` are those of
     ``row_tests``.
@@ -368,7 +370,7 @@ class CachedJudge:
             self._identity = await self._judge.identity()
         return json_fingerprint(job.key, self._identity)
 
-    def begin(self, job: GradingJob, semaphore: asyncio.Semaphore) -> None:
+    def start_grading(self, job: GradingJob, semaphore: asyncio.Semaphore) -> None:
         """Start what the next ``grade`` of an equal job returns or raises."""
         run = asyncio.ensure_future(self._grade(job, semaphore))
         run.add_done_callback(_looked_at)

@@ -31,7 +31,7 @@ class PlannedReward:
     tasks: tuple[str, ...] | None = None
     """Tasks of the rows that it rewards (``Row.task``); None for every row."""
 
-    def of(self, rows: Iterable[Row]) -> list[Row]:
+    def filter_rows(self, rows: Iterable[Row]) -> list[Row]:
         return [row for row in rows if self.tasks is None or row.task in self.tasks]
 
 
@@ -49,7 +49,7 @@ class RewardPlan:
         return {name: function.weight for name, function in self.functions.items()}
 
     @property
-    def called_with_texts(self) -> dict[str, PlannedReward]:
+    def text_rewards(self) -> dict[str, PlannedReward]:
         """Name -> function of the reward functions that are called with texts: all but the reward
         of a model, whose passes all ranks make together."""
         return {name: f for name, f in self.functions.items() if name != MODEL_REWARD}

@@ -81,7 +81,7 @@ def {name}(*arguments, **named):
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramGroup:
+class TrivialProgramGroup:
     """Programs of one kind that know nothing of the problem, for example such as return a constant:
     a test that all of them pass does not count."""
 
@@ -104,15 +104,15 @@ def _filled(template: str, **values: str) -> str:
 
 
 GROUPS = (
-    ProgramGroup("return a constant", tuple(_filled(_RETURNS, value=c) for c in _CONSTANTS)),
-    ProgramGroup(
+    TrivialProgramGroup("return a constant", tuple(_filled(_RETURNS, value=c) for c in _CONSTANTS)),
+    TrivialProgramGroup(
         "return objects that agree with everything",
         (
             _filled(_OBJECTS, base="int", items="()", length="0"),
             _filled(_OBJECTS, base="object", items="(self,)", length="1") + _AGREES,
         ),
     ),
-    ProgramGroup(
+    TrivialProgramGroup(
         "empty their arguments",
         tuple(
             _filled(_EMPTIES, value=value)
@@ -124,7 +124,7 @@ GROUPS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UncountedFindings:
+class TriviallyPassedTests:
     """The tests of a problem, and those that the groups of programs rule out."""
 
     names: tuple[str, ...]
@@ -144,9 +144,9 @@ def _is_hollow(case: EvalTestCase) -> bool:
     return reason == UNCHECKED or reason.startswith(f"{CANNOT_JUDGE}: {NOT_RUN}")
 
 
-async def find_uncounted_tests(
+async def find_trivially_passed_tests(
     names: Sequence[str], run: Callable[[str], Awaitable[Sequence[EvalTestCase]]]
-) -> UncountedFindings:
+) -> TriviallyPassedTests:
     """The tests that every program of a group passes. ``names`` are those that a program has to
     define; ``run`` judges a program on all tests. A group ends with the first program that leaves
     no test to all of it.
@@ -170,4 +170,4 @@ async def find_uncounted_tests(
                 break
         for n in sorted(left or ()):
             uncounted.setdefault(n, _NOTHING if n in hollow else group.what)
-    return UncountedFindings(names=known, uncounted=uncounted, sure=sure)
+    return TriviallyPassedTests(names=known, uncounted=uncounted, sure=sure)

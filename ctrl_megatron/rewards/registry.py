@@ -63,7 +63,7 @@ def register_reward(name: str) -> Callable[[Factory], Factory]:
     return register
 
 
-def get_reward(name: str) -> Callable[..., Any]:
+def get_reward_factory(name: str) -> Callable[..., Any]:
     """The factory registered as ``name``. Raises ``UserError`` that lists the known names."""
     if name not in _FACTORIES:
         hint = did_you_mean(name, _FACTORIES) or ";"
@@ -76,14 +76,18 @@ def get_reward(name: str) -> Callable[..., Any]:
 
 def reward_parameters(name: str) -> frozenset[str]:
     """Names of the parameters of a registered factory; none for an import path."""
-    return frozenset() if ":" in name else frozenset(inspect.signature(get_reward(name)).parameters)
+    return (
+        frozenset()
+        if ":" in name
+        else frozenset(inspect.signature(get_reward_factory(name)).parameters)
+    )
 
 
 def columns_read_by(name: str) -> tuple[str, ...]:
     """The columns of a row that a reward function reads: the attribute ``reads`` of its factory or
     of the function itself. Raises UserError where ``reads`` is no tuple or list of names.
     """
-    reads = getattr(_imported(name) if ":" in name else get_reward(name), "reads", ())
+    reads = getattr(_imported(name) if ":" in name else get_reward_factory(name), "reads", ())
     if not isinstance(reads, (tuple, list)) or not all(isinstance(r, str) for r in reads):
         raise UserError(f"reward {name!r}: reads={reads!r} must be a tuple of column names")
     return tuple(reads)
@@ -99,7 +103,7 @@ def make_reward(name: str, **options: Any) -> RewardFunction:
     """
     if ":" in name:
         return UsersReward(name, _imported(name), options)
-    factory = get_reward(name)
+    factory = get_reward_factory(name)
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:

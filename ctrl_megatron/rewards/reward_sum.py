@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
-from ctrl_megatron.background import track_wait, gather_results
+from ctrl_megatron.background import gather_results, track_wait
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.critic import RewardModelForCritic
@@ -86,7 +86,7 @@ class RewardSum:
 
     Functions of weight 0 run too: their rewards are metrics. ``critic`` runs first, for the items
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
-    is closed by ``close``; ``judging`` counts how it fared since ``take_judging``. A function that
+    is closed by ``close``; ``judging`` counts how it fared since ``pop_judge_counts``. A function that
     ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds nothing,
     and its reward of them is None. Without functions every sum is 0. Raises ``ValueError`` for
     weights that do not match the functions or are not finite.
@@ -228,7 +228,7 @@ class RewardSum:
             for mine in [set(self._mine(name, items))]
         }
 
-    def take_judging(self) -> JudgeCounts:
+    def pop_judge_counts(self) -> JudgeCounts:
         """The counts since the last call: ``judging``, which begins anew."""
         taken, self.judging = self.judging, JudgeCounts()
         return taken

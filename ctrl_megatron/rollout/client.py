@@ -51,7 +51,7 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def engine_died(address: EngineAddress, what: str) -> EngineDied:
+def engine_died_error(address: EngineAddress, what: str) -> EngineDied:
     """The error that says ``what`` happened to the engine, with the end of its log."""
     return EngineDied(
         f"engine {address.name} (pid {address.pid}) {what}; the end of its log "
@@ -213,7 +213,7 @@ class RemoteEngine:
         address, deadline = self.address, time.monotonic() + _EXIT_GRACE
         what = f"{type(error).__name__}: {error}"
         if address.home != host_identity():
-            return engine_died(address, f"is not reached from {os.uname().nodename} ({what})")
+            return engine_died_error(address, f"is not reached from {os.uname().nodename} ({what})")
         # The process that launched the engine gets its exit code once it has reaped it.
         while not (gone := process_gone(address.pid)) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -224,7 +224,7 @@ class RemoteEngine:
             ending = "is gone"
         else:
             ending = f"still runs but does not answer ({what})"
-        return engine_died(address, f"{ending} (seen from pid {os.getpid()})")
+        return engine_died_error(address, f"{ending} (seen from pid {os.getpid()})")
 
 
 def _read(data: bytes) -> wire.Json:

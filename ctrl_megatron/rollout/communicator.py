@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from ctrl_megatron.parallel.store import AddressStore
+from ctrl_megatron.parallel.store import SingleAddressTCPStore
 
 Library = Literal["nccl", "gloo"]
 Messages = Sequence[tuple[torch.Tensor, int]]
@@ -64,11 +64,13 @@ def library_version(library: Library) -> str:
     return f"NCCL {number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def meeting_store(host: str, port: int = 0) -> Any:
+def connect_or_serve_store(host: str, port: int = 0) -> Any:
     """The store at an address, in which members of groups meet; without a port a new one, served by
     this process at a free ``port``. RuntimeError if there is none."""
     limit, serves = timedelta(seconds=MEETING_SECONDS), port == 0
-    return AddressStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit)
+    return SingleAddressTCPStore(
+        host, port, is_master=serves, wait_for_workers=False, timeout=limit
+    )
 
 
 def join_communicator(

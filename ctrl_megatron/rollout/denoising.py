@@ -95,7 +95,7 @@ def commits_per_step(tokens: int, steps: int) -> list[int]:
     return counts
 
 
-class KeptPrefix(Protocol):
+class PrefixKVCache(Protocol):
     """The keys and values of all tokens of a pass before those that it predicted."""
 
     def logits(
@@ -113,7 +113,7 @@ class DenoisingFunctions:
     logits: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     """(tokens (B, T), attended (B, T) bool, places) -> (B, places, V): the logits that predict the
     last ``places`` tokens."""
-    keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, KeptPrefix]]
+    keep: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, PrefixKVCache]]
     """As ``logits``, with the pass's prefix."""
     mask_token: int
     device: torch.device
@@ -126,7 +126,7 @@ class _Kept:
     block: slice
     version: str
     canvases: list[_Canvas]
-    prefix: KeptPrefix
+    prefix: PrefixKVCache
 
 
 class DenoisingBatch:

@@ -49,7 +49,7 @@ class EngineBroken(EngineError, ServiceLost):
     generate."""
 
 
-class EngineEmpty(EngineError, ServiceLost):
+class EngineWithoutWeights(EngineError, ServiceLost):
     """The engine has no weights to generate with, because it was launched or slept without them;
     update it."""
 
@@ -131,7 +131,7 @@ class EngineSpec:
         """Whether the process generates and takes updates, for itself and for other parts."""
         return self.part is None or self.part.number == 0
 
-    def require_sleep(self) -> None:
+    def require_sleep_allowed(self) -> None:
         """ValueError without ``may_sleep``."""
         if not self.may_sleep:
             raise ValueError("the engine was started without may_sleep; set it in EngineSpec")
@@ -241,7 +241,7 @@ class StreamingEngine(Engine, Protocol):
         ...
 
 
-class WorkingPart(Protocol):
+class LocalEnginePart(Protocol):
     """An engine in the process that serves it, or its workers on another host."""
 
     async def health(self) -> None:

@@ -73,7 +73,9 @@ def engine_placement(
     return Placement(engines=actors.engines + own.engines)
 
 
-def engine_meetings(placement: Placement, groups: ProcessGroups) -> dict[int, EnginePart]:
+def allocate_engine_rendezvous(
+    placement: Placement, groups: ProcessGroups
+) -> dict[int, EnginePart]:
     """The first part of every engine that spans hosts, by the engine's number: where its parts
     meet. Collective."""
     spanning = [engine for engine in placement.engines if engine.spans > 1]

@@ -30,13 +30,13 @@ from ctrl_megatron.rollout.engine import (
     EngineMemory,
 )
 from ctrl_megatron.rollout.engine_specs import (
+    allocate_engine_rendezvous,
     engine_config,
-    engine_meetings,
     engine_placement,
     engine_spec,
     max_sequences,
 )
-from ctrl_megatron.rollout.kept_engine import EngineService, EngineProbe
+from ctrl_megatron.rollout.kept_engine import EngineProbe, EngineService
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -99,7 +99,7 @@ class Services:
         )
         if own_sandbox:
             self.sandbox_token = groups.broadcast_from_first(secrets.token_hex(32))
-        meetings = engine_meetings(self.placement, groups)
+        meetings = allocate_engine_rendezvous(self.placement, groups)
         if not groups.is_first_of_host:
             return
         run_dir = Path(config.trainer.run_dir)
@@ -190,7 +190,7 @@ class Services:
 
     # Engines that were started again
 
-    def lost(self) -> bool:
+    def needs_restore(self) -> bool:
         """Whether an engine of the actor on this host is lost, or was started again and has not
         been restored yet."""
         return any(not keeper.is_up or keeper.fresh for _, keeper in self._kept_engines())
@@ -257,7 +257,7 @@ class Services:
         """A client of all engines of the role, of every host."""
         return self._client(self.placement.of_role(role).engines)
 
-    def connect_here(self) -> Engine | None:
+    def connect_to_host_engines(self) -> Engine | None:
         """A client of the engines of the actor that this host serves, on its first rank; None
         elsewhere."""
         here = self.placement.of_role("rollout").engines_served_by(self._groups.host_index)

@@ -94,7 +94,7 @@ def engine_hf_tensors(
 def engine_hf_checksums(
     model: Any, dtype: torch.dtype, *, is_first: bool, tied: bool, **how: Any
 ) -> dict[str, str]:
-    """HF name -> checksum of ``held_tensors(model, dtype, **how)``, with a ``tied`` pair once.
+    """HF name -> checksum of ``engine_hf_tensors(model, dtype, **how)``, with a ``tied`` pair once.
     Empty on every tensor rank but the first, which gathers the parts of the others.
 
     RuntimeError if a tied head computes with other weights than the embedding.

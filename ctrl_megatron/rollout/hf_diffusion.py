@@ -124,7 +124,7 @@ class _FullPass:
 
 @dataclass(frozen=True, slots=True)
 class _KeptStates:
-    """A ``denoising.KeptPrefix``."""
+    """A ``denoising.PrefixKVCache``."""
 
     passes: _FullPass
     places: int

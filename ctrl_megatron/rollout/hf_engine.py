@@ -236,7 +236,7 @@ class HfEngine:
 
     async def sleep(self, level: SleepLevel) -> None:
         """Needs no care for the KV cache, which exists only while a batch is decoded."""
-        self._spec.require_sleep()
+        self._spec.require_sleep_allowed()
         # A call that was cancelled may still be in its last step.
         async with self._one_call:
             self._state.fall_asleep(level)

@@ -21,7 +21,7 @@ from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import host_identity
 from ctrl_megatron.parallel.parent_watch import kill_process_group
-from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died
+from ctrl_megatron.rollout.client import RemoteEngine, describe_exit, engine_died_error
 from ctrl_megatron.rollout.engine import EngineAddress, EngineSpec, require_engine
 from ctrl_megatron.rollout.interpreter import engine_python_path
 from ctrl_megatron.rollout.weight_update import checkpoint_specs
@@ -162,7 +162,7 @@ class EngineProcess:
         first."""
         address = self.address
         if is_bug:
-            raise engine_died(address, f"could not start ({cause})")
+            raise engine_died_error(address, f"could not start ({cause})")
         raise UserError(
             f"engine {address.name} refuses the model {self._spec.model_path}: "
             f"{root_cause(cause, address.log_path)} (its log is {address.log_path})",
@@ -171,7 +171,7 @@ class EngineProcess:
 
     def _fail(self, what: str) -> None:
         self.stop()
-        raise engine_died(self.address, what)
+        raise engine_died_error(self.address, what)
 
     def stop(self) -> None:
         """End the engine and all its processes; returns when none is left."""

@@ -36,7 +36,7 @@ class _Member:
     tokens: int = 0
     """Tokens of its running requests: of the prompts, and the most that may be drawn."""
     drawn: int = 0
-    """Tokens drawn since the last ``take_drawn_tokens``."""
+    """Tokens drawn since the last ``take_drawn_token_counts``."""
 
 
 @dataclass(slots=True, kw_only=True)

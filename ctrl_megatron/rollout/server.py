@@ -35,7 +35,7 @@ from ctrl_megatron.rollout.engine import (
     EngineDied,
     EnginePart,
     EngineSpec,
-    WorkingPart,
+    LocalEnginePart,
 )
 from ctrl_megatron.rollout.imports import garbage_collection_paused
 from ctrl_megatron.rollout.parts import watch_other_parts
@@ -235,7 +235,7 @@ async def _receive(socket: web.WebSocketResponse) -> wire.Json:
     return json.loads(message.data)
 
 
-async def exit_when_engine_dies(engine: WorkingPart) -> None:
+async def exit_when_engine_dies(engine: LocalEnginePart) -> None:
     """End the process when its engine has died, also without requests."""
     while True:
         await asyncio.sleep(_HEALTH_SECONDS)
@@ -264,7 +264,7 @@ async def serve_engine(spec: EngineSpec, token: str, ready_fd: int) -> None:
             engine = await build_engine(spec)
             app = engine_application(engine, token)
         else:
-            engine: WorkingPart = await engine_adapter_class(spec).build_part(spec)
+            engine: LocalEnginePart = await engine_adapter_class(spec).build_part(spec)
             app = build_web_application({"/health": lambda body: engine.health()}, token)
     except Exception as error:
         traceback.print_exc()

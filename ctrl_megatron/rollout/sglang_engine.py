@@ -191,7 +191,7 @@ def _require_processes(engine: _Engine) -> None:
 
 
 class SglangWorkers:
-    """``WorkingPart`` of an engine that another host serves: schedulers without a server."""
+    """``LocalEnginePart`` of an engine that another host serves: schedulers without a server."""
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = engine
@@ -373,7 +373,7 @@ class SglangEngine:
 
     async def sleep(self, level: SleepLevel) -> None:
         """On a CPU this frees the cache's memory, and at level 2 the weights'."""
-        self._spec.require_sleep()
+        self._spec.require_sleep_allowed()
         self._state.fall_asleep(level)
         await self.pause("keep")
         tags = ReleaseMemoryOccupationReqInput(tags=list(ENGINE_MEMORY))

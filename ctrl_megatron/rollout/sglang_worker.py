@@ -31,7 +31,7 @@ with garbage_collection_paused():
     from sglang.srt.utils.weight_checker import WeightChecker
 
 from ctrl_megatron.models.offload import OffloadedTensors
-from ctrl_megatron.parallel.store import install_address_store
+from ctrl_megatron.parallel.store import install_single_address_store
 from ctrl_megatron.rollout.held_tensors import HF_NAMES, RankExpertWeights, engine_hf_checksums
 from ctrl_megatron.rollout.sampling import (
     DRAWN_ROWS,
@@ -61,7 +61,7 @@ def run_scheduler(*given: Any, **named: Any) -> None:
 
 def patch_sglang() -> None:
     """Replace SGLang's methods; called once, before a scheduler is made."""
-    install_address_store()
+    install_single_address_store()
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
         (SamplingBatchInfo, "adjusted_from_schedule_batch", apply_request_seeds),

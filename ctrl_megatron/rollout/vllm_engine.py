@@ -155,7 +155,7 @@ def _engine_config(spec: EngineSpec) -> VllmConfig:
 
 
 class VllmWorkers:
-    """``WorkingPart`` of an engine that another host serves, as vLLM's own headless nodes are."""
+    """``LocalEnginePart`` of an engine that another host serves, as vLLM's own headless nodes are."""
 
     def __init__(self, executor: MultiprocExecutor) -> None:
         self._executor = executor
@@ -322,7 +322,7 @@ class VllmEngine:
 
     async def sleep(self, level: SleepLevel) -> None:
         """On a CPU vLLM only stops scheduling."""
-        self._spec.require_sleep()
+        self._spec.require_sleep_allowed()
         self._state.fall_asleep(level)
         await self._llm.sleep(level=level, mode="keep")
 

@@ -35,7 +35,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from ctrl_megatron.models.fp8 import SCALES
 from ctrl_megatron.models.rules import adapter_name
-from ctrl_megatron.parallel.store import install_address_store
+from ctrl_megatron.parallel.store import install_single_address_store
 from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import RankExpertWeights, engine_hf_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, inverse_sample, next_random_numbers
@@ -51,7 +51,7 @@ _READABLE = {
 }
 """Kernels for experts that keep the weights' order, or one that ``vllm_cpu`` inverts."""
 
-install_address_store()
+install_single_address_store()
 
 
 @dataclass

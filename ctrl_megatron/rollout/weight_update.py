@@ -26,10 +26,10 @@ from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
     EngineBroken,
-    EngineEmpty,
     EngineError,
     EngineMemory,
     EngineSpec,
+    EngineWithoutWeights,
     SleepLevel,
 )
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk, specs_of
@@ -150,12 +150,12 @@ class WeightState:
 
     def require_weights(self) -> None:
         """Return if the engine has weights. EngineBroken after an update that failed half-way;
-        EngineError if the weights sleep; EngineEmpty if they were dropped for a sleep or have not
+        EngineError if the weights sleep; EngineWithoutWeights if they were dropped for a sleep or have not
         come yet."""
         self.require_not_broken()
         self._require_awake({"weights"})
         if self._missing:
-            raise EngineEmpty(f"the engine {self._missing}; update them first")
+            raise EngineWithoutWeights(f"the engine {self._missing}; update them first")
 
     def require_same_names(self, held: Mapping[str, str], engine: str) -> dict[str, str]:
         """``held``, the checksums of the engine's layers by HF name; RuntimeError if the names are

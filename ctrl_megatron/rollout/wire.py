@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from ctrl_megatron.rollout.engine import EngineBroken, EngineEmpty, EngineError
+from ctrl_megatron.rollout.engine import EngineBroken, EngineError, EngineWithoutWeights
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
 
 Json = dict[str, Any]
 
 ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ValueError, EngineBroken, EngineEmpty, EngineError)
+    error.__name__: error for error in (ValueError, EngineBroken, EngineWithoutWeights, EngineError)
 }
 """Errors that keep their type; every other one arrives as EngineError."""
 

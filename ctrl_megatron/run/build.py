@@ -542,7 +542,7 @@ def device_owner(
         quantised=family.rollout.quantization is not None,
     )
     return DeviceOwner(
-        services.connect_here(),
+        services.connect_to_host_engines(),
         run.background,
         sender,
         layout,

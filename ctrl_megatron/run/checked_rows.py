@@ -17,7 +17,7 @@ from pathlib import Path
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import ServiceFault, UserError
-from ctrl_megatron.generation.checked_tests import TestCheckResult, RowTestChecks
+from ctrl_megatron.generation.checked_tests import RowTestChecks, TestCheckResult
 from ctrl_megatron.metrics.display import count_progress_bar
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.rewards.build import code_judge
@@ -38,8 +38,8 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
     """
     config, first = run.config, run.all_ranks.is_first
     rows = [*inputs.train.rows, *(inputs.validation.rows if inputs.validation else ())]
-    asking = [f for f in inputs.rewards.called_with_texts.values() if f.runs_programs]
-    rows = list({row.id: row for function in asking for row in function.of(rows)}.values())
+    asking = [f for f in inputs.rewards.text_rewards.values() if f.runs_programs]
+    rows = list({row.id: row for function in asking for row in function.filter_rows(rows)}.values())
     if not rows:
         return inputs
     if config.reward.provider != "local":
@@ -56,7 +56,9 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
             work = _begun(run, checks, stack) if checks.missing else None
         waiting = WaitRules(groups=run.all_ranks, stop=run.stop, limit=math.inf)
         waiting.wait_together(work, _WHAT)
-    results = run.all_ranks.broadcast_from_first(None if checks is None else checks.results_by_row())
+    results = run.all_ranks.broadcast_from_first(
+        None if checks is None else checks.results_by_row()
+    )
     assert results is not None
     drop, same = config.data.bad_rows == "drop", inputs.validation is inputs.train
     train = _checked("data.train_files", inputs.train, results, drop=drop, aloud=first)
@@ -109,7 +111,9 @@ def _checked(
     rows = list(table.rows)
     for number, row in enumerate(table.rows):
         try:
-            rows[number] = found.get(row.id, TestCheckResult()).remove_uncounted_from(row, log=aloud)
+            rows[number] = found.get(row.id, TestCheckResult()).remove_uncounted_from(
+                row, log=aloud
+            )
             kept.append(number)
         except UserError as error:
             if not drop:

@@ -21,7 +21,7 @@ from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.record.recorder import config_changes, read_stage_table
-from ctrl_megatron.rewards.build import row_check
+from ctrl_megatron.rewards.build import make_row_check
 from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.rollout.engine_specs import proxy_path
 from ctrl_megatron.rollout.weight_update import read_model_config
@@ -107,14 +107,17 @@ def read_inputs(
 ) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
-    ``rewards`` can reward every row (``row_check``). Without ``validates`` there is no table of
+    ``rewards`` can reward every row (``make_row_check``). Without ``validates`` there is no table of
     validation rows. If the run ``revises`` first solutions, engines get room for the revision
     prompts.
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
     codec, proxy_codec = load_checked_tokenizer(config), check_proxy(config)
-    reward_codec, check = check_reward_model(config) if trains else None, row_check(config, rewards)
+    reward_codec, check = (
+        check_reward_model(config) if trains else None,
+        make_row_check(config, rewards),
+    )
     if trains:
         train, validation = prompt_tables(config, codec, validates=validates, check=check)
         require_enough_rows(len(train.rows), train.dropped, len(train.bad), config)
@@ -142,7 +145,9 @@ def read_inputs(
     )
 
 
-def actor_engine_max_length(config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool) -> int:
+def actor_engine_max_length(
+    config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool
+) -> int:
     """Longest sequence of the actor's engines, in tokens: the configured length; else the length
     that follows from the other keys, or more if the rows' revision prompts (problem, solution and
     the longest critique, whose text may encode to other tokens than were drawn) need it, up to the
@@ -165,8 +170,10 @@ def actor_engine_max_length(config: Config, codec: TextCodec, rows: Sequence[Row
     )
 
 
-def proxy_engine_max_length(config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]) -> int:
-    """Longest sequence of the proxy's own engines, in its tokens: as ``engine_length``, with room
+def proxy_engine_max_length(
+    config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]
+) -> int:
+    """Longest sequence of the proxy's own engines, in its tokens: as ``actor_engine_max_length``, with room
     for twice as long a critique as the rows let expect, which both tokenizers ``actor`` and
     ``codec`` encode.
 
@@ -238,7 +245,7 @@ def check_rows(config: Config, rewards: RewardPlan, *, validates: bool = True) -
     """The checks of ``read_inputs`` except for the lengths of prompts: nothing is tokenised."""
     load_checked_tokenizer(config)
     check_proxy(config)
-    data, count, rows, check = config.data, 0, list[Row](), row_check(config, rewards)
+    data, count, rows, check = config.data, 0, list[Row](), make_row_check(config, rewards)
     left_out: list[str] | None = [] if data.bad_rows == "drop" else None
     bad = 0
     kept = data.val_files if validates else ()

@@ -46,7 +46,9 @@ class LoopWorker(ExecutorWorker, Protocol):
     def agents(self) -> Sequence[LoopWorker]: ...  # the workers of all policies, this one first
 
     @property
-    def trained_models(self) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
+    def trained_models(
+        self,
+    ) -> Mapping[str, ParallelModel]: ...  # what optimizers change, by folder
 
     @property
     def saved_models(self) -> Mapping[str, ParallelModel]: ...  # what a checkpoint holds, by folder
@@ -146,7 +148,7 @@ class TrainingLoop:
                 part.load_state_dict(state.get(name, {}))
             self._saved = state["step"]
             self._set_step(self._saved)
-        self.recorder.begin()
+        self.recorder.record_config()
         for remark in loaded.remarks if loaded else ():
             self.recorder.show_line(f"warning: {remark}")
         checkpoint = loaded.checkpoint if loaded else None
@@ -283,7 +285,7 @@ class TrainingLoop:
             for example in (report.examples(agent, own_batch) if everyone.is_first else ())
         ]
         for other in others:
-            self.recorder.keep_timeline(timeline_record(step, other.rank, other.phases))
+            self.recorder.append_timeline(timeline_record(step, other.rank, other.phases))
         record = timeline_record(step, everyone.rank, phases)
         self.recorder.end_step(step, metrics, record, examples)
 

@@ -58,7 +58,8 @@ def _faster(config: Config) -> Dtype:
         )
     # The three products of a layer have equally many operations.
     rates = {
-        dtype: 3 / sum(1 / rate for rate in measure_matmul_rates(dtype, sizes=sizes)) for dtype in DTYPES
+        dtype: 3 / sum(1 / rate for rate in measure_matmul_rates(dtype, sizes=sizes))
+        for dtype in DTYPES
     }
     chosen = max(DTYPES, key=rates.__getitem__)
     if read_launch().rank == 0:

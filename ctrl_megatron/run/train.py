@@ -83,9 +83,7 @@ def train(config: Config) -> bool:
                 proxy = worker.proxy
                 described = banner_services_line(config, services, isolation)
                 servers = (
-                    ""
-                    if proxy is None
-                    else worker.run_on_leader(proxy.probe_servers, "the proxy")
+                    "" if proxy is None else worker.run_on_leader(proxy.probe_servers, "the proxy")
                 )
                 described += f"; {servers}" if servers else ""
             except StopRequested as why:

@@ -68,7 +68,7 @@ def is_allowed(authorization: str, token: str | None) -> bool:
 
 
 def require_safe_address(host: str, token: str | None, *, allow_open: bool) -> None:
-    """Raise ``OpenAddress`` for an address beyond loopback without a token, unless
+    """Raise ``UnprotectedAddress`` for an address beyond loopback without a token, unless
     ``allow_open``.
     """
     if token is None and not allow_open and not is_loopback(host):

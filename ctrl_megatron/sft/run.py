@@ -26,7 +26,11 @@ from ctrl_megatron.run.checks.machine import (
     check_profile,
     check_writable_run_directory,
 )
-from ctrl_megatron.run.checks.models import check_model_files, load_checked_tokenizer, check_tokenizers
+from ctrl_megatron.run.checks.models import (
+    check_model_files,
+    check_tokenizers,
+    load_checked_tokenizer,
+)
 from ctrl_megatron.run.inputs import is_finished
 from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.run.session import session

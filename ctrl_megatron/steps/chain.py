@@ -19,7 +19,7 @@ from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.prompts import parse_judgment, revision_messages
 from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, RewardSum
 from ctrl_megatron.rewards.registry import MODEL_REWARD
-from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample, outcomes_of
+from ctrl_megatron.steps.sample import Revision, Sample, SampleRewards, outcomes_of
 from ctrl_megatron.steps.sampling import (
     RowListener,
     begin_judging,

@@ -680,7 +680,7 @@ def report_weight_sync(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Reports what the pushes of the step have moved (``sync_weights``, the proxy's weights)."""
     if worker.owner is None:
         return NodeOutput()  # a replay has no engines
-    reports = worker.owner.take_reports()
+    reports = worker.owner.pop_push_reports()
     metrics = {"sync/pushes": float(len(reports))}
     if reports:  # none where the engine already had the right weights
         moved = [report for report in reports if report.num_bytes]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ctrl_megatron.steps.sample import Group, SampleRewards, Revision, Sample, completion_from_state
+from ctrl_megatron.steps.sample import Group, Revision, Sample, SampleRewards, completion_from_state
 from ctrl_megatron.types import Completion
 
 

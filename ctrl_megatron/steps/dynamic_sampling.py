@@ -29,7 +29,7 @@ from ctrl_megatron.rewards.registry import raise_no_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
 from ctrl_megatron.steps.batch import fields_of_samples, make_batch, samples_of
 from ctrl_megatron.steps.model_reward import with_model_rewards
-from ctrl_megatron.steps.sample import ColumnMaker, Group, SampleRewards, Sample
+from ctrl_megatron.steps.sample import ColumnMaker, Group, Sample, SampleRewards
 from ctrl_megatron.steps.sampling import share_rows
 
 if TYPE_CHECKING:

@@ -204,7 +204,9 @@ class RolloutWorker:
         the tests of a row is no failure.
         """
         local = JudgeCounts() if self.rewards is None else self.rewards.judging
-        judging = sum(self.groups.gather_data_ranks(self.groups.broadcast_from_leader(local)), JudgeCounts())
+        judging = sum(
+            self.groups.gather_data_ranks(self.groups.broadcast_from_leader(local)), JudgeCounts()
+        )
         limit = self.config.reward.max_failed_share
         if judging.failed > limit * judging.asked or 0 < judging.failed == judging.asked:
             raise ServiceFault(
@@ -222,7 +224,7 @@ class RolloutWorker:
         Collective; raises as ``count_judge_requests``."""
         judging = self.count_judge_requests()
         if self.rewards is not None:
-            self.rewards.take_judging()
+            self.rewards.pop_judge_counts()
         every = judging.asked + judging.cached + judging.refused
         unknown = judging.failed + judging.refused
         if not every:
@@ -319,7 +321,7 @@ class DAGWorker(RolloutWorker):
     @property
     def saved_models(self) -> dict[str, ParallelModel]:
         """The models of this policy that a checkpoint contains, by the name of their folder: those
-        of ``trained``, and a reference that changes."""
+        of ``trained_models``, and a reference that changes."""
         reference = self.refreshed_reference
         return self.trained_models | ({} if reference is None else {REFERENCE_FOLDER: reference})
 

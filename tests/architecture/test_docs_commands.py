@@ -113,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "ctrl_megatron.commands.prepare_data.write_text_atomically",
         ),
         *(
-            "ctrl_megatron.commands.prepare_smollm2.convert",
+            "ctrl_megatron.commands.prepare_smollm2.convert_gguf_to_hf",
             "ctrl_megatron.sandbox.__main__.serve_sandbox",
         ),
     ):

@@ -105,6 +105,6 @@ def test_ranks_together_hold_each_element_once(
     # matrix, those with the same experts, and all ranks of a stage for a norm.
     largest = sum(sorted(torch.Size(size).numel() for size in hf_shapes(SHAPE).values())[-3:])
     for rank in range(layout.world_size):
-        replicas = layout.holders("dense", layout.coordinates(rank).indices_on("tp", "pp"))
+        replicas = layout.ranks_at("dense", layout.coordinates(rank).indices_on("tp", "pp"))
         shares = [written[replica] for replica in replicas]
         assert max(shares) - min(shares) <= largest

@@ -25,7 +25,7 @@ from listening import listening, reached_from_outside
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from ctrl_megatron.parallel.rendezvous_state import RendezvousStateError, StateAsJson
-from ctrl_megatron.parallel.store import AddressStore, _listening
+from ctrl_megatron.parallel.store import SingleAddressTCPStore, _listening
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = (sys.executable, "-m", "ctrl_megatron.commands.launcher")
@@ -127,7 +127,7 @@ def test_on_one_host_only_loopback_is_listened_at_and_no_pickle_is_read(
         written = 0
         for place in sockets:
             address, _, port = place.rpartition(":")
-            store: Any = AddressStore(address, int(port), timeout=timedelta(seconds=5))
+            store: Any = SingleAddressTCPStore(address, int(port), timeout=timedelta(seconds=5))
             for key in store.list_keys():
                 if key.startswith("torch.rendezvous.") and key.count(".") == 2:
                     store.set(key, base64.b64encode(pickle.dumps(Evil(flag))).decode())
@@ -147,10 +147,10 @@ def test_several_hosts_meet_at_their_address_and_nowhere_else(tmp_path: Path) ->
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2"])
 def test_a_store_listens_at_the_address_that_it_is_given(host: str) -> None:
-    store: Any = AddressStore(host, 0, is_master=True, wait_for_workers=False)
+    store: Any = SingleAddressTCPStore(host, 0, is_master=True, wait_for_workers=False)
     address = "127.0.0.1" if host == "localhost" else host
     assert f"{address}:{store.port}" in listening([psutil.Process()])
-    client: Any = AddressStore(host, store.port)
+    client: Any = SingleAddressTCPStore(host, store.port)
     client.set("key", "value")
     assert store.get("key") == b"value"
 

@@ -15,9 +15,9 @@ from ctrl_megatron.config import (
     KEYS,
     Config,
     Purpose,
-    require_files_exist,
     check_world_size,
     load_config,
+    require_files_exist,
 )
 from ctrl_megatron.config.actor_rollout_ref import POLICY_LOSSES
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ctrl_megatron.config import Config, load_config, parse_override, to_dict, to_yaml
 from ctrl_megatron.config.actor_rollout_ref import OffloadAndRecompute
 from ctrl_megatron.config.coerce import build_config
-from ctrl_megatron.config.load import parse_yaml, dump_yaml
+from ctrl_megatron.config.load import dump_yaml, parse_yaml
 from ctrl_megatron.record.recorder import config_changes
 
 ACTOR = "actor_rollout_ref.actor."

@@ -38,7 +38,10 @@ def collectives(rank: int, size: int, elements: int) -> dict[str, Any]:
     with megatron._coalescing_manager(group, async_ops=False):
         megatron.dist_all_gather_func(whole, own, group=group, async_op=False)
     found["gathered"] = whole.tolist()
-    scatter, buffer = OrderedReduceScatter(), torch.arange(elements, dtype=torch.float32) * (rank + 1)
+    scatter, buffer = (
+        OrderedReduceScatter(),
+        torch.arange(elements, dtype=torch.float32) * (rank + 1),
+    )
     part = scatter.allocate((elements // size,), dtype=torch.float32, device=buffer.device)
     scatter(part, buffer, group, dist.ReduceOp.SUM)
     found["part"] = part.tolist()

@@ -48,7 +48,7 @@ def response_logits(policy: Any, batch: dict[str, torch.Tensor]) -> list[torch.T
         token_budget=policy.options.token_budget,
         shared_prefix=policy.options.shared_prefix,
         multiple=1,
-        count=strategy.padded_micro_batches,
+        count=strategy.padded_micro_batch_count,
         device=policy.groups.device,
         apart=not strategy.packs,
     ):

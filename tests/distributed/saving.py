@@ -270,7 +270,7 @@ def _save_aside(
     report = saved.wait_for_save()
     assert report is not None and report.path == checkpoints / "global_step_1"
     assert 0 < report.blocked < report.seconds
-    written = sum(groups.from_all(sharded.take_snapshot(model, copy=False).num_bytes))
+    written = sum(groups.all_gather(sharded.take_snapshot(model, copy=False).num_bytes))
     numbers = sum(p.numel() for p in make_policy(groups, directory).models[0].parameters())
     if groups.layout.world_size == 1:
         assert report.num_bytes == written == numbers * (2 + 3 * 4)

@@ -45,7 +45,7 @@ def train(
                         saved.mkdir(parents=True, exist_ok=True)
                         save_sharded(policy, saved)
                     metrics.append(policy.step(mine, policy_loss))
-                    resting = policy.optimization.on_host
+                    resting = policy.optimization.offloaded_state
                     assert bool(resting) == on_host and all(part.is_offloaded for part in resting)
                 resumed = make_policy(groups, directory, **options, **case)
                 load_sharded(resumed, saved)

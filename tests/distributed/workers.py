@@ -135,7 +135,7 @@ def push_shards(
             self.offered.append(bucket)
             # All workers of an engine get the chunk from the host that serves it.
             first = groups.hosts.first_rank(readers[0] if spanning else groups.host_index)
-            self.chunks.append(groups.from_all(bucket.chunk)[first])
+            self.chunks.append(groups.all_gather(bucket.chunk)[first])
             if not bucket.chunk["tensors"]:
                 # With it the workers meet the trainer, which waits for them.
                 self.begin(len(self.offered) - 1)
@@ -882,9 +882,9 @@ def objectives(
     save_hf(policy, f"{out}/given", side_files=directory)
     policy = make_policy(groups, directory, optimizer=optimizer, token_budget=budget)
     rows = {name: value for name, value in mine.items() if name != "old_log_probs"}
-    vectors = policy.new_results(rows, 2)
+    vectors = policy.allocate_results(rows, 2)
     results["own"] = policy.step(rows, loss, 0.7, results=vectors)
-    own = [*policy.on_all_ranks(vectors)]
+    own = [*policy.broadcast_results(vectors)]
     for found, wanted in zip(own, expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     assert results["own"]["actor/ppo_kl"] == 0.0
@@ -934,7 +934,9 @@ def reward_parity(
     for name, directory in directories.items():
         shape = read_shape(directory, strategy)
         model = _filled(RewardModel(shape, groups, options), directory)
-        reader = RankRewardModel(model=model, codec=TextCodec(directory), padding=0, longest=longest)
+        reader = RankRewardModel(
+            model=model, codec=TextCodec(directory), padding=0, longest=longest
+        )
         results[name] = reader.score_conversations(
             [reader.conversation_tokens(prompt, answer) for prompt, answer in rows]
         )

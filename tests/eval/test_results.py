@@ -121,7 +121,9 @@ def test_gains_are_over_the_first_critic_on_the_same_attempts() -> None:
     first, second = evaluate_turns([*weak, *strong])
     gain = second.gains["pass@1"]
     assert first.gains == {}
-    assert gain.value == pytest.approx(second.last_turn_rates["pass@1"].value - first.last_turn_rates["pass@1"].value)
+    assert gain.value == pytest.approx(
+        second.last_turn_rates["pass@1"].value - first.last_turn_rates["pass@1"].value
+    )
     assert gain.low is not None and gain.high is not None and 0 < gain.low < gain.value < gain.high
     same, copied = evaluate_turns(
         [*weak, *(dataclasses.replace(turn, critic="copy") for turn in weak)]
@@ -162,7 +164,10 @@ def test_a_lost_verdict_takes_its_first_solution_alone_out_of_the_gains() -> Non
     assert told[0][1] == "35 of 36"
     # pass@2 is that of the places which have two chains.
     assert result.too_few == {"pass@2": (1, 36)}
-    assert result.last_turn_rates["pass@2"] == evaluate_turns(both[1], ks=(1, 2))[0].last_turn_rates["pass@2"]
+    assert (
+        result.last_turn_rates["pass@2"]
+        == evaluate_turns(both[1], ks=(1, 2))[0].last_turn_rates["pass@2"]
+    )
     note = report_tables([result])[0][1]
     assert "strong: pass@2 leaves out 1 of 36 problems (times seeds) with fewer than 2" in note
     nothing = evaluate_turns([*weak, *some], ks=(1, 4))[1]
@@ -207,7 +212,9 @@ def test_a_turn_without_a_critique_keeps_the_solution_and_is_counted() -> None:
     )
     result = one([long, *chain("p2", "C", (4, 4))])
     assert result.overlong == 1
-    assert values(result.last_turn_rates)["valid_critique_rate"] == 1.0  # of the critiques that there are
+    assert (
+        values(result.last_turn_rates)["valid_critique_rate"] == 1.0
+    )  # of the critiques that there are
     assert values(result.last_turn_rates)["pass@1"] == 0.5
 
 

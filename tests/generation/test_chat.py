@@ -384,7 +384,7 @@ def test_engines_are_started_as_asked_and_once_per_model(monkeypatch: pytest.Mon
     process = SimpleNamespace(connect=lambda: None, stop=lambda: ended.append(True))
     monkeypatch.setattr(sources, "launch_engine", lambda spec: started.append(spec) or process)
     kept: list[bool] = []
-    monkeypatch.setattr(sources, "bind_to_loopback", lambda: kept.append(not started))
+    monkeypatch.setattr(sources, "bind_collectives_to_loopback", lambda: kept.append(not started))
     monkeypatch.setattr(sources, "TextCodec", lambda _: None)
     own = sources.ChatSource("model")
     with sources.open_chats({"generator": own, "critic": own}, options) as chats:

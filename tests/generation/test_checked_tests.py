@@ -17,8 +17,8 @@ from ctrl_megatron.data.rows import Row, row_from_record
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.checked_tests import (
     FILE,
-    TestCheckResult,
     RowTestChecks,
+    TestCheckResult,
     UncountedTest,
     read_check_results,
     write_check_results,
@@ -219,7 +219,8 @@ def test_a_second_start_looks_at_ten_thousand_rows_in_a_second(tmp_path: Path) -
         for n in range(10_000)
     ]
     write_check_results(
-        tmp_path / FILE, {one.key: TestCheckResult() for one in RowTestChecks(rows, tmp_path).missing}
+        tmp_path / FILE,
+        {one.key: TestCheckResult() for one in RowTestChecks(rows, tmp_path).missing},
     )
     began = time.process_time()
     assert not RowTestChecks(rows, tmp_path).missing

@@ -30,8 +30,8 @@ def worker() -> Iterator[Any]:
     background = BackgroundLoop()
     groups: Any = SimpleNamespace(
         is_leader=True,
-        from_leader=lambda value: value,
-        on_any=lambda *flags: flags,
+        broadcast_from_leader=lambda value: value,
+        any_rank=lambda *flags: flags,
         sum_over_data=lambda sums: sums,
     )
     stop = StopFlag()

@@ -49,7 +49,7 @@ def test_rewards_are_those_of_all_data_ranks_together(rank: int) -> None:
     ]
     worker: Any = SimpleNamespace(
         groups=SimpleNamespace(
-            from_data_ranks=lambda own: points,
+            gather_data_ranks=lambda own: points,
             place=SimpleNamespace(dp=rank),
             sum_over_data=lambda totals: totals,
         ),

@@ -32,7 +32,9 @@ class FileSender:
             folder = Path(self.groups.broadcast_from_host_first(own))
             paths = [folder / str(number) for number in range(IN_FLIGHT)]
             files = [
-                torch.from_file(str(path), shared=True, size=buckets.size, dtype=torch.uint8)
+                torch.from_file(
+                    str(path), shared=True, size=buckets.max_bucket_bytes, dtype=torch.uint8
+                )
                 for path in paths
             ]
             print(f"weights go through {folder}", flush=True)

@@ -109,7 +109,7 @@ def _rank(
     from recorded_phases import record_phases
     from recorded_reads import record_reads
 
-    from ctrl_megatron.config import require_files_exist, check_world_size, load_config
+    from ctrl_megatron.config import check_world_size, load_config, require_files_exist
     from ctrl_megatron.metrics.report import page
     from ctrl_megatron.run.train import train
     from ctrl_megatron.sft.run import train_sft

@@ -444,7 +444,7 @@ def test_trackers_get_no_secret(
         *("trainer.project_name=${oc.env:TEAM}", f"trainer.default_local_dir={tmp_path}"),
     )
     recorder = Recorder(load_config(None, overrides), active=True, total_steps=1)
-    recorder.begin()
+    recorder.record_config()
     recorder.close(report=False)
     said = str(calls)
     assert "'***'" in said and "correct-horse" not in said and "'project': 'our-team'" in said

@@ -1023,7 +1023,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         *(
             "ctrl_megatron.commands.prepare_data.write_text_atomically",
-            "ctrl_megatron.commands.prepare_smollm2.convert",
+            "ctrl_megatron.commands.prepare_smollm2.convert_gguf_to_hf",
             "tools.make_env.run",
         ),
         "ctrl_megatron.sandbox.__main__.serve_sandbox",

@@ -156,11 +156,16 @@ def shape_of(**changes: Any) -> ModelShape:
 
 def test_widths_that_end_within_a_block_are_found() -> None:
     # SmolLM2-135M.
-    assert misaligned_part_widths(shape_of(), 1, whole_experts=False) == {"queries": 576, "keys": 192}
+    assert misaligned_part_widths(shape_of(), 1, whole_experts=False) == {
+        "queries": 576,
+        "keys": 192,
+    }
     eight = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
     assert misaligned_part_widths(shape_of(**eight), 4, whole_experts=False) == {}
     # More workers than key heads: each has a whole one.
-    assert misaligned_part_widths(shape_of(**eight), 16, whole_experts=False) == {"feed-forward layers": 96}
+    assert misaligned_part_widths(shape_of(**eight), 16, whole_experts=False) == {
+        "feed-forward layers": 96
+    }
     experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
     moe = shape_of(**eight, **experts, moe_intermediate_size=128)
     assert misaligned_part_widths(moe, 2, whole_experts=False) == {"experts": 64}

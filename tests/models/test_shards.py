@@ -64,7 +64,7 @@ def built(layout: Layout) -> dict[tuple[int, ShardParam], list[int]]:
 def test_the_holders_of_a_shard_are_the_ranks_that_build_it(layout: Layout) -> None:
     alike: dict[tuple[int, ShardParam], set[int]] = {}
     for (chunk, param), ranks in built(layout).items():
-        assert layout.holders(param.mesh, param.at) == tuple(ranks)
+        assert layout.ranks_at(param.mesh, param.at) == tuple(ranks)
         # Two shards with the same elements would be held by more ranks than the indices say.
         content = replace(param, at=(), mesh="dense", cuts=(), copy=False)
         assert not alike.setdefault((chunk, content), set()) & set(ranks)

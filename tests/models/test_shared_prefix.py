@@ -106,8 +106,12 @@ def random_inputs(
     """Query, key and value as views of one projection, as Megatron's are, and a gradient."""
     generator = torch.Generator().manual_seed(layout.num_tokens)
     widest = max(D, value_width)
-    fused = torch.randn(layout.num_tokens, A + 2 * G, widest, generator=generator, dtype=torch.float64)
-    given = torch.randn(layout.num_tokens, A * value_width, generator=generator, dtype=torch.float64)
+    fused = torch.randn(
+        layout.num_tokens, A + 2 * G, widest, generator=generator, dtype=torch.float64
+    )
+    given = torch.randn(
+        layout.num_tokens, A * value_width, generator=generator, dtype=torch.float64
+    )
     query, key, value = fused.to(dtype).split([A, G, G], dim=1)
     parts = query[..., :D], key[..., :D], value[..., :value_width]
     return [*(part.detach().requires_grad_() for part in parts), given.to(dtype)]

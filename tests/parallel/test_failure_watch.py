@@ -19,11 +19,11 @@ import time
 from types import SimpleNamespace
 import torch.distributed as dist
 from ctrl_megatron.parallel.failure import FailureWatch
-from ctrl_megatron.parallel.store import AddressStore
+from ctrl_megatron.parallel.store import SingleAddressTCPStore
 
-store = AddressStore("127.0.0.1", 0, 1, True)
+store = SingleAddressTCPStore("127.0.0.1", 0, 1, True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-groups = SimpleNamespace(rank=0, size=1, is_first_of_host=True, from_host=lambda value: {0: value})
+groups = SimpleNamespace(rank=0, size=1, is_first_of_host=True, gather_from_host=lambda value: {0: value})
 watch = FailureWatch(groups, timeout=600.0, clean_up=lambda: print("cleaned up", flush=True))
 
 def died():

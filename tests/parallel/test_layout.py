@@ -109,7 +109,7 @@ def test_holders_are_the_ranks_with_these_indices(layout: Layout, data: st.DataO
     name = data.draw(st.sampled_from(sorted([*MESHES, "module"])))
     axes = data.draw(st.sets(st.sampled_from(sorted(layout.mesh(name).axes))))
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    found = {layout.holders(name, place.indices_on(*axes)) for place in places}
+    found = {layout.ranks_at(name, place.indices_on(*axes)) for place in places}
     # They part the world, and every part is what a look at each rank finds.
     assert sorted(itertools.chain(*found)) == list(range(layout.world_size))
     for holders in found:
@@ -121,7 +121,7 @@ def test_holders_are_the_ranks_with_these_indices(layout: Layout, data: st.DataO
 
 def test_an_axis_of_the_other_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no axes \['ep'\]"):
-        Layout(data=2).holders("dense", (("ep", 0),))
+        Layout(data=2).ranks_at("dense", (("ep", 0),))
 
 
 @given(*(st.integers(1, 4) for _ in range(5)))

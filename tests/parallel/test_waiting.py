@@ -14,9 +14,9 @@ import pytest
 from ctrl_megatron.background import (
     AbandonableCall,
     BackgroundLoop,
-    track_wait,
     advance_wait,
     describe_waits,
+    track_wait,
 )
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.parallel import waiting as waiting_file
@@ -24,7 +24,7 @@ from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import WaitedTooLong, WaitRules
 
 ONE_RANK: Any = SimpleNamespace(
-    is_first=True, on_any=lambda *flags: flags, from_all=lambda value: [value]
+    is_first=True, any_rank=lambda *flags: flags, all_gather=lambda value: [value]
 )
 
 
@@ -119,8 +119,8 @@ def test_lost_work_is_lost_on_all_ranks_when_none_works_any_more(loop: Backgroun
 
     groups: Any = SimpleNamespace(
         is_first=False,
-        from_all=gathered,
-        on_any=lambda *flags: tuple(map(any, zip(*gathered(flags), strict=True))),
+        all_gather=gathered,
+        any_rank=lambda *flags: tuple(map(any, zip(*gathered(flags), strict=True))),
     )
     waiting = WaitRules(groups=groups, stop=SimpleNamespace(is_set=False), limit=60.0)  # type: ignore[arg-type]
     slow, said = loop.submit(asyncio.sleep(0.5, 3)), list[str]()

@@ -12,7 +12,7 @@ import pytest
 from ctrl_megatron.commands.prepare_data import main
 from ctrl_megatron.data.rows import read_rows, row_of_attempt, write_rows
 from ctrl_megatron.generation.checked_tests import FILE, RowTestChecks
-from ctrl_megatron.preparation.checked_problems import checked_problems
+from ctrl_megatron.preparation.checked_problems import select_judgeable_problems
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Attempt
 
@@ -56,7 +56,9 @@ def test_the_command_checks_and_its_rows_need_no_check(
     assert "t/triple: the reference fails" in " ".join(capsys.readouterr().out.split())
 
     # The next command finds the results, and so does a run in a folder that is not the first one.
-    (problem,), left_out = checked_problems(read_problems(out), out, tmp_path / "rl", no_sandbox)
+    (problem,), left_out = select_judgeable_problems(
+        read_problems(out), out, tmp_path / "rl", no_sandbox
+    )
     assert problem.uncounted == (1,) and not left_out
     row = row_of_attempt(Attempt(id="t/double/0", problem=problem, solution="", pass_rate=0.0))
     write_rows(tmp_path / "rl" / "train.parquet", [row])

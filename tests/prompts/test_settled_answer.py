@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctrl_megatron.prompts import extract_code, settle_answer
+from ctrl_megatron.prompts import extract_code, normalise_answer
 
 SHIPPED = Path(__file__).parents[2] / "examples/solutions/smollm2.jsonl"
 DEF = "def f(n):\n    return n * 3"
@@ -59,14 +59,14 @@ CASES = {
 def test_an_answer_settles_to_the_expected_program(
     text: str, kind: str, program: str | None
 ) -> None:
-    settled = settle_answer(text)
+    settled = normalise_answer(text)
     assert settled.kind == kind
     if kind != "normalised":
         assert settled.text == text
     if program is not None:
         assert extract_code(settled.text) == program
     if kind != "unreadable":
-        assert settle_answer(settled.text) == (settled.text, "as written")
+        assert normalise_answer(settled.text) == (settled.text, "as written")
         assert "```" not in extract_code(settled.text) and PROSE not in extract_code(settled.text)
 
 
@@ -76,16 +76,16 @@ def test_an_answer_settles_to_the_expected_program(
     )
 )
 def test_a_settled_answer_stays(text: str) -> None:
-    settled = settle_answer(text)
+    settled = normalise_answer(text)
     if settled.kind == "unreadable":
         assert settled.text == text
     else:
-        assert settle_answer(settled.text) == (settled.text, "as written")
+        assert normalise_answer(settled.text) == (settled.text, "as written")
         assert "```" not in extract_code(settled.text)
 
 
 def test_no_shipped_solution_is_read_as_prose() -> None:
     lines = [json.loads(line) for line in SHIPPED.read_text().split("\n") if line]
     assert len(lines) > 400
-    kinds = Counter(settle_answer(line["solution"]).kind for line in lines)
+    kinds = Counter(normalise_answer(line["solution"]).kind for line in lines)
     assert kinds == {"as written": len(lines)}

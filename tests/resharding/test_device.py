@@ -41,16 +41,16 @@ class OneRank:
     def barrier(self) -> None:
         self.meetings += 1
 
-    def from_first_of_host(self, value: Any) -> Any:
+    def broadcast_from_host_first(self, value: Any) -> Any:
         return value
 
-    def from_host(self, value: Any) -> dict[int, Any]:
+    def gather_from_host(self, value: Any) -> dict[int, Any]:
         return {0: value}
 
-    def from_all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def on_any(self, *flags: bool) -> tuple[bool, ...]:
+    def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         self.meetings += 1
         return flags
 
@@ -248,7 +248,7 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
         assert bench.use("actor", 6) == version
     pushed = ["push actor@4", "push actor@5", "push proxy", "push actor@5"]
     assert bench.taken() == [*pushed, "push actor@6", "push actor@7"]
-    assert len(bench.owner.take_reports()) == 6 and bench.owner.take_reports() == []
+    assert len(bench.owner.pop_push_reports()) == 6 and bench.owner.pop_push_reports() == []
 
 
 def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) -> None:
@@ -353,7 +353,7 @@ class MortalEngine(NotedEngine):
         self._lives()
         return {s.name: tensor_checksum(torch.zeros(s.shape)) for s in Zeros.specs}
 
-    def lost(self) -> bool:
+    def needs_restore(self) -> bool:
         return False  # it has not been noticed yet, which is the harder case
 
     async def restore(self, asleep: set[str]) -> int:

@@ -15,7 +15,7 @@ from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.parallel.layout import Layout
 from ctrl_megatron.resharding.plan import EngineCut, PushPlan
-from ctrl_megatron.resharding.schedule import WAYS, Speeds, push_steps, simulate_push
+from ctrl_megatron.resharding.schedule import WAYS, RankBandwidths, push_steps, simulate_push
 
 LAYERS = 40
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
@@ -59,9 +59,9 @@ def one_sender(hosts: tuple[int, int]) -> PushPlan:
 def test_a_push_takes_as_long_as_its_slowest_phase(slowest: str) -> None:
     plan = one_sender((0, 1) if slowest == "network" else (0, 0))
     size = plan.engine_bytes()
-    speeds = Speeds(**{"network": 1e9, "host": 1e9, "copy": 1e15, slowest: 1e3})
+    speeds = RankBandwidths(**{"network": 1e9, "host": 1e9, "copy": 1e15, slowest: 1e3})
     assert simulate_push(plan, 1, speeds).seconds == pytest.approx(size / 1e3, rel=1e-6)
-    copied = Speeds(network=1e15, host=1e15, copy=1e3)
+    copied = RankBandwidths(network=1e15, host=1e15, copy=1e3)
     one = simulate_push(plan, size, copied)
     assert one.buckets == 1
     assert one.seconds == pytest.approx(2 * size / 1e3, rel=1e-6)
@@ -76,11 +76,11 @@ def test_every_byte_is_on_one_link_and_none_is_faster_than_it(
     drawn: tuple[ModelShape, PushPlan], bucket_bytes: int
 ) -> None:
     _, plan = drawn
-    speeds = Speeds(network=5.0, host=50.0, copy=500.0)
+    speeds = RankBandwidths(network=5.0, host=50.0, copy=500.0)
     time = simulate_push(plan, bucket_bytes, speeds)
     assert time.seconds >= max(time.busy.values()) * (1 - 1e-9)
     assert time.seconds <= sum(time.busy.values()) * time.buckets + 1e-9
-    sums = [time.load.sums(way) for way in WAYS]
+    sums = [time.load.total_and_max_bytes(way) for way in WAYS]
     assert sum(total for total, _, _ in sums) == pytest.approx(
         plan.engine_bytes() * len(plan.takers)
     )
@@ -115,6 +115,6 @@ def test_large_models_are_pushed_in_seconds_and_near_the_floor(
     takers = tuple(tuple(range(i, i + cut.tensor)) for i in range(0, ranks, cut.tensor))
     hosts = tuple(rank // 8 for rank in range(ranks))
     plan = PushPlan(shape, train, cut, takers, hosts, dtype="bfloat16")
-    time = simulate_push(plan, 512 << 20, Speeds())
+    time = simulate_push(plan, 512 << 20, RankBandwidths())
     assert time.busy["exchange"] < time.seconds < most
     assert time.seconds < 1.35 * time.busy["exchange"]

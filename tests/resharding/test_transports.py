@@ -43,10 +43,10 @@ class OneRank:
 
     host_index, hosts = 0, Hosts(names=("here",), of_rank=(0,))
 
-    def from_all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def from_host(self, value: Any) -> dict[int, Any]:
+    def gather_from_host(self, value: Any) -> dict[int, Any]:
         return {0: value}
 
 

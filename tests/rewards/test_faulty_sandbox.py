@@ -34,7 +34,7 @@ def score(
                 [ROW], tokenizer, sandbox=client, show_progress=False, patience=patience
             )
             total = RewardSum({"critic": critic})
-            return await total.score(items), total.take_judging()
+            return await total.score(items), total.pop_judge_counts()
 
     with serving(service) as address:
         return asyncio.run(run())
@@ -98,7 +98,7 @@ def test_a_row_that_the_service_refuses_has_no_reward_and_is_named(
         async with SandboxClient(address, attempts=1) as client:
             critic = RewardModelForCritic([ROW, stdio_row()], None, sandbox=client)
             total = RewardSum({"critic": critic})
-            return await total.score(items), total.take_judging()
+            return await total.score(items), total.pop_judge_counts()
 
     service = Refusing()
     with serving(service) as address:

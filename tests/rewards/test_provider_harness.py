@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from provider_fakes import execute, function_request
 
 from ctrl_megatron.rewards.providers import ProviderError, ScriptProvider
-from ctrl_megatron.rewards.providers.asserts import AssertsJob, SplitTest, split_test
+from ctrl_megatron.rewards.providers.asserts import AssertsJob, SplitTest, split_off_expected_value
 from ctrl_megatron.rewards.providers.codec import encode
 from ctrl_megatron.rewards.providers.contract import ProviderCounters, Script, ScriptResult
 
@@ -63,7 +63,7 @@ def judged(code: str, tests: list[str], **options: Any) -> list[bool]:
     ],
 )
 def test_an_expected_literal_stays_here(test: str, source: str, expected: Any) -> None:
-    split = split_test(test)
+    split = split_off_expected_value(test)
     assert split.compared and (split.source, split.expected) == (source, expected)
     job = AssertsJob(code="", setup="", tests=(split,), seconds=1.0, run_all=True)
     sent = json.loads(job.stdin())["tests"]
@@ -85,12 +85,12 @@ def test_an_expected_literal_stays_here(test: str, source: str, expected: Any) -
     ],
 )
 def test_any_other_test_runs_whole(test: str) -> None:
-    assert split_test(test) == SplitTest(source=test, compared=False)
+    assert split_off_expected_value(test) == SplitTest(source=test, compared=False)
 
 
 def test_a_test_that_is_no_python_is_said() -> None:
     with pytest.raises(ValueError, match="not valid Python"):
-        split_test("assert f(1")
+        split_off_expected_value("assert f(1")
 
 
 values = st.recursive(
@@ -127,7 +127,11 @@ def split_of(expected: Any) -> SplitTest:
 @given(st.text(), st.lists(st.text(), max_size=5))
 def test_whatever_a_machine_writes_is_no_pass(junk: str, lines: list[str]) -> None:
     job = AssertsJob(
-        code="", setup="", tests=(split_of(1), split_test("assert f()")), seconds=1, run_all=True
+        code="",
+        setup="",
+        tests=(split_of(1), split_off_expected_value("assert f()")),
+        seconds=1,
+        run_all=True,
     )
     stdout = "\n".join([f'{job.nonce} {{"ready": 2}}', junk, *(f"{job.nonce} {x}" for x in lines)])
     assert [verdict.passed for verdict in job.verdicts(ScriptResult(stdout=stdout))] == [

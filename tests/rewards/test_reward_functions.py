@@ -30,12 +30,12 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import (
     RewardItem,
     RewardModelForCritic,
-    get_reward,
+    get_reward_factory,
     make_reward,
     register_reward,
     registry,
 )
-from ctrl_megatron.rewards.build import row_check
+from ctrl_megatron.rewards.build import make_row_check
 from ctrl_megatron.rewards.cache import VerdictCache
 from ctrl_megatron.rewards.code_rewards import IoiSubtask, code_format_score, ioi_score, subtasks_of
 from ctrl_megatron.rewards.grading import row_tests
@@ -260,10 +260,10 @@ def test_graders_in_the_programs_process_need_permission(caplog: pytest.LogCaptu
         chosen = [f"reward.reward_funcs=[{name}]"]
         config = load_config(None, chosen, "none")
         with pytest.raises(UserError, match=key):
-            row_check(config, plan_rewards(config))(rows[0])
-        row_check(config, plan_rewards(config))(apart)
+            make_row_check(config, plan_rewards(config))(rows[0])
+        make_row_check(config, plan_rewards(config))(apart)
     config = load_config(None, ["reward.reward_funcs=[ioi_code]", f"{key}=true"], "none")
-    row_check(config, plan_rewards(config))(rows[0])
+    make_row_check(config, plan_rewards(config))(rows[0])
     check_rows_rewardable(plan_rewards(config), rows)
     assert "the grader_files of 1 rows" in caplog.text
     assert not judge.requests and row_tests(apart, run_all_cases=True).total == 2
@@ -478,7 +478,7 @@ def test_an_import_path_that_leads_nowhere_is_named(path: str) -> None:
 
 def test_names_and_options_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'binary_code'.*soft_overlong_punishment"):
-        get_reward("binary_cod")
+        get_reward_factory("binary_cod")
     with pytest.raises(ValueError, match="colour"):
         make_reward("code_format", colour="red")
     with pytest.raises(ValueError, match="provider"):
@@ -489,8 +489,8 @@ def test_names_and_options_that_do_not_exist() -> None:
 
 
 def test_registry() -> None:
-    assert get_reward("critic") is RewardModelForCritic
+    assert get_reward_factory("critic") is RewardModelForCritic
     with pytest.raises(ValueError, match=r"'critics'.*'critic'"):
-        get_reward("critics")
+        get_reward_factory("critics")
     with pytest.raises(ValueError, match="already registered"):
         register_reward("critic")(RewardModelForCritic)

@@ -12,7 +12,7 @@ from reward_samples import function_record, stdio_record, write
 from ctrl_megatron.config import Config, load_config
 from ctrl_megatron.data.rows import read_rows
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.rewards.build import row_check
+from ctrl_megatron.rewards.build import make_row_check
 from ctrl_megatron.rewards.plan import plan_rewards
 
 VERL = {"data_source": "x", "reward_model": {"ground_truth": "4"}}
@@ -37,7 +37,7 @@ def checked(path: Path, *overrides: str, drop: bool = False) -> tuple[list[str],
     """The ids of the rows of ``path`` that are kept, and the messages of those left out."""
     made = config(*overrides)
     left_out = list[str]() if drop else None
-    check = row_check(made, plan_rewards(made, ()))
+    check = make_row_check(made, plan_rewards(made, ()))
     rows = read_rows(path, prompt_key=None, check=check, left_out=left_out)
     return [row.id for row in rows], left_out or []
 

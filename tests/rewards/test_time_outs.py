@@ -184,7 +184,7 @@ def test_a_function_that_does_not_return_is_named_and_left_behind(
 def test_a_stop_leaves_a_hanging_function_behind(tmp_path: Path) -> None:
     reward, background = make_reward(wrote("mine", HANGS, tmp_path)), BackgroundLoop()
     stop: Any = SimpleNamespace(is_set=False)
-    alone: Any = SimpleNamespace(on_any=lambda *flags: flags)
+    alone: Any = SimpleNamespace(any_rank=lambda *flags: flags)
     threading.Timer(0.3, setattr, (stop, "is_set", True)).start()
     began = time.monotonic()
     with pytest.raises(StopRequested):

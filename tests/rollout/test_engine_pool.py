@@ -21,9 +21,9 @@ from ctrl_megatron.rollout.engine import (
     CompletionListener,
     EngineBroken,
     EngineDied,
-    EngineEmpty,
     EngineError,
     EngineSpec,
+    EngineWithoutWeights,
 )
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
@@ -116,7 +116,9 @@ def test_answers_come_in_the_order_of_the_prompts_whoever_drew_them(
     # A group's samples have one engine, which is never given more than it has room for.
     assert sorted(row for clock in clocks for row in clock.rows) == list(range(len(lengths)))
     assert all(clock.at_once <= max(at_once, n) for clock in clocks)
-    assert sum(pool.take_drawn_token_counts()) == n * sum(lengths) and not any(pool.take_drawn_token_counts())
+    assert sum(pool.take_drawn_token_counts()) == n * sum(lengths) and not any(
+        pool.take_drawn_token_counts()
+    )
     # No engine is idle while there are prompts for all.
     assert sum(bool(clock.rows) for clock in clocks) == min(engines, len(lengths))
 
@@ -164,7 +166,7 @@ def test_the_first_failure_ends_the_call_and_leaves_no_request_behind() -> None:
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     dies_at=st.lists(st.integers(0, 39), min_size=1, max_size=4),
-    kind=st.sampled_from([EngineDied, EngineBroken, EngineEmpty]),
+    kind=st.sampled_from([EngineDied, EngineBroken, EngineWithoutWeights]),
     n=st.integers(1, 3),
     at_once=st.integers(1, 9),
     joins=st.booleans(),
@@ -210,9 +212,9 @@ def test_balance_is_what_the_laziest_drew_of_what_the_busiest_drew() -> None:
     clocks: list[Any] = [Clockwork(), Clockwork()]
     pool = pool_of(clocks)
     asyncio.run(pool.generate([[0, 30], [1, 10]], params()))
-    groups: Any = SimpleNamespace(from_data_ranks=lambda mine: [mine, [10, 10]])
+    groups: Any = SimpleNamespace(gather_data_ranks=lambda mine: [mine, [10, 10]])
     assert engine_balance_metric(pool, groups) == {"perf/engine_balance": 20 / 40}
-    alone: Any = SimpleNamespace(from_data_ranks=lambda mine: [mine])
+    alone: Any = SimpleNamespace(gather_data_ranks=lambda mine: [mine])
     assert engine_balance_metric(pool, alone) == {} == engine_balance_metric(None, alone)
 
 

@@ -54,7 +54,7 @@ def test_errors_keep_their_type(error: Exception) -> None:
 
 def test_an_engine_that_may_not_sleep_says_so_on_the_other_side() -> None:
     with pytest.raises(ValueError) as caught:
-        EngineSpec(name="hf", model_path="x", max_model_len=8).require_sleep()
+        EngineSpec(name="hf", model_path="x", max_model_len=8).require_sleep_allowed()
     with pytest.raises(ValueError, match="started without may_sleep"):
         raise wire.error_from_json(wire.error_to_json(caught.value))
 

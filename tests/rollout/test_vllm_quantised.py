@@ -12,7 +12,13 @@ import torch
 from free_port import free_port
 from safetensors.torch import load_file
 
-from ctrl_megatron.models.fp8 import SCALES, block_maxima, block_scales, misaligned_part_widths, quantise
+from ctrl_megatron.models.fp8 import (
+    SCALES,
+    block_maxima,
+    block_scales,
+    misaligned_part_widths,
+    quantise,
+)
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.rollout.engine import EngineSpec
 from ctrl_megatron.rollout.weight_update import updated_tensor_specs

@@ -32,15 +32,15 @@ class Found:
         self.counted: dict[int, float] = {}
         self.kept: list[tuple[int, list[str]]] = []
         groups: Any = SimpleNamespace(
-            from_all=lambda value: [value],
-            from_data_ranks=lambda value: [value, ["other"]],
+            all_gather=lambda value: [value],
+            gather_data_ranks=lambda value: [value, ["other"]],
             is_first=False,
             rank=0,
         )
         worker: Any = SimpleNamespace(
             step=0,
-            trained={"policy": SimpleNamespace(take_skipped=self._take)},
-            saved={},
+            trained_models={"policy": SimpleNamespace(take_skipped_updates=self._take)},
+            saved_models={},
             groups=groups,
             timeline=Timeline(),
             stop=SimpleNamespace(requested_on_any_rank=lambda groups: False),
@@ -58,7 +58,7 @@ class Found:
             save=self._save,
             export_hf=lambda models, step: self.exported.append(step),
             wait_for_save=nothing,
-            take_save_report=nothing,
+            pop_save_report=nothing,
         )
         self.loop = TrainingLoop(
             worker=worker,

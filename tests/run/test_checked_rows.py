@@ -58,11 +58,11 @@ def started(folder: Path, endpoint: str, rows: list[Row], *keys: str, rank: Any 
         return told[0]
 
     everyone = SimpleNamespace(
-        is_first=rank is None, from_first=from_first, on_any=lambda *flags: flags
+        is_first=rank is None, broadcast_from_first=from_first, any_rank=lambda *flags: flags
     )
     loop = BackgroundLoop()
     run: Any = SimpleNamespace(
-        config=config, everyone=everyone, background=loop, stop=StopFlag(), at_end=[]
+        config=config, all_ranks=everyone, background=loop, stop=StopFlag(), at_end=[]
     )
     try:
         return inputs_with_checked_tests(run, inputs), told

@@ -34,7 +34,7 @@ def let_be_faster(monkeypatch: pytest.MonkeyPatch, fast: str) -> None:
         assert sizes == (64, 96)
         return FAST if dtype == fast else SLOW
 
-    monkeypatch.setattr(flops, "product_rates", measured)
+    monkeypatch.setattr(flops, "measure_matmul_rates", measured)
 
 
 @pytest.mark.parametrize("fast", ["float32", "bfloat16"])
@@ -72,7 +72,7 @@ def test_the_peak_is_the_fastest_product_of_the_model_or_of_a_square_layer(
     def measured(dtype: str, *, sizes: tuple[int, int], **_: float) -> tuple[float, float, float]:
         return (3.0, 9.0, 5.0) if sizes == (64, 96) else (7.0, 2.0, 4.0)
 
-    monkeypatch.setattr(flops, "product_rates", measured)
+    monkeypatch.setattr(flops, "measure_matmul_rates", measured)
     assert measure_cpu_peak_flops("float32", sizes=sizes) == (9.0 if sizes == (64, 96) else 7.0)
 
 

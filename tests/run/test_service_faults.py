@@ -24,7 +24,7 @@ from ctrl_megatron.steps.batch import make_batch
 from ctrl_megatron.steps.chain import judge_programs
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
-from ctrl_megatron.steps.sample import SampleRewards, Sample
+from ctrl_megatron.steps.sample import Sample, SampleRewards
 from ctrl_megatron.steps.worker import RolloutWorker
 from ctrl_megatron.types import Completion
 
@@ -57,9 +57,9 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
     names = ("begin_step", "end_step", "say", "log", "add_stage")
     worker: Any = SimpleNamespace(
         step=0,
-        trained={},
-        saved={},
-        groups=SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0),
+        trained_models={},
+        saved_models={},
+        groups=SimpleNamespace(all_gather=lambda value: [value], is_first=False, rank=0),
         timeline=Timeline(),
         stop=SimpleNamespace(requested_on_any_rank=lambda groups: False),
         background=None,
@@ -68,7 +68,7 @@ def loop_that_fails(place: str) -> tuple[TrainingLoop, list[tuple[int, Any]]]:
     store: Any = SimpleNamespace(
         save=lambda models, step, state: saves.append((step, state["sampler"])),
         wait_for_save=nothing,
-        take_save_report=nothing,
+        pop_save_report=nothing,
     )
     loop = TrainingLoop(
         worker=worker,
@@ -114,7 +114,7 @@ class Rank:
         rollout = "actor_rollout_ref.rollout.n=2"
         self.config = load_config(None, [filtered, rollout, *settings], "none")
         self.groups: Any = SimpleNamespace(
-            from_leader=lambda value: value, from_data_ranks=lambda value: [value]
+            broadcast_from_leader=lambda value: value, gather_data_ranks=lambda value: [value]
         )
         critic = SimpleNamespace(judge_solutions=self._judge)
         self.rewards = RewardSum({"critic": critic})  # type: ignore[dict-item]

@@ -121,7 +121,11 @@ def test_a_password_in_an_address_is_sent_and_never_shown() -> None:
         async with serving(Script((500, "why"))) as script:
             secret = script.url.replace("//", "//me:s%40cret@")
             async with client_of(secret) as client:
-                for call in (client.run_code(REQUEST), client.isolation_levels(), client.identity()):
+                for call in (
+                    client.run_code(REQUEST),
+                    client.isolation_levels(),
+                    client.identity(),
+                ):
                     with pytest.raises(SandboxError) as caught:
                         await call
                     assert script.url in str(caught.value)

@@ -156,7 +156,10 @@ def test_those_who_leave_lose_no_item(asked: list[tuple[str, bool]], late: bool)
         shares = [queue.register_request(peer) for peer, _ in asked]
         tasks = [asyncio.create_task(queue.acquire(share, 1.0)) for share in shares]
         await asyncio.sleep(0)
-        assert (queue.waiting, queue.waiting_peer_count) == (len(asked), len({peer for peer, _ in asked}))
+        assert (queue.waiting, queue.waiting_peer_count) == (
+            len(asked),
+            len({peer for peer, _ in asked}),
+        )
         if late:
             queue.add(1)
         leaving = [t for t, (_, leaves) in zip(tasks, asked, strict=True) if leaves]

@@ -23,9 +23,9 @@ from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.problems.long_integers import (
     INTEGER_DIGITS,
     LONG_DIGITS,
-    digits_of_long_runs,
+    allow_long_integers,
+    count_long_run_digits,
     load_long_integer_json,
-    long_integers,
 )
 from ctrl_megatron.problems.tests import decode_tests
 from ctrl_megatron.sandbox import SandboxClient
@@ -37,7 +37,7 @@ LONG = "7" * 5000
 
 
 def number(digits: str) -> int:
-    with long_integers():
+    with allow_long_integers():
         return int(digits)
 
 
@@ -77,7 +77,7 @@ def test_text_of_digits_is_no_integer() -> None:
 def test_every_long_run_is_found(parts: list[tuple[int, str]]) -> None:
     text = "".join("8" * size + between for size, between in parts)
     runs = "".join(c if c.isdigit() else " " for c in text).split()
-    assert digits_of_long_runs(text) == sum(len(run) for run in runs if len(run) > 4300)
+    assert count_long_run_digits(text) == sum(len(run) for run in runs if len(run) > 4300)
 
 
 def test_rows_and_problems_of_long_integers_are_read(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_service_reads_them_in_every_form(
     client: SandboxClient, on_loop: BackgroundLoop, judge: Callable[..., EvalResult]
 ) -> None:
     assert judge("def f(x): return x + 1", [f"assert f({LONG}) == {LONG[:-1]}8"]).accepted
-    with long_integers():
+    with allow_long_integers():
         functions = {"inputs": [[int(LONG)]], "outputs": [int(LONG) + 1], "fn_name": "f"}
         for data in (functions, json.dumps(functions)):
             request = submission(
@@ -113,7 +113,7 @@ def test_a_service_reads_them_in_every_form(
             )
             assert on_loop(client.submit(request)).accepted
     many = {"input_output": {"inputs": [[1]], "outputs": [2], "fn_name": "f", "spare": 0}}
-    with long_integers():
+    with allow_long_integers():
         many["input_output"]["spare"] = [int("9" * 9000)] * (LONG_DIGITS // 9000 + 1)  # type: ignore[assignment]
         request = submission("def f(x): return 2", dataset_type="APPSDataset", provided_data=many)
         with pytest.raises(ValueError, match="digits"):

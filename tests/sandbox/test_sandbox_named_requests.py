@@ -217,7 +217,9 @@ def test_abandoned_work_ends_and_answers_are_kept_for_a_while(
         assert began == ["a", "b", "b"]
         # Answers: the oldest goes when there are too many bytes, all go after a time.
         for name in "cde":
-            assert await works.wait(works.begin_or_join(name, b"", work(name, 0.0)), 1.0) == name * 10
+            assert (
+                await works.wait(works.begin_or_join(name, b"", work(name, 0.0)), 1.0) == name * 10
+            )
         with pytest.raises(UnknownWork):
             works.find("c")
         assert await works.wait(works.find("e"), 0) == "e" * 10

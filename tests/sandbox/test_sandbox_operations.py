@@ -22,7 +22,12 @@ import pytest
 
 from ctrl_megatron.exposition import DurationHistogram, metric_lines
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
-from ctrl_megatron.sandbox.access import UnprotectedAddress, is_allowed, read_token, require_safe_address
+from ctrl_megatron.sandbox.access import (
+    UnprotectedAddress,
+    is_allowed,
+    read_token,
+    require_safe_address,
+)
 from ctrl_megatron.sandbox.service.telemetry import JsonLogFormatter, RequestTelemetry
 from ctrl_megatron.sandbox.wire import RunCodeRequest, RunStatus, SubmitRequest, TestConfig
 

@@ -117,9 +117,9 @@ class Rank:
             place=SimpleNamespace(dp=rank),
             layout=SimpleNamespace(data=ranks),
             is_leader=True,
-            from_leader=lambda value: value,
-            from_data_ranks=lambda value: [value, *self.gathered],
-            on_any=lambda *flags: flags,
+            broadcast_from_leader=lambda value: value,
+            gather_data_ranks=lambda value: [value, *self.gathered],
+            any_rank=lambda *flags: flags,
         )
         self.stop: Any = SimpleNamespace(requested_on_any_rank=lambda groups: False)
         self.wait_conditions = SimpleNamespace(wait_together=lambda future, what: future.result(20))
@@ -238,7 +238,7 @@ def test_a_save_holds_later_steps_for_any_number_of_data_ranks(
             for d in saved._there(other.ahead.all_draws())
         ]
         gathered = iter(other.waiting_draws)
-        savers[0].groups.from_data_ranks = lambda value, more=gathered: [value, next(more)]
+        savers[0].groups.gather_data_ranks = lambda value, more=gathered: [value, next(more)]
     state = json.loads(json.dumps(SavedDraws(savers[0]).state_dict()))
     count = 2 if more else 1
     assert state["versions"] == [0, 1]

@@ -38,7 +38,7 @@ class Allocator:
 
 
 def groups_of(*others: dict[str, float]) -> Any:
-    return SimpleNamespace(from_all=lambda mine: [mine, *others])
+    return SimpleNamespace(all_gather=lambda mine: [mine, *others])
 
 
 def test_phases_keep_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def rank_of(ranks: int, rank: int, engine: Any, runner: asyncio.Runner, step: in
         train=PromptTable(rows=rows, prompts=prompts, dropped=0),
         codec=SimpleNamespace(eos_token_ids=(0,)),
         engine=engine,
-        device=SimpleNamespace(to_engine=lambda role, step: "initial"),
+        device_owner=SimpleNamespace(to_engine=lambda role, step: "initial"),
         role="actor",
         step=step,
         begin_on_leader=lambda work: runner.run(work()),
@@ -167,7 +167,7 @@ class Evaluator:
         self.groups = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
             layout=SimpleNamespace(data=ranks),
-            from_data_ranks=lambda mine: [mine],
+            gather_data_ranks=lambda mine: [mine],
         )
         self.codec = SimpleNamespace(
             encode_chat=lambda messages, add_generation_prompt: [1, 2, 3],

@@ -21,10 +21,12 @@ from ctrl_megatron.run.loop import Schedule, TrainingLoop
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.dynamic_sampling import groups_with_varied_rewards
 from ctrl_megatron.steps.losses import means_over_steps, mini_batches
-from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample
+from ctrl_megatron.steps.sample import Revision, Sample, SampleRewards
 from ctrl_megatron.types import Completion, VersionSpan
 
-ALONE: Any = SimpleNamespace(sum_over_data=lambda counts: counts, from_data_ranks=lambda own: [own])
+ALONE: Any = SimpleNamespace(
+    sum_over_data=lambda counts: counts, gather_data_ranks=lambda own: [own]
+)
 
 
 def judged(uid: str, reward: float | None, *, style: float = 0.0) -> Sample:
@@ -89,7 +91,7 @@ def test_mini_batches_cover_every_row_once() -> None:
 def test_a_rank_without_rows_of_a_mini_batch_has_it_too() -> None:
     groups: Any = SimpleNamespace(
         sum_over_data=lambda counts: counts + torch.tensor([0, 5, 0]),
-        from_data_ranks=lambda own: [own, [1]],
+        gather_data_ranks=lambda own: [own, [1]],
     )
     pieces = mini_batches(numbered([2, 0, 2]), groups)
     assert [piece["row"].tolist() for piece in pieces] == [[1], [], [0, 2]]
@@ -112,7 +114,7 @@ def test_one_that_teaches_another_rank_is_kept() -> None:
     batch["response_mask"][:] = False
     elsewhere: Any = SimpleNamespace(
         sum_over_data=lambda counts: counts + torch.tensor([0, 3]),
-        from_data_ranks=lambda own: [own],
+        gather_data_ranks=lambda own: [own],
     )
     assert [p["row"].tolist() for p in mini_batches(batch, elsewhere)] == [[1]]
 
@@ -170,11 +172,17 @@ def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -
     nothing: Any = lambda *_, **__: None  # noqa: E731
     names = ("begin_step", "end_step", "show_line", "log", "add_stage")
     recorder: Any = SimpleNamespace(**dict.fromkeys(names, nothing))
-    store: Any = SimpleNamespace(save=nothing, wait_for_save=nothing, take_save_report=nothing)
-    groups = SimpleNamespace(from_all=lambda value: [value], is_first=False, rank=0)
+    store: Any = SimpleNamespace(save=nothing, wait_for_save=nothing, pop_save_report=nothing)
+    groups = SimpleNamespace(all_gather=lambda value: [value], is_first=False, rank=0)
     stop = SimpleNamespace(requested_on_any_rank=lambda groups: False)
     worker: Any = SimpleNamespace(
-        step=0, trained={}, saved={}, groups=groups, timeline=Timeline(), stop=stop, background=None
+        step=0,
+        trained_models={},
+        saved_models={},
+        groups=groups,
+        timeline=Timeline(),
+        stop=stop,
+        background=None,
     )
     worker.agents = [worker]
     return TrainingLoop(

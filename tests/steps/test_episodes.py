@@ -168,7 +168,7 @@ def all_episodes(codec: TextCodec, make: Callable[..., Any]) -> list[list[Episod
         codec=codec,
         step=2,
         wait_for_draws=lambda: None,
-        device=SimpleNamespace(to_engine=lambda role, step: f"{role}@{step}"),
+        device_owner=SimpleNamespace(to_engine=lambda role, step: f"{role}@{step}"),
         role="actor",
         run_on_leader=lambda work, what: asyncio.run(work()),
     )

@@ -130,7 +130,8 @@ def workers(*counts: JudgeCounts, limit: float = 0.2) -> list[Any]:
             config=load_config(None, [f"reward.max_failed_share={limit}"], "none"),
             rewards=rewards,
             groups=SimpleNamespace(
-                from_leader=lambda value: value, from_data_ranks=lambda value: list(counts)
+                broadcast_from_leader=lambda value: value,
+                gather_data_ranks=lambda value: list(counts),
             ),
         )
         rank.count_judge_requests = lambda rank=rank: RolloutWorker.count_judge_requests(rank)
@@ -142,7 +143,7 @@ def workers(*counts: JudgeCounts, limit: float = 0.2) -> list[Any]:
 def test_every_sample_is_judged_or_failed_or_had_nothing_to_judge(kinds: list[str]) -> None:
     rewards = RewardSum({"code": Judged([outcome(kind) for kind in kinds])})
     scores = asyncio.run(rewards.score([RewardItem(text="") for _ in kinds]))
-    counted = rewards.take_judging()
+    counted = rewards.pop_judge_counts()
     assert counted.failed == kinds.count("failed")
     assert counted.cached == kinds.count("cached")
     assert counted.asked == len(kinds) - kinds.count("none") - counted.cached

@@ -38,5 +38,5 @@ AGAIN = SimpleNamespace(num_bytes=0, seconds=0.5)
     ],
 )
 def test_pushes_are_reported_where_there_are_any(reports: list[Any], metrics: Any) -> None:
-    worker: Any = SimpleNamespace(owner=SimpleNamespace(take_reports=lambda: reports))
+    worker: Any = SimpleNamespace(owner=SimpleNamespace(pop_push_reports=lambda: reports))
     assert report_weight_sync(worker, TensorDict({}, batch_size=[])).metrics == metrics

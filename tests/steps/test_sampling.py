@@ -55,7 +55,7 @@ def ranks_of(parts: list[Any]) -> list[Any]:
         SimpleNamespace(
             layout=SimpleNamespace(data=len(parts)),
             place=SimpleNamespace(dp=dp),
-            from_data_ranks=lambda value: parts,
+            gather_data_ranks=lambda value: parts,
         )
         for dp in range(len(parts))
     ]

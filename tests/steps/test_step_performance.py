@@ -15,7 +15,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.metrics import Timeline
 from ctrl_megatron.steps.critique_report import critique_examples
 from ctrl_megatron.steps.performance import step_performance
-from ctrl_megatron.steps.sample import SampleRewards, Revision, Sample
+from ctrl_megatron.steps.sample import Revision, Sample, SampleRewards
 from ctrl_megatron.types import Completion
 
 
@@ -32,8 +32,8 @@ def worker(reference: Any, clock: Any, others: int) -> Any:
             size=4,
             is_first=True,
             # The other rank has no engine pool to speak of either.
-            from_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
-            from_all=lambda mine: [mine, {"sandbox/restarts": 1}],
+            gather_data_ranks=lambda mine: [mine, others] if mine else [mine, []],
+            all_gather=lambda mine: [mine, {"sandbox/restarts": 1}],
         ),
         actor=model(100, 6000),
         reference=reference,

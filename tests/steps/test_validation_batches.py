@@ -44,7 +44,7 @@ class Rank:
         self.groups = SimpleNamespace(
             place=SimpleNamespace(dp=rank),
             layout=SimpleNamespace(data=ranks),
-            from_data_ranks=lambda value: [value],
+            gather_data_ranks=lambda value: [value],
         )
         self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
         self.rewards = SimpleNamespace(
@@ -107,7 +107,7 @@ def test_every_row_is_asked_for_once_in_batches(
     for rank, sizes in enumerate(batches):
         worker = Rank(rows, size, rank, ranks, lost=None)
         if sum(sizes):
-            conversation.validate(worker)  # type: ignore[arg-type]
+            conversation.validate_critiques(worker)  # type: ignore[arg-type]
             asked = [(role, size) for role in ("actor", "proxy") for size in sizes]
             assert worker.calls == asked
         judged += worker.judged
@@ -115,17 +115,17 @@ def test_every_row_is_asked_for_once_in_batches(
 
 
 def test_a_row_that_the_sandbox_lost_is_counted_and_left_out() -> None:
-    rates = conversation.validate(Rank(4, 4, 0, 1, lost=2))  # type: ignore[arg-type]
+    rates = conversation.validate_critiques(Rank(4, 4, 0, 1, lost=2))  # type: ignore[arg-type]
     assert (rates["rounds"], rates["unjudged"], rates["solved_after"]) == (3.0, 1.0, 1.0)
     assert rates["judgment_accuracy"] == 1.0
-    nothing = conversation.validate(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
+    nothing = conversation.validate_critiques(Rank(1, 4, 0, 1, lost=0))  # type: ignore[arg-type]
     assert nothing == {"rounds": 0.0, "unjudged": 1.0}
 
 
 def test_every_file_of_several_has_rates_of_its_own() -> None:
     worker = Rank(4, 4, 0, 1, lost=2)
     worker.validation.sets = {"easy": {"0", "1"}, "hard": {"1", "2", "3"}, "lost": {"2"}}
-    rates = conversation.validate(worker)  # type: ignore[arg-type]
+    rates = conversation.validate_critiques(worker)  # type: ignore[arg-type]
     assert rates["rounds"] == 3.0 and rates["unjudged"] == 1.0
     # A row that is in two files counts in both, and once in the total.
     assert rates["easy/rounds"] == 2.0 and "easy/unjudged" not in rates

@@ -59,7 +59,7 @@ def test_the_run_is_a_configuration_that_is_accepted(tmp_path: Path) -> None:
         command = made.grpo_command("run", 4, "trainer.save_freq=1")
         assert str(max(1, gpus)) in command
         config = load_config(str(tmp_path / "run.yaml"), ["trainer.save_freq=1"], "rl")
-        assert config.reward.reward_funcs == ("ctrl_megatron.commands.check_gpu:checksum",)
+        assert config.reward.reward_funcs == ("ctrl_megatron.commands.check_gpu:checksum_reward",)
 
 
 @pytest.mark.parametrize("name", check_gpu.VARIANTS)
@@ -73,7 +73,7 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
         with pytest.raises(ItemSkipped, match=f"it needs {needed} GPU"):
             checks(tmp_path, gpus=needed - 1).check_grpo_variant(name)
     commands: list[list[str]] = []
-    monkeypatch.setattr(check_gpu, "make_model", lambda directory, **_: None)
+    monkeypatch.setattr(check_gpu, "write_random_model", lambda directory, **_: None)
     monkeypatch.setattr(GpuChecks, "output_of", lambda self, command, log: commands.append(command))
     step = {"actor/grad_norm": 1.0, "rollout/kl": 1e-3, "time/step": 2.0}
     metrics = {n: step | {"sync/gigabytes_per_second": 1.0} for n in range(3)}
@@ -161,7 +161,7 @@ def test_errors_are_compared_with_what_rounding_costs_transformers(
     def says(**ours: Any) -> None:
         found = json.dumps({"ours": theirs | ours, "theirs": theirs})
         done = subprocess.CompletedProcess([], 0, stdout=f"...\n{found}\n", stderr="")
-        monkeypatch.setattr(GpuChecks, "command", lambda self, *words: done)
+        monkeypatch.setattr(GpuChecks, "run_python", lambda self, *words: done)
 
     says(mean=0.07, cosine=0.95)
     assert "0.07 in the mean (float32 in transformers: 0.05)" in made.logits_and_gradients()
@@ -189,7 +189,7 @@ def test_measured_memory_is_compared_with_the_plan(
     done = subprocess.CompletedProcess([], 0, stdout=PLAN, stderr="")
     nvidia_smi = subprocess.CompletedProcess([], 0, stdout="81559\n")
     monkeypatch.setattr(Path, "exists", lambda self: True)
-    monkeypatch.setattr(GpuChecks, "command", lambda self, *words: done)
+    monkeypatch.setattr(GpuChecks, "run_python", lambda self, *words: done)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: nvidia_smi)
     assert made.planned_gib_by_phase() == {"start: engine": 66.7, "generate": 40.4, "update": 79.9}
     assert "rollout_actor             41.00 GiB, planned  40.40 GiB" in made.memory_by_phase()

@@ -29,7 +29,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         made.append(out)
         (out / "model.safetensors").write_bytes(b"weights")
 
-    monkeypatch.setattr(prepare_smollm2, "convert", convert)
+    monkeypatch.setattr(prepare_smollm2, "convert_gguf_to_hf", convert)
     return made
 
 
@@ -69,7 +69,7 @@ def test_a_failure_leaves_what_was_there(
         (draft / "half").write_text("")
         raise RuntimeError("power cut")
 
-    monkeypatch.setattr(prepare_smollm2, "convert", fail)
+    monkeypatch.setattr(prepare_smollm2, "convert_gguf_to_hf", fail)
     with pytest.raises(RuntimeError, match="power cut"):
         prepare_directory(out, force=True)
     assert (out / "model.safetensors").is_file()

@@ -18,7 +18,7 @@ from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.models.shards import Piece
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.resharding.buckets import Buckets, push_through_host
-from ctrl_megatron.resharding.plan import takers_of_engines
+from ctrl_megatron.resharding.plan import receiving_ranks_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import ReadableBucket
@@ -55,7 +55,7 @@ class CudaIpcSender:
             return
         if source not in self._prepared:
             cut, engines = source.engine_layout.cut, source.engine_layout.placement
-            takers = takers_of_engines(engines, self.groups.hosts.of_rank)
+            takers = receiving_ranks_of_engines(engines, self.groups.hosts.of_rank)
             buckets = Buckets(source, self.groups, cut, *takers, host_memory=False)
             self._prepared[source] = buckets, _MappedBuckets(buckets, self.groups, self._mapped)
         buckets, memory = self._prepared[source]
@@ -161,7 +161,9 @@ class _MappedBuckets:
         self._parts.append(packed)
         self._find.append(find)
 
-    def at(self, number: int, engine: int, worker: int, name: str, piece: Piece) -> torch.Tensor:
+    def piece_view(
+        self, number: int, engine: int, worker: int, name: str, piece: Piece
+    ) -> torch.Tensor:
         """``piece`` is some rows of one of the worker's parts."""
         memory = self._mapped.of[number % IN_FLIGHT, engine, worker]
         for whole, spec, offset in self._find[number][worker, name]:
@@ -177,7 +179,7 @@ class _MappedBuckets:
 
     def tensors(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
         for engine in self._served[:1]:
-            yield from self._buckets.wholes(number, partial(self.at, number, engine))
+            yield from self._buckets.whole_tensors(number, partial(self.piece_view, number, engine))
 
     def synchronize(self) -> None:
         self._mapped.driver.synchronize()

@@ -24,7 +24,7 @@ from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import LOOPBACK
 from ctrl_megatron.resharding.buckets import Buckets, fill_message, message_bytes, run_push
-from ctrl_megatron.resharding.plan import Transfer, workers_as_takers
+from ctrl_megatron.resharding.plan import Transfer, workers_as_receivers
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import ReadableBucket
@@ -33,9 +33,9 @@ from ctrl_megatron.rollout.communicator import (
     Communicator,
     Library,
     PendingMessages,
+    connect_or_serve_store,
     join_communicator,
     library_version,
-    meeting_store,
 )
 from ctrl_megatron.rollout.packed import PackedPart
 from ctrl_megatron.rollout.weight_chunks import weight_chunk
@@ -93,7 +93,9 @@ class NcclSender:
         # that, so all ranks meet before the answers are read.
         wait_until_read(0)
         groups.barrier()
-        answers = groups.broadcast_from_first(self._answers(ask, messages) if groups.is_first else None)
+        answers = groups.broadcast_from_first(
+            self._answers(ask, messages) if groups.is_first else None
+        )
         if answers is None:
             return  # An engine is lost, which the push tells.
         self._refuse_others({name: told["version"] for name, told in answers.items()})
@@ -124,10 +126,10 @@ class NcclSender:
         """The address of the store in which ranks and workers meet. Collective."""
         groups, (host, *_) = self.groups, (*self.groups.hosts.addresses, LOOPBACK)
         if self._store is None and groups.is_first:
-            self._store = meeting_store(host)
+            self._store = connect_or_serve_store(host)
         port = groups.broadcast_from_first(getattr(self._store, "port", 0))
         if self._store is None:
-            self._store = meeting_store(host, port)
+            self._store = connect_or_serve_store(host, port)
         return host, port
 
     def _answers(self, ask: str, messages: _Messages) -> dict[str, dict[str, str]] | None:
@@ -188,14 +190,14 @@ class _Messages:
     """
 
     def __init__(self, source: WeightSource, groups: ProcessGroups) -> None:
-        takers = workers_as_takers(source.engine_layout.placement, groups.hosts.of_rank)
+        takers = workers_as_receivers(source.engine_layout.placement, groups.hosts.of_rank)
         self.buckets = buckets = Buckets(
             source, groups, source.engine_layout.cut, *takers, host_memory=False
         )
         self._groups, plan, layout = groups, buckets.plan, groups.layout
         self.engines, self.workers = len(plan.takers), plan.cut.tensor
         self.ranks_of_stage = [
-            layout.holders("dense", (("pp", stage),)) for stage in range(layout.pipeline)
+            layout.ranks_at("dense", (("pp", stage),)) for stage in range(layout.pipeline)
         ]
         self.link: Communicator | None = None
         self._out = [_grouped(own, lambda t: (t.engines[0], t.worker)) for own in buckets.own]
@@ -235,16 +237,16 @@ class _Messages:
             offset += len(message)
         self._filled[number] = messages
 
-    def exchange(self, number: int) -> None:
+    def begin_exchange(self, number: int) -> None:
         messages = self._filled.pop(number)
         if self.link is not None and messages:
             with self._leaving_if_lost():
                 self._running[number] = self.link.send(messages)
 
-    def settle(self, number: int) -> None:
+    def finish_exchange(self, number: int) -> None:
         """Workers receive a bucket when it is offered to them."""
 
-    def sent(self, number: int) -> ReadableBucket:
+    def readable_bucket(self, number: int) -> ReadableBucket:
         """The bucket, whose bytes are in no memory of this host."""
         last = number + 1 == len(self._into)
         place = self._place() | {

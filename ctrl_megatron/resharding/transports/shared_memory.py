@@ -22,7 +22,7 @@ import torch
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.hosts import SHARED_MEMORY, own_segment_prefix, pid_namespace
 from ctrl_megatron.resharding.buckets import Buckets, HostBuckets, push_through_host
-from ctrl_megatron.resharding.plan import one_engine_of_each_host, takers_of_engines
+from ctrl_megatron.resharding.plan import one_engine_of_each_host, receiving_ranks_of_engines
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
 from ctrl_megatron.resharding.sources import WeightSource
 from ctrl_megatron.resharding.transports import ReadableBucket
@@ -82,7 +82,7 @@ class HostSegments:
         return self._names[self._groups.hosts.first_rank(host)]
 
     @contextmanager
-    def named(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
+    def published_segments(self, size: int) -> Iterator[tuple[SharedSegment, ...]]:
         """The segments, of at least ``size`` bytes each; they have names only within the context.
         Collective."""
         first = self._groups.is_first_of_host
@@ -151,7 +151,7 @@ class SharedMemorySender:
             self._buckets[source] = self._planned(source)
         buckets = self._buckets[source]
         segments = self._segments_for(source, buckets)
-        with segments.named(buckets.size) as named:
+        with segments.published_segments(buckets.max_bucket_bytes) as named:
             memory = self._memory(source, buckets, segments, named)
             if source.kept and self._complete:
                 yield (_kept(memory, number) for number in range(len(buckets.parts)))
@@ -160,7 +160,9 @@ class SharedMemorySender:
                 source, push_through_host(buckets, self.groups, memory, wait_until_read)
             )
 
-    def _filled(self, source: WeightSource, sent: Iterator[ReadableBucket]) -> Iterator[ReadableBucket]:
+    def _filled(
+        self, source: WeightSource, sent: Iterator[ReadableBucket]
+    ) -> Iterator[ReadableBucket]:
         yield from sent
         self._complete = self._complete or source.kept
 
@@ -169,7 +171,9 @@ class SharedMemorySender:
             return Buckets(source, self.groups)
         layout, of_rank = source.engine_layout, self.groups.hosts.of_rank
         engines = one_engine_of_each_host(layout.placement)
-        return Buckets(source, self.groups, layout.cut, *takers_of_engines(engines, of_rank))
+        return Buckets(
+            source, self.groups, layout.cut, *receiving_ranks_of_engines(engines, of_rank)
+        )
 
     def _segments_for(self, source: WeightSource, buckets: Buckets) -> HostSegments:
         workers = buckets.plan.cut.tensor

@@ -48,7 +48,7 @@ class SplitTest:
     """True where the comparison is ``is`` (None, True, False)."""
 
 
-def split_test(test: str) -> SplitTest:
+def split_off_expected_value(test: str) -> SplitTest:
     """Split the expected value off ``test`` where it is a literal. Raises ``ValueError`` for a test
     that is not Python.
     """

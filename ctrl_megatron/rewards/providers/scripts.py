@@ -23,7 +23,7 @@ from ctrl_megatron.problems.comparison import (
 from ctrl_megatron.problems.fields import rule_field
 from ctrl_megatron.problems.long_integers import load_long_integer_json
 from ctrl_megatron.prompts import extract_code
-from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_test
+from ctrl_megatron.rewards.providers.asserts import AssertsJob, split_off_expected_value
 from ctrl_megatron.rewards.providers.contract import (
     ProviderCounters,
     ProviderError,
@@ -132,7 +132,9 @@ class ScriptProvider:
             self._semaphore, self._loop = asyncio.Semaphore(self.max_concurrency), loop
         return self._semaphore
 
-    async def _attempt(self, request: SubmitRequest, silence: SilenceDeadline) -> list[EvalTestCase]:
+    async def _attempt(
+        self, request: SubmitRequest, silence: SilenceDeadline
+    ) -> list[EvalTestCase]:
         tests: list[EvalTestCase] = []
         jobs = _jobs(request, self.backend)  # with nonces of this attempt
         queued = time.monotonic()
@@ -149,7 +151,9 @@ class ScriptProvider:
                     break
         return tests
 
-    async def _answered(self, call: Coroutine[Any, Any, Answer], silence: SilenceDeadline) -> Answer:
+    async def _answered(
+        self, call: Coroutine[Any, Any, Answer], silence: SilenceDeadline
+    ) -> Answer:
         """The answer of the provider. Raises ``ProviderError`` where it does not come in time, and
         for an answer that cannot be read.
         """
@@ -250,7 +254,7 @@ def _jobs(request: SubmitRequest, backend: ScriptBackend) -> Sequence[AssertsJob
         raise ProviderSetupError(
             f"provider {backend.name} cannot judge unit tests; use the provider local for them"
         )
-    tests = tuple(map(split_test, problem.tests))
+    tests = tuple(map(split_off_expected_value, problem.tests))
     size = backend.tests_per_run or len(tests)
     return [
         AssertsJob(

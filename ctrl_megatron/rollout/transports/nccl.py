@@ -12,9 +12,9 @@ from ctrl_megatron.models.offload import aligned_size
 from ctrl_megatron.rollout.communicator import (
     Communicator,
     PendingMessages,
+    connect_or_serve_store,
     join_communicator,
     library_version,
-    meeting_store,
 )
 from ctrl_megatron.rollout.packed import PackedPart, unpack_tensors
 from ctrl_megatron.rollout.transports.shared_memory import worker_index_and_count
@@ -74,7 +74,7 @@ class NcclReceiver:
     def _answer(self, place: dict[str, Any], name: str) -> None:
         host, port = place["store"]
         if self._address != (host, port):
-            self._store, self._address = meeting_store(host, port), (host, port)
+            self._store, self._address = connect_or_serve_store(host, port), (host, port)
         # A push that failed has left its own, and each push counts its buckets from 0.
         self._arriving.clear()
         self._library = place["library"]

@@ -33,7 +33,7 @@ class SharedMemoryReceiver:
     """
 
     def __init__(self, number: Callable[[], tuple[int, int]] | None = None) -> None:
-        """``number`` is ``worker_number`` by default."""
+        """``number`` is ``worker_index_and_count`` by default."""
         self._number = number or worker_index_and_count
         # By device and inode, with what undoes the lock; the most recently used mapping is last.
         self._mappings: OrderedDict[tuple[int, int], tuple[torch.Tensor, Callable[[], None]]]

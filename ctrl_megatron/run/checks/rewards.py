@@ -37,7 +37,7 @@ def check_rewards(config: Config) -> None:
 
 def _make_all(plan: RewardPlan) -> None:
     """Make every function but ``critic``, so that mistakes in options are found."""
-    for name, planned in plan.called_with_texts.items():
+    for name, planned in plan.text_rewards.items():
         if name != "critic":
             make_reward(name, **options_without_judge(name), **planned.options)
 
@@ -49,7 +49,7 @@ def check_rows_rewardable(plan: RewardPlan, rows: Sequence[Row]) -> None:
     """
     present = dict.fromkeys(row.task for row in rows)
     for name, function in plan.functions.items():
-        mine = function.of(rows)
+        mine = function.filter_rows(rows)
         if unknown := [task for task in function.tasks or () if task not in present]:
             raise UserError(
                 f"names the task {unknown[0]!r}, and the rows have {', '.join(present)}",

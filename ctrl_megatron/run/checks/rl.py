@@ -16,7 +16,7 @@ from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
 from ctrl_megatron.config.checks import estimator_is_loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_at_key
-from ctrl_megatron.config.options import function_options, explicit_parameters
+from ctrl_megatron.config.options import explicit_parameters, function_options
 from ctrl_megatron.errors import UserError, convert_user_code_errors, run_all_checks
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
@@ -41,8 +41,8 @@ from ctrl_megatron.run.checks.models import (
 )
 from ctrl_megatron.run.checks.nodes import (
     check_fields,
-    check_node_parameters,
     check_group_filter,
+    check_node_parameters,
     check_unread_keys,
     check_worlds,
 )

@@ -15,19 +15,19 @@ from typing import Any
 from ctrl_megatron.problems import preambles
 from ctrl_megatron.problems.comparison import LIVE_CODE_BENCH, RESULT_CHECK, STRICT
 from ctrl_megatron.problems.fields import rule_field, text_field
-from ctrl_megatron.problems.input_output import FunctionCalls, call_asserts
+from ctrl_megatron.problems.input_output import FunctionCalls, asserts_for_calls
 from ctrl_megatron.problems.long_integers import (
+    allow_long_integers,
     load_long_integer_json,
-    long_integers,
     require_few_digits,
 )
 from ctrl_megatron.sandbox.datasets.names import (
     SOLUTION_CLASS,
     asserts_constants,
-    names_defined_by,
     find_program_names,
     free_names,
     helper_imports,
+    names_defined_by,
     program_imports,
     refuse_imports,
 )
@@ -120,9 +120,9 @@ def calls_problem(
     calls: FunctionCalls, *, or_first: bool, tolerance: tuple[float, float] = (0.0, 0.0)
 ) -> FunctionProblem:
     """A problem that calls a function, or the method of its name of class ``Solution``; its tests
-    are those of ``call_asserts``. Raises ``ValueError``.
+    are those of ``asserts_for_calls``. Raises ``ValueError``.
     """
-    tests = call_asserts(calls, or_first=or_first, tolerance=tolerance)
+    tests = asserts_for_calls(calls, or_first=or_first, tolerance=tolerance)
     read = read_function_tests(
         {"test_list": tests, "test_setup_code": RESULT_CHECK, "entry_point": calls.name}
     )
@@ -150,11 +150,11 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 """
 
 
-@long_integers()
+@allow_long_integers()
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     """Read ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
     ``test_setup_code`` and ``entry_point`` (one name, several, or ``Solution().name`` for a
-    method), as MBPP has them. With ``RESULT_CHECK`` in the setup (``call_asserts``) the program may
+    method), as MBPP has them. With ``RESULT_CHECK`` in the setup (``asserts_for_calls``) the program may
     define the name as a function or as a method of ``Solution``. Of ``prompt``, the text of the
     task, the program gets the part that is Python, without the names that it has to define itself.
 
@@ -233,7 +233,9 @@ def _read(
         if "import" in text or "pytest" in text:
             refuse_imports(tree, modules, place)
     for tree, place in zip(trees, places, strict=True):
-        if own := sorted({name for node in tree.body for name in names_defined_by(node)} & {*entries}):
+        if own := sorted(
+            {name for node in tree.body for name in names_defined_by(node)} & {*entries}
+        ):
             raise ValueError(f"{place} defines {own[0]} itself, which is the program's to define")
     if entries and "candidate" in free_names([setup_tree, *trees]) - set(entries):
         setup = f"candidate = {entries[0]}\n{setup}"

@@ -28,7 +28,7 @@ from ctrl_megatron.problems.fields import (
     rule_field,
     text_field,
 )
-from ctrl_megatron.problems.input_output import FunctionCalls, is_wrapped, read_cases
+from ctrl_megatron.problems.input_output import FunctionCalls, has_wrapped_outputs, read_cases
 from ctrl_megatron.sandbox.datasets.functions import calls_problem
 from ctrl_megatron.sandbox.datasets.payload import read_payload
 from ctrl_megatron.sandbox.datasets.problems import (
@@ -98,7 +98,7 @@ def read_input_output(data: Mapping[str, Any]) -> StdioProblem | FunctionProblem
     """
     where = "provided_data.input_output"
     record = object_field(json_field(data.get("input_output"), where), where)
-    first = is_wrapped(record) or flag_field(data, "first_of_list")
+    first = has_wrapped_outputs(record) or flag_field(data, "first_of_list")
     return input_output_problem(record, where, data, rule_field(data, APPS), or_first=first)
 
 
@@ -282,7 +282,8 @@ def _from_cases(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows(rows: list[Any], where: str, name: Any) -> dict[str, Any]:
     cases = [
-        object_field(row, f"{where}: case {i}") for i, row in enumerate(non_empty_list_field(rows, where))
+        object_field(row, f"{where}: case {i}")
+        for i, row in enumerate(non_empty_list_field(rows, where))
     ]
     kinds = {str(case.get("testtype", "stdin")) for case in cases}
     if len(kinds) != 1 or not kinds <= {"stdin", "functional"}:

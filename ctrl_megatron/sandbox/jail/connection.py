@@ -174,7 +174,7 @@ class Connection:
     # --- what a side allows; the judge overrides it -----------------------------------------------
 
     def require_permitted(self, do: str, parts: list[Any]) -> None:
-        """Raise ``Refused`` for a question that the other side may not ask."""
+        """Raise ``RequestForbidden`` for a question that the other side may not ask."""
 
     def is_entry(self, _kind: type) -> bool:
         """Whether a class of this side is an entry point of the problem."""

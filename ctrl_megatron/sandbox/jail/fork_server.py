@@ -133,7 +133,11 @@ class _ForkServerProcess:
                 os.close(fd)
 
     def _fork_first(self) -> int:
-        return os.fork() if self._own_pids is None else namespaces.fork_into_pid_namespace(self._own_pids)
+        return (
+            os.fork()
+            if self._own_pids is None
+            else namespaces.fork_into_pid_namespace(self._own_pids)
+        )
 
     def _start(
         self, role: str, body: Callable[..., object], fds: Sequence[int], fork: Callable[[], int]

@@ -106,7 +106,9 @@ class RemoteMetaclass(type):
             key: value for key, value in names.items() if key.startswith("__") or _is_local(value)
         }
         made = super().__new__(cls, name, bases, kept)
-        link = next(base._ctrl_link for base in made.__mro__[1:] if isinstance(base, RemoteMetaclass))
+        link = next(
+            base._ctrl_link for base in made.__mro__[1:] if isinstance(base, RemoteMetaclass)
+        )
         type.__setattr__(made, "_ctrl_link", link)
         for key in names.keys() - kept.keys():
             type.__setattr__(made, key, RemoteAttribute(key, made, method=False))
@@ -215,7 +217,9 @@ class RemoteObject:
         return connection_of_handle(self).ask("get", self, "__dict__")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        connection_of_handle(self).raise_not_transferable("an object of the other process cannot be pickled")
+        connection_of_handle(self).raise_not_transferable(
+            "an object of the other process cannot be pickled"
+        )
 
     def __copy__(self) -> Any:
         return connection_of_handle(self).ask("op", "copy", (self,))

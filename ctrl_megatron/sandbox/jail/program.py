@@ -153,7 +153,7 @@ def _run_command(directory: str, profile: str, command: list[str]) -> NoReturn:
 
 
 def harness_modules() -> list[str]:
-    """The imported modules of this package by name, remembered for ``begin_program``."""
+    """The imported modules of this package by name, remembered for ``mimic_fresh_interpreter``."""
     _HARNESS[:] = [name for name in sys.modules if name.startswith("ctrl_megatron")]
     return _HARNESS
 

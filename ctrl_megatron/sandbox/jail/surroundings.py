@@ -2,8 +2,8 @@
 the library's modules (``sys.stdin``, ``time.sleep``, ``builtins.input``), ``random``'s seed, the
 environment, arguments, the recursion limit, warnings and logging.
 
-The judge collects changes and sends them with its next message (``Surroundings``); the program's
-side makes them (``ProgramSurroundings``) and sends back what was printed, warned and logged.
+The judge collects changes and sends them with its next message (``JudgeStateSync``); the program's
+side makes them (``ProgramStateSync``) and sends back what was printed, warned and logged.
 """
 
 from __future__ import annotations

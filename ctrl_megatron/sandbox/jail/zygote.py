@@ -103,7 +103,9 @@ def _prepare() -> None:
 def _divide(fd: int, confinement: Confinement, process: int | None) -> None:
     """Fork the fork server before this process sees a job, and become the supervisor."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid, own = (os.fork(), None) if process is None else namespaces.fork_pid_namespace_owner(process)
+    pid, own = (
+        (os.fork(), None) if process is None else namespaces.fork_pid_namespace_owner(process)
+    )
     if pid == 0:
         ours.close()
         os.close(fd)

@@ -52,7 +52,11 @@ class OutputChecker:
         program = await runner.prepare(language_named(checker.language), checker.code)
         if program.failed_compilation_run is not None:
             trouble = f"provided_data.checker: {program.failed_compilation_run.failure}"
-            raise WorkerFault(trouble) if program.failed_compilation_run.timed_out else ValueError(trouble)
+            raise (
+                WorkerFault(trouble)
+                if program.failed_compilation_run.timed_out
+                else ValueError(trouble)
+            )
         return cls(runner, checker, program, clock)
 
     async def score(self, case: StdioCase, output: str) -> CheckerScore:

@@ -57,7 +57,7 @@ def build_app(
     listener: ConnectionListener | None = None,
 ) -> web.Application:
     """Create the application over a started pool. With ``token`` clients must send that bearer
-    token; without, no request that a web page can send is answered (``foreign_page``). ``listener``
+    token; without, no request that a web page can send is answered (``cross_site_refusal``). ``listener``
     is notified whether each request waits for its client.
     """
     app = web.Application(middlewares=[_count, _admit])
@@ -142,7 +142,12 @@ async def metrics(request: web.Request) -> web.Response:
         ("gauge", "sandbox_workers", "Workers.", pool.size),
         ("gauge", "sandbox_workers_free", "Workers without a job.", pool.queue.free_item_count),
         ("gauge", "sandbox_queue_length", "Jobs that wait.", pool.queue.waiting),
-        ("gauge", "sandbox_clients_waiting", "Addresses with a job waiting.", pool.queue.waiting_peer_count),
+        (
+            "gauge",
+            "sandbox_clients_waiting",
+            "Addresses with a job waiting.",
+            pool.queue.waiting_peer_count,
+        ),
         ("gauge", "sandbox_requests_running", "Requests in progress.", state.running_request_count),
         ("gauge", "sandbox_requests_bytes", "Bytes that they may occupy.", state.held),
         (

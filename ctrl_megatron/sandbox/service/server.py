@@ -58,7 +58,7 @@ async def serve_sandbox(settings: WorkerSettings, *, workers: int, options: Serv
     After the signal new work is answered 503 and running requests may finish within
     ``drain_seconds``. A second signal, or the end of the owner, ends them at once. Prints one line
     of JSON with the address and the isolation when it is ready. Raises ``OSError`` if the address
-    is taken, ``OpenAddress`` for an address beyond loopback without protection,
+    is taken, ``UnprotectedAddress`` for an address beyond loopback without protection,
     ``IsolationRefused`` if the kernel does not provide the requested isolation.
     """
     require_safe_address(options.host, options.token, allow_open=options.allow_open)

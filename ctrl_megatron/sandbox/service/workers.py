@@ -183,7 +183,11 @@ class WorkerPool:
                 except (IsolationRefused, OSError) as error:
                     raise WorkerFault(f"a worker could not be restarted: {error}") from error
             try:
-                with clock.counting_time(worker.request_cancel) if clock else contextlib.nullcontext():
+                with (
+                    clock.counting_time(worker.request_cancel)
+                    if clock
+                    else contextlib.nullcontext()
+                ):
                     most = seconds * self.settings.limits.wall_factor
                     report = await worker.run(job, most + _JOB_MARGIN_SECONDS)
             except asyncio.CancelledError:
