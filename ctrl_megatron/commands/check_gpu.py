@@ -221,8 +221,9 @@ class GpuChecks:
 
     def training_run(self) -> str:
         """Run GRPO: generate, sleep, log-probs, update, push. Returns figures of the last step."""
-        last = self.shared_run_metrics[-1]
-        return f"{len(self.shared_run_metrics)} steps with {self.engine}, the last in {last['time/step']:.1f} s"
+        steps = self.shared_run_metrics
+        last = steps[-1]["time/step"]
+        return f"{len(steps)} steps with {self.engine}, the last in {last:.1f} s"
 
     def memory_by_phase(self) -> str:
         """GiB in use by all processes on the fullest GPU at the end of each phase. Each figure must

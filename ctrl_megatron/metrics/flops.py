@@ -78,8 +78,8 @@ def measure_matmul_rates(
 def measure_cpu_peak_flops(
     dtype: str = "float32", *, sizes: tuple[int, int] = SQUARE, seconds: float = 0.1
 ) -> float:
-    """Best flop/s that this CPU reaches in any of ``measure_matmul_rates``, of a layer of ``sizes`` or of
-    a square one. A CPU has no data sheet peak that its cores could reach."""
+    """Best flop/s that this CPU reaches in any of ``measure_matmul_rates``, of a layer of ``sizes``
+    or of a square one. A CPU has no data sheet peak that its cores could reach."""
     return max(
         rate
         for shape in {sizes, SQUARE}

@@ -56,9 +56,9 @@ def build_sinks(
 ) -> list[Sink]:
     """The sinks called ``names`` for a run in ``run_dir``; call it on one rank only.
 
-    ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run).
-    A name with a colon is the import path of a class (``load_user_sink_class``). Raises UserError for a
-    library that is not installed, and for a class that cannot be built.
+    ``config`` is the configuration as nested dicts (its ``trainer`` group names project and run). A
+    name with a colon is the import path of a class (``load_user_sink_class``). Raises UserError for
+    a library that is not installed, and for a class that cannot be built.
     """
     kinds: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(display or Display(0)),

@@ -1,7 +1,8 @@
 """From a micro-batch to its loss: the functions that Megatron's schedule calls, in their order.
 
 Megatron expects the last stage to return its output and a function that computes the loss from it.
-Here the stage computes the loss itself, and the function (``precomputed_loss_func``) only returns it.
+Here the stage computes the loss itself, and the function (``precomputed_loss_func``) only returns
+it.
 """
 
 from __future__ import annotations

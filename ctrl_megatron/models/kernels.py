@@ -55,7 +55,8 @@ def attention_note(dtype: str = "bfloat16") -> str:
 
 
 def kernels_line(*, on_gpu: bool, dtype: str = "bfloat16") -> str:
-    """``kernel_providers`` as a line for the start of a run, with a remedy for slow kernels on a GPU."""
+    """``kernel_providers`` as a line for the start of a run, with a remedy for slow kernels on a
+    GPU."""
     from ctrl_megatron.models.layer_spec import has_transformer_engine
 
     line = "; ".join(

@@ -210,7 +210,8 @@ class ParallelModel:
         return self.broadcast_results(results)
 
     def broadcast_results(self, results: torch.Tensor) -> torch.Tensor:
-        """``allocate_results`` after a pass, on the host of every rank of the model copy. Collective."""
+        """``allocate_results`` after a pass, on the host of every rank of the model copy.
+        Collective."""
         return self.groups.broadcast_from_last_stage(results).cpu()
 
     def allocate_results(self, rows: Fields, vectors: int) -> torch.Tensor:
@@ -239,8 +240,8 @@ class ParallelModel:
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
         ``lr``, and the loads of experts (``models.router.Routers.metrics``). If the loss or the
         gradient is not finite, on any rank, the step is skipped on all: weights, optimizer and
-        schedule stay as they were, the result is empty, and ``take_skipped_updates`` says why. Raises
-        UserError on updated weights that are not finite.
+        schedule stay as they were, the result is empty, and ``take_skipped_updates`` says why.
+        Raises UserError on updated weights that are not finite.
         """
         if self.optimization is None:
             raise RuntimeError("call start_optimizer() after the weights are loaded")

@@ -80,8 +80,8 @@ class Optimizer(Protocol):
 
     @property
     def offloaded_state(self) -> Sequence[OffloadedTensors]:
-        """The memory of ``state_tensors`` that rests on the host between steps and visits the device
-        during one; none where the state stays on the device."""
+        """The memory of ``state_tensors`` that rests on the host between steps and visits the
+        device during one; none where the state stays on the device."""
         ...
 
     def owned_ranges(self) -> Iterator[OwnedRange]:

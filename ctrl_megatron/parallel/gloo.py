@@ -8,8 +8,8 @@ lets the groups of a rank share the thread of the first one.
 Gloo has no reduce-scatter and no gather into one tensor. Torch copies the whole buffer (gradients
 of all weights in float32), sums the copy and copies the requested part back.
 ``install_in_place_reduction`` makes Megatron sum the buffer itself, of which its shard is a view
-already. FSDP2's shard is a tensor of its own: with ``OrderedReduceScatter`` a rank gets only the others'
-parts of that, and adds them.
+already. FSDP2's shard is a tensor of its own: with ``OrderedReduceScatter`` a rank gets only the
+others' parts of that, and adds them.
 
 Gloo's collectives also require equal parts. The tensor ranks of an expert exchange as many tokens
 as were sent to each of them, for which ``install_uneven_collectives`` uses broadcasts and sums.

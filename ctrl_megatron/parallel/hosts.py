@@ -101,8 +101,8 @@ def pid_namespace() -> int:
 
 
 def host_identity() -> tuple[str, int]:
-    """The identity of this process's host, for ``hosts_from_identities``. A container with its own shared
-    memory counts as another host."""
+    """The identity of this process's host, for ``hosts_from_identities``. A container with its own
+    shared memory counts as another host."""
     return socket.gethostname(), os.stat(SHARED_MEMORY).st_dev
 
 

@@ -43,8 +43,8 @@ class SingleAddressTCPStore(_TORCHS):
 
 
 def install_single_address_store() -> None:
-    """Let every store that this process makes from now on be an ``SingleAddressTCPStore``, also those that
-    ``init_process_group`` and torch's launcher make.
+    """Let every store that this process makes from now on be a ``SingleAddressTCPStore``, also
+    those that ``init_process_group`` and torch's launcher make.
     """
     # A function of torch.distributed has the name of the module.
     for module in (dist, import_module("torch.distributed.rendezvous")):

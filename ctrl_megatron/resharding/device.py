@@ -283,8 +283,8 @@ class DeviceOwner:
         self._wake("weights")
 
     def mark_lost(self, lost: ServiceLost) -> None:
-        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ServiceLost where
-        engines are not started again, or where that has not helped."""
+        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ServiceLost
+        where engines are not started again, or where that has not helped."""
         if self._restarts is None or self._losses == _MOST_LOSSES:
             raise lost
         self._losses += 1

@@ -86,10 +86,10 @@ class RewardSum:
 
     Functions of weight 0 run too: their rewards are metrics. ``critic`` runs first, for the items
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
-    is closed by ``close``; ``judging`` counts how it fared since ``pop_judge_counts``. A function that
-    ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds nothing,
-    and its reward of them is None. Without functions every sum is 0. Raises ``ValueError`` for
-    weights that do not match the functions or are not finite.
+    is closed by ``close``; ``judging`` counts how it fared since ``pop_judge_counts``. A function
+    that ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds
+    nothing, and its reward of them is None. Without functions every sum is 0. Raises ``ValueError``
+    for weights that do not match the functions or are not finite.
     """
 
     def __init__(

@@ -155,7 +155,8 @@ def _engine_config(spec: EngineSpec) -> VllmConfig:
 
 
 class VllmWorkers:
-    """``LocalEnginePart`` of an engine that another host serves, as vLLM's own headless nodes are."""
+    """``LocalEnginePart`` of an engine that another host serves, as vLLM's own headless nodes
+    are."""
 
     def __init__(self, executor: MultiprocExecutor) -> None:
         self._executor = executor

@@ -150,8 +150,8 @@ class WeightState:
 
     def require_weights(self) -> None:
         """Return if the engine has weights. EngineBroken after an update that failed half-way;
-        EngineError if the weights sleep; EngineWithoutWeights if they were dropped for a sleep or have not
-        come yet."""
+        EngineError if the weights sleep; EngineWithoutWeights if they were dropped for a sleep or
+        have not come yet."""
         self.require_not_broken()
         self._require_awake({"weights"})
         if self._missing:

@@ -107,8 +107,8 @@ def read_inputs(
 ) -> RunInputs:
     """The tables of the run; those of an evaluation (``trains=False``) are the validation rows.
 
-    ``rewards`` can reward every row (``make_row_check``). Without ``validates`` there is no table of
-    validation rows. If the run ``revises`` first solutions, engines get room for the revision
+    ``rewards`` can reward every row (``make_row_check``). Without ``validates`` there is no table
+    of validation rows. If the run ``revises`` first solutions, engines get room for the revision
     prompts.
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
@@ -173,9 +173,9 @@ def actor_engine_max_length(
 def proxy_engine_max_length(
     config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]
 ) -> int:
-    """Longest sequence of the proxy's own engines, in its tokens: as ``actor_engine_max_length``, with room
-    for twice as long a critique as the rows let expect, which both tokenizers ``actor`` and
-    ``codec`` encode.
+    """Longest sequence of the proxy's own engines, in its tokens: as ``actor_engine_max_length``,
+    with room for twice as long a critique as the rows let expect, which both tokenizers ``actor``
+    and ``codec`` encode.
 
     UserError if no row leaves room for a critique and a revision, and for a model that does not
     name its context.

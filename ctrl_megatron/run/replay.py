@@ -121,9 +121,9 @@ def find_start_weights(dump: Dump, config: Config, weights: Path | None) -> Star
 def replay_update(
     config: Config, graph: TaskGraph, dump: Dump, start: StartWeights
 ) -> StepComparison | None:
-    """Run the nodes for which ``uses_judged_samples`` is true over the dumped batch, on the ranks that
-    the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None if a
-    signal stopped it. Collective.
+    """Run the nodes for which ``uses_judged_samples`` is true over the dumped batch, on the ranks
+    that the launcher started; rank 0 writes ``replay.json`` into the directory of ``config``. None
+    if a signal stopped it. Collective.
     """
     comparisons: list[StepComparison] = []
     with session(config) as run:

@@ -23,7 +23,8 @@ from ctrl_megatron.parallel.store import SingleAddressTCPStore
 
 store = SingleAddressTCPStore("127.0.0.1", 0, 1, True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-groups = SimpleNamespace(rank=0, size=1, is_first_of_host=True, gather_from_host=lambda value: {0: value})
+alone = {"rank": 0, "size": 1, "is_first_of_host": True}
+groups = SimpleNamespace(**alone, gather_from_host=lambda value: {0: value})
 watch = FailureWatch(groups, timeout=600.0, clean_up=lambda: print("cleaned up", flush=True))
 
 def died():

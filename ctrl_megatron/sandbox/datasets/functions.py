@@ -142,7 +142,8 @@ def calls_problem(
     )
 
 
-_ADAPTER = """
+_ADAPTER =
+"""
 
 if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
     def {name}(*arguments, **named):
@@ -154,9 +155,10 @@ if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
 def read_function_tests(data: Mapping[str, Any]) -> FunctionProblem:
     """Read ``provided_data`` with ``test_list`` (a list, or its text as JSON or a Python literal),
     ``test_setup_code`` and ``entry_point`` (one name, several, or ``Solution().name`` for a
-    method), as MBPP has them. With ``RESULT_CHECK`` in the setup (``asserts_for_calls``) the program may
-    define the name as a function or as a method of ``Solution``. Of ``prompt``, the text of the
-    task, the program gets the part that is Python, without the names that it has to define itself.
+    method), as MBPP has them. With ``RESULT_CHECK`` in the setup (``asserts_for_calls``) the
+    program may define the name as a function or as a method of ``Solution``. Of ``prompt``, the
+    text of the task, the program gets the part that is Python, without the names that it has to
+    define itself.
 
     ``comparison`` may name LiveCodeBench's rule, which adds that benchmark's preamble; asserts
     compare for themselves, so no other rule applies. Raises ``ValueError`` for a record that cannot

@@ -141,9 +141,9 @@ def isolate_worker(
 ) -> tuple[Confinement, int | None]:
     """Isolate this worker process as ``level`` requires. Raises ``IsolationRefused``.
 
-    The second value is the argument of ``namespaces.fork_pid_namespace_owner``, None without namespaces.
-    ``staging`` is an empty directory for the new root, ``user`` the user id to switch to if started
-    as root, ``without`` names mechanisms that are not tried.
+    The second value is the argument of ``namespaces.fork_pid_namespace_owner``, None without
+    namespaces. ``staging`` is an empty directory for the new root, ``user`` the user id to switch
+    to if started as root, ``without`` names mechanisms that are not tried.
     """
     missing: list[str] = []
     off = MECHANISMS if level == "none" else without

@@ -70,8 +70,9 @@ def enter_worker_namespaces(staging: str, user: int | None) -> int:
 
 
 def fork_pid_namespace_owner(process: int) -> tuple[int, int]:
-    """Fork the first process of a pid namespace, which can create further ones with ``fork_into_pid_namespace``.
-    Returns (pid, -1) in the caller and (0, a descriptor of the namespace) in the child.
+    """Fork the first process of a pid namespace, which can create further ones with
+    ``fork_into_pid_namespace``. Returns (pid, -1) in the caller and (0, a descriptor of the
+    namespace) in the child.
 
     ``process`` is the descriptor that ``enter_worker_namespaces`` returned; it is closed.
     """

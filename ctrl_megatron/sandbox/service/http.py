@@ -57,8 +57,8 @@ def build_app(
     listener: ConnectionListener | None = None,
 ) -> web.Application:
     """Create the application over a started pool. With ``token`` clients must send that bearer
-    token; without, no request that a web page can send is answered (``cross_site_refusal``). ``listener``
-    is notified whether each request waits for its client.
+    token; without, no request that a web page can send is answered (``cross_site_refusal``).
+    ``listener`` is notified whether each request waits for its client.
     """
     app = web.Application(middlewares=[_count, _admit])
     app[STATE] = ServiceState(pool, ProgramRunner(pool), token, loopback, listener)
