@@ -142,8 +142,7 @@ def calls_problem(
     )
 
 
-_ADAPTER =
-"""
+_ADAPTER = """
 
 if "Solution" in globals() and hasattr(globals()["Solution"], "{name}"):
     def {name}(*arguments, **named):
