@@ -243,8 +243,10 @@ def convert_user_code_errors(what: str) -> Iterator[None]:
         _note_running()
 
 
-def record_running_user_code() -> Callable[[], None]:
-    """Let ``user_code_running_in`` work for this process, until the returned function is called."""
+def open_user_code_note() -> Callable[[], None]:
+    """Open a file of this process, in which ``convert_user_code_errors`` notes what is running, so
+    that ``user_code_running_in`` knows it after the process has died. The returned function removes
+    it."""
     for old in Path(_NOTES).glob(f"{_NOTE}*"):
         if not Path("/proc", old.name.removeprefix(_NOTE)).exists():
             with suppress(OSError):  # another user's

@@ -87,8 +87,8 @@ class ServiceKeeper:
         self._thread.start()
 
     def final_death_message(self) -> str | None:
-        """The end after which it is not started again, for ``FailureWatch.add_check``; before
-        ``watch`` any.
+        """What the service died of, if it is not started again; else None. Before ``watch`` is
+        called it never is. For ``FailureWatch.add_check``.
         """
         if self._thread is None:
             return self.service.death_message()

@@ -104,7 +104,7 @@ class Snapshot:
 
     tensors: Mapping[str, TensorParts]
     steps: Mapping[str, int] | None
-    """``ModelOptimizer.step_counts``; None for a model without an optimizer."""
+    """``ModelOptimizer.adam_and_schedule_steps``; None for a model without an optimizer."""
     adapters: AdapterDescription | None = None
     """None if the tensors are the whole model."""
 
@@ -126,7 +126,7 @@ def take_snapshot(model: ParallelModel, *, copy: bool) -> Snapshot:
     steps = None
     if model.optimization is not None:
         # A rank without parameters has counted no steps.
-        everyone = model.groups.all_gather(model.optimization.step_counts())
+        everyone = model.groups.all_gather(model.optimization.adam_and_schedule_steps())
         steps = {name: max(counted[name] for counted in everyone) for name in everyone[0]}
     adapters = None
     if model.shape.lora is not None:
@@ -169,7 +169,7 @@ def load_sharded(model: ParallelModel, directory: Path) -> None:
     require_same_adapters(directory, model.shape, model.base)
     load_tensors(state_tensors(model, saving=False), directory, model.groups)
     if model.optimization is not None and steps is not None:
-        model.optimization.set_step_counts(**steps)
+        model.optimization.set_adam_and_schedule_steps(**steps)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ for one that keeps all (``max_ckpt_to_keep=-1``), because its owner may move the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskUse:
+class PredictedDiskUse:
     """Size of one checkpoint and of one export of the weights, and the largest number of each."""
 
     checkpoint: int
@@ -30,7 +30,8 @@ class DiskUse:
 
     @property
     def total(self) -> int:
-        """Bytes of the whole directory."""
+        """The most bytes that the run's directory takes: all checkpoints and exports that are kept
+        at one time, and some for logs and reports."""
         return self.checkpoint * self.checkpoints + self.export * self.exports + _BESIDE
 
     def bytes_still_needed(self, there: int) -> int:
@@ -44,7 +45,7 @@ class DiskUse:
         return " and ".join(f"{n} {name}{'s' if n > 1 else ''}" for n, name in kinds if n)
 
 
-def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> DiskUse:
+def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> PredictedDiskUse:
     """The disk use of a run that trains models of ``shapes``. A checkpoint holds trained weights,
     Adam's moments, a float32 copy of the weights unless they are float32, and the reference if it
     follows the actor (``shapes[0]``); an export holds the weights."""
@@ -64,7 +65,7 @@ def disk_use(config: Config, shapes: Sequence[AnyShape], purpose: Purpose) -> Di
     saves = _times(steps, trainer.save_freq)
     keep = _OPEN - 1 if trainer.max_ckpt_to_keep < 0 else trainer.max_ckpt_to_keep
     exports = 1 if not rl else min(_times(steps, trainer.save_hf_freq, last=False), _OPEN)
-    return DiskUse(
+    return PredictedDiskUse(
         checkpoint=elements * (weight + master + 8) + frozen * weight,
         checkpoints=min(saves, keep + 1),
         export=exported * DTYPE_SIZE[dtype],

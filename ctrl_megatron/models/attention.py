@@ -187,7 +187,7 @@ class SegmentAttention(torch.autograd.Function):
 
         here = 0
         for prefix, members in layout.segments_by_prefix():
-            before, most = prefix.stop - prefix.start, max(segment.keys for segment in members)
+            before, most = prefix.stop - prefix.start, max(segment.num_keys for segment in members)
             family = _FamilyKeys(key, value, most, scale * bits, wide)
             family.bring(prefix, 0)
             for segment in members:
@@ -215,7 +215,7 @@ class SegmentAttention(torch.autograd.Function):
                     products = torch.bmm(grad, family.keys[:, :seen])
                     grad_query[rows] = products.view(heads, count, width).transpose(0, 1)
                 family.take_gradients(own, before, grad_key, grad_value)
-                here += segment.queries
+                here += segment.num_queries
             family.take_gradients(prefix, 0, grad_key, grad_value)
         dtype = query.dtype
         return (

@@ -269,10 +269,10 @@ class ModelOptimizer:
     def update_count(self) -> int:
         return self.scheduler.num_steps - self._ahead
 
-    def step_counts(self) -> dict[str, int]:
+    def adam_and_schedule_steps(self) -> dict[str, int]:
         return {"adam": self._steps_counted(), "schedule": self.update_count}
 
-    def set_step_counts(self, *, adam: int, schedule: int) -> None:
+    def set_adam_and_schedule_steps(self, *, adam: int, schedule: int) -> None:
         for inner in self._inner:
             if not isinstance(inner.optimizer, torch.optim.AdamW):
                 for group in inner.optimizer.param_groups:

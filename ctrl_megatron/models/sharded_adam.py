@@ -149,11 +149,11 @@ class ShardedAdam:
             flat = {name: state[name].view(-1) for name in MOMENTS}
             yield OwnedRange(weight=shard, start=0, tensors=flat)
 
-    def step_counts(self) -> dict[str, int]:
+    def adam_and_schedule_steps(self) -> dict[str, int]:
         counts = [int(self.adam.state[shard]["step"]) for _, shard in self._pairs]
         return {"adam": max(counts, default=0), "schedule": self.update_count}
 
-    def set_step_counts(self, *, adam: int, schedule: int) -> None:
+    def set_adam_and_schedule_steps(self, *, adam: int, schedule: int) -> None:
         for _, shard in self._pairs:
             self.adam.state[shard]["step"].fill_(adam)
         self._schedule.num_steps = schedule + self._ahead

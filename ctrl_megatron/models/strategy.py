@@ -88,12 +88,12 @@ class Optimizer(Protocol):
         """The ranges of this rank's parameters whose optimizer state is on this rank."""
         ...
 
-    def step_counts(self) -> dict[str, int]:
+    def adam_and_schedule_steps(self) -> dict[str, int]:
         """The steps that ``adam`` and ``schedule`` have counted on this rank; ``adam`` is 0 on a
         rank without optimizer state."""
         ...
 
-    def set_step_counts(self, *, adam: int, schedule: int) -> None:
+    def set_adam_and_schedule_steps(self, *, adam: int, schedule: int) -> None:
         """Continue after so many steps; the caller fills the tensors of ``owned_ranges``."""
         ...
 

@@ -192,7 +192,8 @@ class Layout:
         )
 
     def replicas(self, name: MeshName) -> int:
-        """Number of ranks with the same part of a mesh's weights."""
+        """Number of ranks with the same part of a mesh's weights, among which a distributed
+        optimizer divides their state; 1 for ``module`` (FSDP), whose copies keep it each."""
         sizes = dict(self.mesh(name).sizes)
         return prod(sizes[axis] for axis in REPLICAS[name])
 

@@ -99,7 +99,7 @@ class PushTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushTime:
+class SimulatedPushTime:
     """The simulated time of a push."""
 
     seconds: float
@@ -112,7 +112,7 @@ class PushTime:
     load: PushTraffic
 
 
-def push_table(plan: PushPlan, time: PushTime, speeds: RankBandwidths) -> str:
+def push_table(plan: PushPlan, time: SimulatedPushTime, speeds: RankBandwidths) -> str:
     engines, giga = len(plan.takers), 1e9
     lines = [
         f"push from shard to shard: {plan.engine_bytes() / giga:.1f} GB into each of {engines} "
@@ -140,7 +140,7 @@ def push_table(plan: PushPlan, time: PushTime, speeds: RankBandwidths) -> str:
     return "\n".join(lines)
 
 
-def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: RankBandwidths) -> PushTime:
+def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: RankBandwidths) -> SimulatedPushTime:
     """The time of a push whose ranks execute ``push_steps``.
 
     A phase of a bucket runs beside other phases, after the same phase of the bucket before. A link
@@ -189,7 +189,7 @@ def simulate_push(plan: PushPlan, bucket_bytes: int, speeds: RankBandwidths) -> 
             )
     links = [max(total.link_seconds(side, r, speeds) for side in SIDES) for r in ranks]
     fills, reads = (max(total.copy_seconds(side, rank, speeds) for rank in ranks) for side in SIDES)
-    return PushTime(
+    return SimulatedPushTime(
         seconds=max(ends["load"][-1]),
         busy={"fill": fills, "exchange": max(links), "load": reads},
         buckets=len(buckets),

@@ -65,8 +65,8 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
 
     A function that only ``always`` names has weight 0, and so has ``critic`` where only
     ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
-    functions: the plan has none. Raises ``UserError`` for an unknown name, and for an import path
-    that cannot be imported.
+    functions: the plan has at most the reward of a model. Raises ``UserError`` for an unknown name,
+    and for an import path that cannot be imported.
     """
     reward, judged = config.reward, config.needs_reward_model
     if always is None:

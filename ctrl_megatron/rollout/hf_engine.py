@@ -224,7 +224,7 @@ class HfEngine:
         if self._resume_after:
             self._control.resume()
 
-    async def abandon_update(self) -> None:
+    async def end_frozen_completions(self) -> None:
         await self.pause("abort")
         self._control.resume()
 
@@ -239,13 +239,13 @@ class HfEngine:
         self._spec.require_sleep_allowed()
         # A call that was cancelled may still be in its last step.
         async with self._one_call:
-            self._state.fall_asleep(level)
+            self._state.mark_asleep(level)
             self._sleeping = OffloadedTensors(self._model.parameters, keep=level == 1)
             await asyncio.to_thread(self._sleeping.offload)
         torch.cuda.empty_cache()
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
-        self._state.wake(tags)
+        self._state.mark_awake(tags)
         if "weights" in tags:
             assert self._sleeping is not None
             await asyncio.to_thread(self._sleeping.onload)

@@ -349,7 +349,7 @@ class SglangEngine:
         if self._resume_after:
             await self.resume()
 
-    async def abandon_update(self) -> None:
+    async def end_frozen_completions(self) -> None:
         # Frozen requests end after they resume; the tokens that they draw from the mixture are
         # dropped.
         await self._go_on()
@@ -374,7 +374,7 @@ class SglangEngine:
     async def sleep(self, level: SleepLevel) -> None:
         """On a CPU this frees the cache's memory, and at level 2 the weights'."""
         self._spec.require_sleep_allowed()
-        self._state.fall_asleep(level)
+        self._state.mark_asleep(level)
         await self.pause("keep")
         tags = ReleaseMemoryOccupationReqInput(tags=list(ENGINE_MEMORY))
         await self._control.release_memory_occupation(tags)
@@ -383,7 +383,7 @@ class SglangEngine:
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
         """SGLang schedules again when everything is awake."""
-        all_awake = self._state.wake(tags)
+        all_awake = self._state.mark_awake(tags)
         if not torch.cuda.is_available():
             for tag in tags:
                 await self._rpc("ctrl_come_back", tag=tag)

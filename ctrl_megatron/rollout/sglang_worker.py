@@ -72,8 +72,8 @@ def patch_sglang() -> None:
         (SchedulerReqTimeStats, "set_forward_entry_time", QueueTimeSum.record_end_of_wait),
         (Scheduler, "get_internal_state", QueueTimeSum.state_with_queue_time),
         (Scheduler, "ctrl_load_chunk", load_chunk),
-        (Scheduler, "ctrl_leave", free_cpu_memory),
-        (Scheduler, "ctrl_come_back", restore_cpu_memory),
+        (Scheduler, "ctrl_leave", free_memory_of_cpu_engine),
+        (Scheduler, "ctrl_come_back", restore_memory_of_cpu_engine),
     )
     for owner, name, function in changes:
         if not name.startswith("ctrl_") and not hasattr(owner, name):
@@ -220,7 +220,7 @@ def rank_expert_weights(module: Any, config: Any) -> RankExpertWeights:
     return RankExpertWeights(gate_up, module.w2_weight, numbers, width, names)
 
 
-def free_cpu_memory(self: Any, forget_weights: bool) -> None:
+def free_memory_of_cpu_engine(self: Any, forget_weights: bool) -> None:
     """RPC, on a CPU: free the cache's memory, and with ``forget_weights`` the weights'.
 
     On GPUs torch_memory_saver does so inside SGLang.
@@ -235,8 +235,8 @@ def free_cpu_memory(self: Any, forget_weights: bool) -> None:
         away.offload()
 
 
-def restore_cpu_memory(self: Any, tag: str) -> None:
-    """RPC: undo ``free_cpu_memory`` for the cache or the weights, which become zeros."""
+def restore_memory_of_cpu_engine(self: Any, tag: str) -> None:
+    """RPC: undo ``free_memory_of_cpu_engine`` for the cache or the weights, which become zeros."""
     if away := self.ctrl_away.pop(tag, None):
         away.onload()
 

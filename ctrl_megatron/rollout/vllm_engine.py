@@ -306,7 +306,7 @@ class VllmEngine:
         if self._resume_after:
             await self._llm.resume_generation()
 
-    async def abandon_update(self) -> None:
+    async def end_frozen_completions(self) -> None:
         """EngineDied where vLLM cannot even end its completions: its core still answers for a
         moment after it has lost a worker."""
         try:
@@ -324,12 +324,12 @@ class VllmEngine:
     async def sleep(self, level: SleepLevel) -> None:
         """On a CPU vLLM only stops scheduling."""
         self._spec.require_sleep_allowed()
-        self._state.fall_asleep(level)
+        self._state.mark_asleep(level)
         await self._llm.sleep(level=level, mode="keep")
 
     async def wake(self, tags: Sequence[EngineMemory]) -> None:
         """vLLM schedules again when everything is awake."""
-        self._state.wake(tags)
+        self._state.mark_awake(tags)
         await self._llm.wake_up(list(tags))
 
     def mark_weights_missing(self) -> None:

@@ -120,7 +120,7 @@ class WeightLoader(Protocol):
         """Let completions continue with the new weights, under the name ``version``."""
         ...
 
-    async def abandon_update(self) -> None:
+    async def end_frozen_completions(self) -> None:
         """End frozen completions: the weights are a mixture."""
         ...
 
@@ -177,7 +177,7 @@ class WeightState:
         if self._asleep & memory:
             raise EngineError(f"the engine sleeps ({', '.join(sorted(self._asleep))}); wake it")
 
-    def fall_asleep(self, level: SleepLevel) -> None:
+    def mark_asleep(self, level: SleepLevel) -> None:
         """Mark everything as asleep; EngineError if anything sleeps already."""
         self.require_not_broken()
         self._require_awake(self._asleep)
@@ -185,7 +185,7 @@ class WeightState:
         if level == 2:
             self._missing = self._missing or "forgot its weights in its sleep"
 
-    def wake(self, tags: Sequence[EngineMemory]) -> bool:
+    def mark_awake(self, tags: Sequence[EngineMemory]) -> bool:
         """Mark ``tags`` as awake; returns whether everything is. EngineError for a tag that is
         awake already."""
         if not self._asleep.issuperset(tags):
@@ -233,7 +233,7 @@ class WeightState:
                         f"({type(error).__name__}: {error}); the weights are a mixture: launch the "
                         "engine again"
                     )
-                    await loader.abandon_update()
+                    await loader.end_frozen_completions()
                 if isinstance(error, Exception):
                     reason = self._broken or f"weight update {version!r} did not start: {error}"
                     raise (EngineBroken if touched else EngineError)(reason) from error

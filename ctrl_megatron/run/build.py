@@ -560,5 +560,6 @@ def device_owner(
 
 
 def shared_proxy_directory(config: Config) -> dict[Role, str]:
-    """The directory of a proxy on the actor's engines, which get its weights; else nothing."""
+    """{"proxy": directory} of a frozen proxy without engines of its own, whose weights are pushed
+    to the actor's engines when it answers; else {}."""
     return {"proxy": proxy_path(config)} if config.shares_engines_with_frozen_proxy else {}

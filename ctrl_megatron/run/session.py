@@ -22,7 +22,7 @@ from ctrl_megatron.checkpoint.run_directory import (
 )
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restart_count
-from ctrl_megatron.errors import FAILED, STOPPED, record_running_user_code
+from ctrl_megatron.errors import FAILED, STOPPED, open_user_code_note
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import ignore_closed_output
 from ctrl_megatron.parallel.failure import FailureWatch, StuckThreadStartDetector
@@ -69,7 +69,7 @@ class Session:
         """Whether this rank's world has the model of a role."""
         return world_of_role(self.worlds, role) is self.joined.world
 
-    def raise_if_any_rank_stops(self) -> None:
+    def raise_if_stop_requested_on_any_rank(self) -> None:
         """Raise StopRequested on all ranks of this world if a stop was requested on any.
         Collective: every rank of the world calls it."""
         if self.stop.requested_on_any_rank(self.groups):
@@ -95,7 +95,7 @@ class Session:
 
         If one of them dies, that is this rank's failure. Collective.
         """
-        self.raise_if_any_rank_stops()
+        self.raise_if_stop_requested_on_any_rank()
         services = Services(
             self.config,
             self.groups,
@@ -123,7 +123,7 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
     """
     ignore_closed_output()
     stop, run_dir = StopFlag().install(), Path(config.trainer.run_dir)
-    at_end = [record_running_user_code()]
+    at_end = [open_user_code_note()]
     one_at_a_time = threading.Lock()
 
     def clean_up() -> None:

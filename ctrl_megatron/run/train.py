@@ -76,7 +76,7 @@ def train(config: Config) -> bool:
                     judges=rewards.runs_programs,
                 )
                 worker, sampler, steps = build_worker(run, services, inputs)
-                run.raise_if_any_rank_stops()
+                run.raise_if_stop_requested_on_any_rank()
                 isolation = worker.run_on_leader(
                     lambda: isolation_metric(worker), "the sandboxes to answer"
                 )

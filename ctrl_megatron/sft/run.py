@@ -70,7 +70,7 @@ def train_sft(config: Config) -> bool:
             ),
             budget=config.actor_rollout_ref.update_token_budget,
         )
-        run.raise_if_any_rank_stops()
+        run.raise_if_stop_requested_on_any_rank()
         recorder = Recorder(config, active=groups.is_first, total_steps=steps, served=run.served)
         memory = device_memory(groups)
         worker = SftWorker(

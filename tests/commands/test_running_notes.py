@@ -10,7 +10,7 @@ import pytest
 from ctrl_megatron import errors
 from ctrl_megatron.errors import (
     convert_user_code_errors,
-    record_running_user_code,
+    open_user_code_note,
     user_code_running_in,
 )
 
@@ -31,7 +31,7 @@ def test_a_file_that_is_there_already_is_replaced(note: Path, tmp_path: Path) ->
     target = tmp_path / "mine"
     target.write_text("precious")
     note.symlink_to(target)
-    end = record_running_user_code()
+    end = open_user_code_note()
     try:
         with convert_user_code_errors("reward 'mine.py:score' failed"):
             assert noted() == ", while this ran: reward 'mine.py:score'"

@@ -32,7 +32,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from ctrl_megatron.commands import launcher
 from ctrl_megatron.commands.start import command, training_config
 from ctrl_megatron.config.environment import read_restart_count
-from ctrl_megatron.errors import STOPPED, record_running_user_code, convert_user_code_errors
+from ctrl_megatron.errors import STOPPED, open_user_code_note, convert_user_code_errors
 
 launcher._LEFT_SECONDS = 1.0
 launcher._FROZEN_SECONDS = 2.0
@@ -104,7 +104,7 @@ def train(config):
         (folder / f"there.{{os.environ['RANK']}}").touch()
         while len(list(folder.glob("there.*"))) < 2:
             time.sleep(0.02)
-        record_running_user_code()
+        open_user_code_note()
         with convert_user_code_errors("reward 'mine.py:score' failed"):
             os._exit(7)
     if how == "faulty":

@@ -137,7 +137,7 @@ def spoil_and_continue(
     loaded = continued()
     assert loaded.state["step"] == 2
     assert_equal_states(state_of(model), states[1])
-    found["added notes.txt"] = groups.from_first(loaded.remarks)[0]
+    found["added notes.txt"] = groups.broadcast_from_first(loaded.remarks)[0]
     groups.barrier()
     for one in (spoilt, runs[0] / OLDER):
         if groups.is_first:
@@ -171,12 +171,12 @@ def skip_an_update(
         return model
 
     model, other = make(), make()
-    before, steps = state_of(model), model.optimization.step_counts()
+    before, steps = state_of(model), model.optimization.adam_and_schedule_steps()
     assert model.step(mine(bad), policy_loss) == {}
     assert_equal_states(before, state_of(model))
-    assert model.optimization.step_counts() == steps and model.updates == 1
-    skipped = model.take_skipped()
-    assert model.take_skipped() == [] == other.take_skipped()
+    assert model.optimization.adam_and_schedule_steps() == steps and model.updates == 1
+    skipped = model.take_skipped_updates()
+    assert model.take_skipped_updates() == [] == other.take_skipped_updates()
     good = [one.step(mine(batch), policy_loss) for one in (model, other)]
     assert_equal_states(state_of(model), state_of(other))
     return groups.place.dp, [(one.reason, one.rows) for one in skipped], *good

@@ -50,10 +50,10 @@ def response_logits(policy: Any, batch: dict[str, torch.Tensor]) -> list[torch.T
         multiple=1,
         count=strategy.padded_micro_batch_count,
         device=policy.groups.device,
-        apart=not strategy.packs,
+        apart=not strategy.packs_rows,
     ):
         logits = strategy.forward(micro).squeeze(0)
-        if strategy.packs:
+        if strategy.packs_rows:
             logits = F.linear(logits[micro.predictors], strategy._head.weight)
         for place, number in enumerate(micro.rows):
             found[number] = logits[micro.row_of == place]
@@ -84,7 +84,7 @@ def keep(
             chosen = {"token_budget": 64, **case, "optimizer": USUAL | optimizer}  # noqa: B023
             made = make_policy(groups, directory, **chosen)  # noqa: B023
             if apart:  # noqa: B023
-                made.strategy.packs = False
+                made.strategy.packs_rows = False
             return made
 
         def save(policy: Any, what: str) -> None:
@@ -119,7 +119,7 @@ def keep(
             "log_probs": before,
             "logits": logits,
             "metrics": metrics,
-            "packs": policy.strategy.packs,
+            "packs": policy.strategy.packs_rows,
             "flops": policy.take_flops(),
             "parameters": sum(weight.nbytes for weight in policy.strategy.weights()),
             "moments": sum(tensor.nbytes for tensor in policy.optimization.tensors()),

@@ -51,7 +51,9 @@ def train(
                 load_sharded(resumed, saved)
                 metrics.append(resumed.step(mine, policy_loss))
                 kept[on_host] = [*_state(policy), *_state(resumed)]
-                found.setdefault(name, []).append([metrics, policy.optimization.step_counts()])
+                found.setdefault(name, []).append(
+                    [metrics, policy.optimization.adam_and_schedule_steps()]
+                )
             assert len(kept[True]) == len(kept[False])
             assert all(torch.equal(a, b) for a, b in zip(kept[True], kept[False], strict=True))
             # One part would be the state itself, which comes and goes.

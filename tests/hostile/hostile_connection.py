@@ -720,7 +720,7 @@ HARMS = {
     ),
     **{
         f"raises {error}": Attack(
-            f"import unittest, asyncio\nclass HarnessFailure(BaseException): status = reason = 'passed'\nclass CandidateLost(HarnessFailure): pass\nclass Skipped(Exception): pass\nclass _Unchecked(Exception): pass\ndef f(x): raise {error}",
+            f"import unittest, asyncio\nclass HarnessFailure(BaseException): status = reason = 'passed'\nclass CandidateCannotAnswer(HarnessFailure): pass\nclass Skipped(Exception): pass\nclass _Unchecked(Exception): pass\ndef f(x): raise {error}",
             (
                 ONE,
                 "import unittest\nclass T(unittest.TestCase):\n    def setUp(s): s.v = f(1)\n    def test_a(s): s.assertEqual(f(1), 5)",
@@ -736,7 +736,7 @@ HARMS = {
             "StopIteration(5)",
             "StopAsyncIteration()",
             "HarnessFailure('passed', '')",
-            "CandidateLost('passed', '')",
+            "CandidateCannotAnswer('passed', '')",
             "Skipped()",
             "_Unchecked()",
             "MemoryError()",

@@ -35,7 +35,7 @@ class Steps:
     async def commit_update(self, version: str) -> None:
         self.note(f"commit {version}")
 
-    async def abandon_update(self) -> None:
+    async def end_frozen_completions(self) -> None:
         self.note("fail")
 
 

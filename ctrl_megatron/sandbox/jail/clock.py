@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from ctrl_megatron.sandbox.jail import linux
-from ctrl_megatron.sandbox.jail.failures import CandidateLost
+from ctrl_megatron.sandbox.jail.failures import CandidateCannotAnswer
 from ctrl_megatron.sandbox.limits import CPU_TIME_OVER, WALL_TIME_OVER
 
 _LEAST_SECONDS = 0.01
@@ -19,7 +19,7 @@ _AT_ONCE = 1e-6
 
 
 class JudgeClock:
-    """At the end of a test's time an alarm raises ``CandidateLost`` in the main thread. ``program``
+    """At the end of a test's time an alarm raises ``CandidateCannotAnswer`` in the main thread. ``program``
     is the pid of the process whose time counts with the judge's own.
 
     ``announce`` is told by when the alarm goes off next (``time.monotonic``). An alarm that finds
@@ -41,16 +41,17 @@ class JudgeClock:
         self.deadline = time.monotonic() + self._wall_seconds
         self._began = self._used()
 
-    def start(self) -> None:
+    def arm_alarm(self) -> None:
+        """Let the alarm go off when the test's remaining time is over."""
         self._reading = False
         left = self._left()
         self._announce(time.monotonic() + left)
         signal.setitimer(signal.ITIMER_REAL, left)
 
-    def stop(self) -> None:
+    def disarm_alarm(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def start_reading(self, seconds: float) -> None:
+    def arm_alarm_for_reading(self, seconds: float) -> None:
         """Let the alarm go off after ``seconds`` at most, until ``start`` is called."""
         self._reading = True
         signal.setitimer(signal.ITIMER_REAL, min(seconds, self._left()))
@@ -74,5 +75,5 @@ class JudgeClock:
     def _alarm(self, _number: int, _frame: object) -> None:
         over = self.expired_limit
         if over or self._reading:
-            raise CandidateLost("timeout", over or WALL_TIME_OVER)
+            raise CandidateCannotAnswer("timeout", over or WALL_TIME_OVER)
         self.start()

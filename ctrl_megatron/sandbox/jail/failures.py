@@ -17,7 +17,7 @@ class HarnessFailure(BaseException):
         self.reason = reason
 
 
-class CandidateLost(HarnessFailure):
+class CandidateCannotAnswer(HarnessFailure):
     """The candidate cannot answer any more."""
 
 

@@ -33,7 +33,12 @@ from typing import Any, NoReturn
 from ctrl_megatron.sandbox.jail import checks, collection, frames, linux, pytest_stand_in
 from ctrl_megatron.sandbox.jail.clock import JudgeClock
 from ctrl_megatron.sandbox.jail.data import MUTABLE
-from ctrl_megatron.sandbox.jail.failures import CandidateLost, HarnessFailure, Skipped, TestsRefused
+from ctrl_megatron.sandbox.jail.failures import (
+    CandidateCannotAnswer,
+    HarnessFailure,
+    Skipped,
+    TestsRefused,
+)
 from ctrl_megatron.sandbox.jail.handles import connection_of_handle
 from ctrl_megatron.sandbox.jail.program import PYTHON_STACK
 from ctrl_megatron.sandbox.jail.surroundings import JudgeStateSync
@@ -186,7 +191,7 @@ class _Judge:
         """
         try:
             found = self._connect()
-        except CandidateLost as lost:
+        except CandidateCannotAnswer as lost:
             self._define(None, {})
             reason = f"the program failed to load: {lost.reason}"
             return ("timeout" if lost.status == "timeout" else "failed"), reason
@@ -350,12 +355,12 @@ class _Judge:
         if self._candidate is None or self._unusable:
             try:
                 self._clock.begin_test()
-                self._clock.start()
+                self._clock.arm_alarm()
                 execute()
             except BaseException as error:
                 return ("failed", f"{type(error).__name__}: {error}"), found
             finally:
-                self._clock.stop()
+                self._clock.disarm_alarm()
             return ("failed", ""), found
         return self._guarded(text, execute), found
 
@@ -410,17 +415,17 @@ class _Judge:
         candidate.begin_test(f"{text}\n{self._spec['setup']}")
         status, reason = "failed", ""
         try:
-            self._clock.start()
+            self._clock.arm_alarm()
             try:
                 work()
             finally:
-                self._clock.stop()
+                self._clock.disarm_alarm()
             status = "passed"
         except AssertionError as error:
             reason = _join("AssertionError", error, candidate.last_call)
         except HarnessFailure as failure:
             status, reason = failure.status, failure.reason
-            if candidate.busy and isinstance(failure, CandidateLost):
+            if candidate.busy and isinstance(failure, CandidateCannotAnswer):
                 candidate.lost = candidate.lost or failure
         except _Unchecked:
             reason = UNCHECKED

@@ -30,7 +30,7 @@ from ctrl_megatron.sandbox.jail.connection import (
     PeerError,
     RequestForbidden,
 )
-from ctrl_megatron.sandbox.jail.failures import CandidateLost, HarnessFailure
+from ctrl_megatron.sandbox.jail.failures import CandidateCannotAnswer, HarnessFailure
 from ctrl_megatron.sandbox.limits import (
     ANSWER_BYTES,
     CANNOT_JUDGE,
@@ -89,7 +89,7 @@ class ProgramConnection(Connection):
         pid, (fd,), _, _ = socket.recv_fds(requests, 64, 1)
         clock.program = int(pid)
         super().__init__(fd, first=2, limit=ANSWER_BYTES + _FRAME_SLACK)
-        self.lost: CandidateLost | None = None
+        self.lost: CandidateCannotAnswer | None = None
         self.failure: HarnessFailure | None = None
         self.unjudgeable = False
         """Whether ``failure`` says that the judge cannot judge, not that the program failed."""
@@ -169,15 +169,15 @@ class ProgramConnection(Connection):
         return f"{what} {kind} {value if kind == 'raised' else shorten_repr(value)}"
 
     def wait_until_loaded(self) -> tuple[tuple[str, Any], ...]:
-        """Wait until the program is loaded. Returns its entry points. Raises ``CandidateLost``, or
+        """Wait until the program is loaded. Returns its entry points. Raises ``CandidateCannotAnswer``, or
         ``HarnessFailure`` if it failed.
         """
         self._clock.begin_test()
-        self._clock.start()
+        self._clock.arm_alarm()
         try:
             frame = self._wait(0)
         finally:
-            self._clock.stop()
+            self._clock.disarm_alarm()
         if "error" in frame:
             raise HarnessFailure(
                 "failed", f"the program failed to load: {describe_exception(frame)}"
@@ -492,19 +492,19 @@ class ProgramConnection(Connection):
         """
         timed = self._frames.size > DECODING_BYTES
         if timed:
-            self._clock.start_reading(DECODING_SECONDS)
+            self._clock.arm_alarm_for_reading(DECODING_SECONDS)
         try:
             value = read()
         except PeerError as error:
             self._lose("protocol", f"the program broke the protocol: {error}")
         except MemoryError:
             self._lose("protocol", "the returned value takes too much memory")
-        except CandidateLost as lost:
+        except CandidateCannotAnswer as lost:
             if lost.status != "timeout" or not timed:
                 raise
             self._lose("timeout", "the returned value takes too long to read")
         if timed:
-            self._clock.start()
+            self._clock.arm_alarm()
         return value
 
     def _write(self, head: dict[str, Any]) -> None:
@@ -527,7 +527,7 @@ class ProgramConnection(Connection):
         return frame
 
     def _lose(self, status: str, reason: str) -> NoReturn:
-        self.lost = self.lost or CandidateLost(status, reason)
+        self.lost = self.lost or CandidateCannotAnswer(status, reason)
         raise self.lost
 
 
