@@ -19,8 +19,8 @@ _AT_ONCE = 1e-6
 
 
 class JudgeClock:
-    """At the end of a test's time an alarm raises ``CandidateCannotAnswer`` in the main thread. ``program``
-    is the pid of the process whose time counts with the judge's own.
+    """At the end of a test's time an alarm raises ``CandidateCannotAnswer`` in the main thread.
+    ``program`` is the pid of the process whose time counts with the judge's own.
 
     ``announce`` is told by when the alarm goes off next (``time.monotonic``). An alarm that finds
     time left announces the next one, which a judge in a loop of C cannot do.
@@ -76,4 +76,4 @@ class JudgeClock:
         over = self.expired_limit
         if over or self._reading:
             raise CandidateCannotAnswer("timeout", over or WALL_TIME_OVER)
-        self.start()
+        self.arm_alarm()

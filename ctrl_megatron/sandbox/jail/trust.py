@@ -169,8 +169,8 @@ class ProgramConnection(Connection):
         return f"{what} {kind} {value if kind == 'raised' else shorten_repr(value)}"
 
     def wait_until_loaded(self) -> tuple[tuple[str, Any], ...]:
-        """Wait until the program is loaded. Returns its entry points. Raises ``CandidateCannotAnswer``, or
-        ``HarnessFailure`` if it failed.
+        """Wait until the program is loaded. Returns its entry points. Raises
+        ``CandidateCannotAnswer``, or ``HarnessFailure`` if it failed.
         """
         self._clock.begin_test()
         self._clock.arm_alarm()
