@@ -514,8 +514,8 @@ class GpuChecks:
 
 _OPTIMIZER = """
 import json
-from ctrl_megatron.models.kernels import providers
-print(json.dumps(providers()["optimizer"]))
+from ctrl_megatron.models.kernels import kernel_providers
+print(json.dumps(kernel_providers()["optimizer"]))
 """
 
 

@@ -195,7 +195,7 @@ class SegmentAttention(torch.autograd.Function):
                 family.bring(own, before)
                 for piece in _pieces(segment):
                     count = piece.stop - piece.start
-                    seen = before + piece.stop if layout.causal else segment.keys
+                    seen = before + piece.stop if layout.causal else segment.num_keys
                     rows = slice(here + piece.start, here + piece.stop)
                     q, g, o, log = (by_group(x[rows]) for x in (query, given, out, log_sum))
                     mean = (g.to(wide) * o).sum(-1, keepdim=True)

@@ -113,7 +113,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     config = {**_DEFAULTS, **family.defaults, **config}
     rope = parse_rope(config, where)
     if not isinstance(rope.scaling, family.scalings):
-        kind = type(rope.scaling).__name__.lower()
+        kind = type(rope.scaling).__name__.removesuffix("Scaling").lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     _check_architecture(config, family, where)
     head = value_head_has_bias(config, where)

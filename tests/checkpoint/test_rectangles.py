@@ -60,7 +60,7 @@ def stand_in(layout: Layout, rank: int, cut: Any) -> Any:
         shape=SHAPE,
         onload=lambda *_: None,
         offload=lambda *_: None,
-        places=lambda: shards,
+        shards_without_onload=lambda: shards,
         current_tensor=lambda tensor: tensor,
         groups=SimpleNamespace(layout=layout, place=place, rank=rank),
         options=SimpleNamespace(optimizer=SimpleNamespace(distributed=True)),

@@ -204,7 +204,7 @@ def test_attention_that_transformer_engine_does_not_compute_is_reported(
     )
     monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
     provider = kernels._attention("megatron.core.extensions.TEDotProductAttention", dtype)
-    monkeypatch.setattr(kernels, "providers", lambda kind: {"attention": provider})
+    monkeypatch.setattr(kernels, "kernel_providers", lambda kind: {"attention": provider})
     config = load_config(None, [f"actor_rollout_ref.model.dtype={dtype}"], "none")
     (finding,) = check_env.kernel_findings(config)
     assert found in finding.found and note in finding.remedy

@@ -30,7 +30,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from ctrl_megatron.commands import launcher
-from ctrl_megatron.commands.start import command, training_config
+from ctrl_megatron.commands.start import command_entry_point, load_config_or_launch
 from ctrl_megatron.config.environment import read_restart_count
 from ctrl_megatron.errors import STOPPED, open_user_code_note, convert_user_code_errors
 
@@ -115,9 +115,9 @@ def train(config):
     return how == "finished"
 
 
-@command("program")
+@command_entry_point("program")
 def main(arguments):
-    config = training_config("program", "sft", arguments, None, lambda config: None)
+    config = load_config_or_launch("program", "sft", arguments, None, lambda config: None)
     return config if isinstance(config, int) else 0 if train(config) else STOPPED
 
 if __name__ == "__main__":
@@ -420,13 +420,13 @@ def test_ranks_that_wait_for_a_missing_one_end(program: list[str], how: str, cod
 DISCARDED = f"""
 import signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from ctrl_megatron.commands.start import command
+from ctrl_megatron.commands.start import command_entry_point
 
 class Destroyed:
     def __del__(self):
         signal.raise_signal(signal.SIGTERM)
 
-@command("program")
+@command_entry_point("program")
 def main(arguments=None):
     Destroyed()  # what its destructor raises is discarded
     time.sleep(60)
@@ -459,9 +459,9 @@ time.sleep(60)
 PARENT = f"""
 import pathlib, sys
 sys.path.insert(0, {str(ROOT)!r})
-from ctrl_megatron.commands.start import command, run_child
+from ctrl_megatron.commands.start import command_entry_point, run_child
 
-@command("parent", stopped="the same command goes on")
+@command_entry_point("parent", stopped="the same command goes on")
 def main(arguments=None):
     code = run_child([sys.executable, "-c", {SLOW_TO_STOP!r}], pathlib.Path())
     raise AssertionError(f"went on after {{code}}")

@@ -174,7 +174,7 @@ def skip_an_update(
     before, steps = state_of(model), model.optimization.adam_and_schedule_steps()
     assert model.step(mine(bad), policy_loss) == {}
     assert_equal_states(before, state_of(model))
-    assert model.optimization.adam_and_schedule_steps() == steps and model.updates == 1
+    assert model.optimization.adam_and_schedule_steps() == steps and model.update_count == 1
     skipped = model.take_skipped_updates()
     assert model.take_skipped_updates() == [] == other.take_skipped_updates()
     good = [one.step(mine(batch), policy_loss) for one in (model, other)]

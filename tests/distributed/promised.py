@@ -112,7 +112,7 @@ def keep(
         save(policy, "after")
         resumed = model()
         load_sharded(resumed, saved)
-        assert resumed.updates == STEPS - 1
+        assert resumed.update_count == STEPS - 1
         metrics.append(resumed.step(mine, policy_loss))
         save(resumed, "resumed")
         found[name] = {
@@ -122,7 +122,7 @@ def keep(
             "packs": policy.strategy.packs_rows,
             "flops": policy.take_flops(),
             "parameters": sum(weight.nbytes for weight in policy.strategy.weights()),
-            "moments": sum(tensor.nbytes for tensor in policy.optimization.tensors()),
+            "moments": sum(tensor.nbytes for tensor in policy.optimization.state_tensors()),
         }
     return found
 

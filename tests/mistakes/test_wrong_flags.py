@@ -70,7 +70,7 @@ def actions_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[argparse.Ac
 
 def is_number(action: argparse.Action) -> bool:
     made = getattr(action.type, "__qualname__", "").partition(".")[0]
-    return action.type in (int, float) or made in ("whole", "number")
+    return action.type in (int, float) or made in ("integer_flag", "float_flag")
 
 
 def wrong(actions: list[argparse.Action]) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ class NotedModel:
     events: list[str]
     take_device: Callable[[], None]
     offloaded_parts: set[str] = field(default_factory=set)
-    updates: int = 0
+    update_count: int = 0
 
     def offload(self, *parts: str) -> None:
         for part in set(parts) - self.offloaded_parts:
@@ -239,12 +239,12 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
     bench = Bench(loop, shared=False)
     # Resumed after four steps.
     assert bench.use("actor", 4) == bench.use("actor", 4) == "actor@4"
-    bench.actor.updates = 3
+    bench.actor.update_count = 3
     assert bench.use("actor", 5) == "actor@5" and bench.use("proxy", 5) == "proxy"
     # A step without an update of the actor, then two updates within a step.
     assert bench.use("actor", 6) == "actor@5"
     for updates, version in ((4, "actor@6"), (5, "actor@7"), (5, "actor@7")):
-        bench.actor.updates = updates
+        bench.actor.update_count = updates
         assert bench.use("actor", 6) == version
     pushed = ["push actor@4", "push actor@5", "push proxy", "push actor@5"]
     assert bench.taken() == [*pushed, "push actor@6", "push actor@7"]
@@ -258,7 +258,7 @@ def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) 
     assert bench.use("agent1", 2) == "agent1@2" and bench.use("actor", 2) == "actor@2"
     bench.owner.free_for_trainer()
     # Only the second one's weights change, so only it gets another name.
-    second.updates = 1
+    second.update_count = 1
     assert bench.use("actor", 3) == "actor@2" and bench.use("agent1", 3) == "agent1@3"
     assert [event for event in bench.taken() if event.startswith("push")] == [
         *("push agent1@2", "push actor@2", "push actor@2", "push agent1@3")
@@ -376,7 +376,7 @@ def test_an_engine_that_dies_in_any_call_is_restored_with_the_right_weights(
             loop, shared=shared, offloaded_parts=offloaded_parts, engine=engine, restarts=engine
         )
         for step in range(2):
-            bench.actor.updates = step
+            bench.actor.update_count = step
             for role, version in (("actor", f"actor@{step}"), ("proxy", "proxy")):
                 assert bench.use(role, step) == engine.held == version
                 assert not engine.asleep and not engine.dead

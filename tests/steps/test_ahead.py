@@ -105,11 +105,11 @@ class Rank:
         self.background, self.engine = BackgroundLoop(), engine
         self.codec = SimpleNamespace(eos_token_ids=(0,))
         self.ahead = DrawsAhead()
-        self.device = SimpleNamespace(
+        self.device_owner = SimpleNamespace(
             to_engine=self._push,
             version=self._version,
             versions={"actor": ActorVersions()},
-            updates=lambda role: self.updates,
+            update_count=lambda role: self.updates,
         )
         self.role, self.updates, self.steps_per_update = "actor", 0, 1
         self.gathered: list[Any] = []
@@ -125,7 +125,7 @@ class Rank:
         self.wait_conditions = SimpleNamespace(wait_together=lambda future, what: future.result(20))
 
     def _version(self, role: str, step: int) -> str:
-        return self.device.versions["actor"].name(step // self.steps_per_update, step)
+        return self.device_owner.versions["actor"].name(step // self.steps_per_update, step)
 
     def _push(self, role: str, step: int) -> str:
         self.engine.version = self._version(role, step)
@@ -302,7 +302,7 @@ def test_samples_that_are_too_old_end_the_run() -> None:
     rank: Any = Rank(Slow(0.0))
     samples, _ = rank.rollout()
     for rank.step in (1, 2):
-        rank.device.version("actor", rank.step)
+        rank.device_owner.version("actor", rank.step)
     with pytest.raises(RuntimeError, match="samples are 2 to 2 updates old, and at most"):
         report_staleness(rank, make_batch(samples, pad_token_id=0))
     rank.background.close()

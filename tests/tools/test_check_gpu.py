@@ -77,7 +77,7 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
     monkeypatch.setattr(GpuChecks, "output_of", lambda self, command, log: commands.append(command))
     step = {"actor/grad_norm": 1.0, "rollout/kl": 1e-3, "time/step": 2.0}
     metrics = {n: step | {"sync/gigabytes_per_second": 1.0} for n in range(3)}
-    monkeypatch.setattr(GpuChecks, "metrics", lambda self, name: metrics)
+    monkeypatch.setattr(GpuChecks, "read_run_metrics", lambda self, name: metrics)
     made = checks(tmp_path, gpus=max(1, needed))
     assert "KL per token by step 0.001, 0.001, 0.001" in made.check_grpo_variant(name)
     ((*_, ranks, _, file), overrides) = commands[0][:7], commands[0][7:]
