@@ -43,7 +43,7 @@ _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
 _SHM_NEEDED = 1 << 30
-"""Bytes of /dev/shm that libraries need to exchange data."""
+"""Bytes of /dev/shm in which NCCL and the workers of one engine exchange data."""
 _IN_USE_MIB = 1024
 """MiB of a GPU that other processes may use at most."""
 _DRIVERS = {"12": 525, "13": 580}
@@ -111,7 +111,7 @@ def findings(launch: Launch, config: Config | None, ranks: int = 1) -> Iterator[
         "NCCL": nccl,
         "weights": lambda: weights(config),
         "kernels": lambda: kernels(config),
-        "/dev/shm": shared_memory,
+        "/dev/shm": lambda: shared_memory(config),
         "limits": limits,
         "processors": processors,
         "sandbox": lambda: sandbox(config),
@@ -306,12 +306,23 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
         )
 
 
-def shared_memory() -> Iterator[Finding]:
-    """Free space in /dev/shm for NCCL and vLLM. Buckets of weights need none."""
-    free = shutil.disk_usage("/dev/shm").free
-    found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
+def shared_memory(config: Config | None) -> Iterator[Finding]:
+    """Free space in /dev/shm, where NCCL between GPUs and the workers of one engine exchange data;
+    without a configuration there may be such workers. Buckets of weights need none."""
+    import torch
+
+    free, needed = shutil.disk_usage("/dev/shm").free, _SHM_NEEDED
+    status: Status = "warn"
+    if config is not None:
+        engines = config.actor_rollout_ref.rollout, config.actor_rollout_ref.proxy.engine
+        workers = max(engine.tensor_model_parallel_size for engine in engines)
+        needed = _SHM_NEEDED if workers > 1 or torch.cuda.device_count() > 1 else 0
+        status = "FAIL"
+    found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
+    if config is None:
+        found += " by several GPUs or an engine on several devices"
     remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
-    yield Finding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
+    yield Finding("pass" if free >= needed else status, "/dev/shm", found, remedy)
 
 
 def limits() -> Iterator[Finding]:
@@ -357,7 +368,10 @@ def sandbox(config: Config | None) -> Iterator[Finding]:
 
     with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
         level = asyncio.run(reached(service.endpoint))
-    remedy = "strict needs unprivileged user namespaces (docs/sandbox.md)"
+    remedy = (
+        "strict needs unprivileged user namespaces (docs/sandbox.md), which a container has with "
+        "--security-opt seccomp=unconfined"
+    )
     status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
     yield Finding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 
