@@ -33,6 +33,7 @@ from ctrl_megatron.commands.start import CommandParser, checked_config, command
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.config.flags import count
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
@@ -43,7 +44,7 @@ _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
 _SHM_NEEDED = 1 << 30
-"""Bytes of /dev/shm in which NCCL and the workers of one engine exchange data."""
+"""Bytes of /dev/shm in which NCCL and the workers of a vLLM exchange data."""
 _IN_USE_MIB = 1024
 """MiB of a GPU that other processes may use at most."""
 _DRIVERS = {"12": 525, "13": 580}
@@ -307,7 +308,7 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
 
 
 def shared_memory(config: Config | None) -> Iterator[Finding]:
-    """Free space in /dev/shm, where NCCL between GPUs and the workers of one engine exchange data;
+    """Free space in /dev/shm, where NCCL between GPUs and the workers of a vLLM exchange data;
     without a configuration there may be such workers. Buckets of weights need none."""
     import torch
 
@@ -315,12 +316,15 @@ def shared_memory(config: Config | None) -> Iterator[Finding]:
     status: Status = "warn"
     if config is not None:
         engines = config.actor_rollout_ref.rollout, config.actor_rollout_ref.proxy.engine
-        workers = max(engine.tensor_model_parallel_size for engine in engines)
-        needed = _SHM_NEEDED if workers > 1 or torch.cuda.device_count() > 1 else 0
+        queues = any(
+            ENGINES[engine.name].queues_in_shared_memory and engine.tensor_model_parallel_size > 1
+            for engine in engines
+        )
+        needed = _SHM_NEEDED if queues or torch.cuda.device_count() > 1 else 0
         status = "FAIL"
     found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
     if config is None:
-        found += " by several GPUs or an engine on several devices"
+        found += " by several GPUs or a vLLM on several devices"
     remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
     yield Finding("pass" if free >= needed else status, "/dev/shm", found, remedy)
 

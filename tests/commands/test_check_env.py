@@ -120,10 +120,11 @@ TWO = "tensor_model_parallel_size=2"
 @pytest.mark.parametrize(
     ("overrides", "gpus", "status", "words"),
     [
-        (None, 0, "warn", "1.0 needed by several GPUs or an engine on several devices"),
+        (None, 0, "warn", "1.0 needed by several GPUs or a vLLM on several devices"),
         ([], 1, "pass", "0.1 GiB free, 0.0 needed"),
         ([], 2, "FAIL", "0.1 GiB free, 1.0 needed"),
         ([ROLLOUT + "name=vllm", ROLLOUT + TWO], 0, "FAIL", "--shm-size"),
+        ([ROLLOUT + "name=sglang", ROLLOUT + TWO], 0, "pass", "0.0 needed"),
         (
             [PROXY + "kind=engine", PROXY + "engine.name=vllm", PROXY + "engine." + TWO],
             *(0, "FAIL", "--shm-size"),
