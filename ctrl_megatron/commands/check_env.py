@@ -44,7 +44,7 @@ _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
 _SHM_NEEDED = 1 << 30
-"""Bytes of /dev/shm in which NCCL and the workers of a vLLM exchange data."""
+"""Bytes of /dev/shm for NCCL, and for the workers and adapters of a vLLM."""
 _IN_USE_MIB = 1024
 """MiB of a GPU that other processes may use at most."""
 _DRIVERS = {"12": 525, "13": 580}
@@ -308,23 +308,24 @@ def kernels(config: Config | None = None) -> Iterator[Finding]:
 
 
 def shared_memory(config: Config | None) -> Iterator[Finding]:
-    """Free space in /dev/shm, where NCCL between GPUs and the workers of a vLLM exchange data;
-    without a configuration there may be such workers. Buckets of weights need none."""
+    """Free space in /dev/shm for NCCL between GPUs, and for the workers and adapters of a vLLM;
+    without a configuration a run may need it. Buckets of weights need none."""
     import torch
 
     free, needed = shutil.disk_usage("/dev/shm").free, _SHM_NEEDED
     status: Status = "warn"
     if config is not None:
-        engines = config.actor_rollout_ref.rollout, config.actor_rollout_ref.proxy.engine
-        queues = any(
-            ENGINES[engine.name].queues_in_shared_memory and engine.tensor_model_parallel_size > 1
-            for engine in engines
+        rollout, proxy = config.actor_rollout_ref.rollout, config.actor_rollout_ref.proxy.engine
+        used = any(
+            ENGINES[keys.name].uses_shared_memory
+            and (pushed or keys.tensor_model_parallel_size > 1)
+            for keys, pushed in ((rollout, rollout.adapter_push), (proxy, False))
         )
-        needed = _SHM_NEEDED if queues or torch.cuda.device_count() > 1 else 0
+        needed = _SHM_NEEDED if used or torch.cuda.device_count() > 1 else 0
         status = "FAIL"
     found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
     if config is None:
-        found += " by several GPUs or a vLLM on several devices"
+        found += " by several GPUs, and by a vLLM on several devices or with adapters"
     remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
     yield Finding("pass" if free >= needed else status, "/dev/shm", found, remedy)
 

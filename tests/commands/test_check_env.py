@@ -114,16 +114,18 @@ def test_a_gpu_that_is_not(
 
 
 ROLLOUT, PROXY = "actor_rollout_ref.rollout.", "actor_rollout_ref.proxy."
+LORA = "actor_rollout_ref.model.lora_rank=8"
 TWO = "tensor_model_parallel_size=2"
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpus", "status", "words"),
     [
-        (None, 0, "warn", "1.0 needed by several GPUs or a vLLM on several devices"),
+        (None, 0, "warn", "1.0 needed by several GPUs, and by a vLLM on several devices or with"),
         ([], 1, "pass", "0.1 GiB free, 0.0 needed"),
         ([], 2, "FAIL", "0.1 GiB free, 1.0 needed"),
         ([ROLLOUT + "name=vllm", ROLLOUT + TWO], 0, "FAIL", "--shm-size"),
+        ([ROLLOUT + "name=vllm", ROLLOUT + "adapter_push=true", LORA], 0, "FAIL", "--shm-size"),
         ([ROLLOUT + "name=sglang", ROLLOUT + TWO], 0, "pass", "0.0 needed"),
         (
             [PROXY + "kind=engine", PROXY + "engine.name=vllm", PROXY + "engine." + TWO],
