@@ -9,6 +9,8 @@
 # make env-cuda    the same for NVIDIA GPUs, from requirements/cuda.txt; needs nvcc
 # make env-sglang-cuda VENV=DIR  an environment only for SGLang's engines, which need another torch:
 #                  actor_rollout_ref.rollout.python=DIR/bin/python
+# make container  the environment and this checkout as an image, by podman, buildah or docker; IMAGE=NAME,
+#                  BASE=IMAGE and BUILDER=PROGRAM choose others, BUILD_FLAGS are the program's
 # make test-env-cuda  create that environment in build/env-cuda and check that all libraries load: half
 #                  an hour on two cores, with nvcc, without a GPU
 # make test-slurm  test the scripts of slurm/ in a local SLURM (root; apt install slurmctld slurmd
@@ -36,11 +38,16 @@ LOCK_env-cuda := cuda
 LOCK_env-sglang-cuda := sglang-cuda
 LOCK_env-next := next
 LOCK_env-oldest := oldest
+# Image of make container; BASE is the Dockerfile's unless it is given.
+IMAGE ?= ctrl_megatron:cpu
+BASE ?=
+BUILDER ?= $(firstword $(foreach name,podman buildah docker,$(shell command -v $(name) 2>/dev/null)))
+BUILD_FLAGS ?=
 # Drives the browser. Installed outside the environment, because only one page's tests need it.
 PLAYWRIGHT := 1.65.2
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-cuda env-sglang-cuda env-next env-oldest test-next test-oldest quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study docs lint-workflows clean
+.PHONY: help env env-cuda env-sglang-cuda env-next env-oldest test-next test-oldest quick test types quick-tests tests test-long test-slurm test-page test-env-cuda demo study container docs lint-workflows clean
 
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
@@ -113,6 +120,13 @@ demo: env
 
 study: env
 	$(BIN)/python examples/study_smollm2/study.py
+
+# Of the three only buildah does not keep layers by itself.
+container:
+	@test -n "$(BUILDER)" || { echo "make container: found no podman, buildah or docker; install one of them" \
+	  "(Debian, Ubuntu: apt install podman) or name a program with make BUILDER=..." >&2; exit 1; }
+	BUILDAH_LAYERS=true $(BUILDER) build -f container/Dockerfile.cpu -t $(IMAGE) \
+	  $(if $(BASE),--build-arg BASE=$(BASE)) --build-arg PIP_FLAGS="$(PIP_FLAGS)" $(BUILD_FLAGS) .
 
 build/env-docs/ready: requirements/docs.txt
 	$(PYTHON) -m venv --clear build/env-docs

@@ -41,6 +41,8 @@ class EngineKind:
     tensor_parallel: bool = True
     """Can use several devices, also of several hosts: its adapter then has a coroutine
     ``build_part(spec)``."""
+    uses_shared_memory: bool = False
+    """Has the data of several workers, and pushed adapters, in /dev/shm, also on a CPU."""
     cpu_width_unit: int | None = None
     """On a CPU its workers' parts of the width of MLPs and experts are multiples of it; None where
     the number of workers must divide the width."""
@@ -78,6 +80,7 @@ ENGINES: Mapping[str, EngineKind] = {
         library="vllm",
         adapter="ctrl_megatron.rollout.vllm_engine:VllmEngine",
         socket_name=37,
+        uses_shared_memory=True,
         environment={
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",

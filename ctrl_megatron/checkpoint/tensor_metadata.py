@@ -24,7 +24,17 @@ _RECORDS = (
     *(tables.TensorProperties, tables.ChunkStorageMetadata, _StorageInfo),
 )
 _FORMATS = tables._MEM_FORMAT_ENCODING
+
+
+def _format(kind: Any, name: str) -> Any:
+    """The member of that ``name``, which Python 3.11.0 to 3.11.3 pickle as a call of getattr."""
+    if kind is not _FORMATS:
+        raise ValueError("it takes an attribute, which no table of tensors needs")
+    return _FORMATS[name]
+
+
 _KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, _FORMATS)} | {
+    ("builtins", "getattr"): _format,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # Where the checkpoint was written; Python 3.13 has moved the class.

@@ -33,6 +33,7 @@ from ctrl_megatron.commands.start import CommandParser, command_entry_point, loa
 from ctrl_megatron.config import Config, Purpose, check_world_size
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.config.flags import count_flag
+from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError
 
 PACKAGE = "ctrl_megatron"
@@ -43,7 +44,7 @@ _MEETING_SECONDS = 60.0
 _MAX_SKEW = 1.0
 _MIN_FILES = 8192
 _SHM_NEEDED = 1 << 30
-"""Bytes of /dev/shm that libraries need to exchange data."""
+"""Bytes of /dev/shm for NCCL, and for the workers and adapters of a vLLM."""
 _IN_USE_MIB = 1024
 """MiB of a GPU that other processes may use at most."""
 _DRIVERS = {"12": 525, "13": 580}
@@ -113,7 +114,7 @@ def environment_findings(
         "NCCL": nccl_findings,
         "weights": lambda: weight_transport_findings(config),
         "kernels": lambda: kernel_findings(config),
-        "/dev/shm": shared_memory_findings,
+        "/dev/shm": lambda: shared_memory_findings(config),
         "limits": resource_limit_findings,
         "processors": processor_findings,
         "sandbox": lambda: sandbox_findings(config),
@@ -322,12 +323,27 @@ def kernel_findings(config: Config | None = None) -> Iterator[EnvironmentFinding
         )
 
 
-def shared_memory_findings() -> Iterator[EnvironmentFinding]:
-    """Free space in /dev/shm for NCCL and vLLM. Buckets of weights need none."""
-    free = shutil.disk_usage("/dev/shm").free
-    found = f"{free / 2**30:.1f} GiB free, {_SHM_NEEDED / 2**30:.1f} needed"
+def shared_memory_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
+    """Free space in /dev/shm for NCCL between GPUs, and for the workers and adapters of a vLLM;
+    without a configuration a run may need it. Buckets of weights need none."""
+    import torch
+
+    free, needed = shutil.disk_usage("/dev/shm").free, _SHM_NEEDED
+    status: Status = "warn"
+    if config is not None:
+        rollout, proxy = config.actor_rollout_ref.rollout, config.actor_rollout_ref.proxy.engine
+        used = any(
+            ENGINES[keys.name].uses_shared_memory
+            and (pushed or keys.tensor_model_parallel_size > 1)
+            for keys, pushed in ((rollout, rollout.adapter_push), (proxy, False))
+        )
+        needed = _SHM_NEEDED if used or torch.cuda.device_count() > 1 else 0
+        status = "FAIL"
+    found = f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} needed"
+    if config is None:
+        found += " by several GPUs, and by a vLLM on several devices or with adapters"
     remedy = "a container needs --shm-size or the host's /dev/shm; elsewhere mount it larger"
-    yield EnvironmentFinding("pass" if free >= _SHM_NEEDED else "FAIL", "/dev/shm", found, remedy)
+    yield EnvironmentFinding("pass" if free >= needed else status, "/dev/shm", found, remedy)
 
 
 def resource_limit_findings() -> Iterator[EnvironmentFinding]:
@@ -373,7 +389,10 @@ def sandbox_findings(config: Config | None) -> Iterator[EnvironmentFinding]:
 
     with EmbeddedSandbox.start(workers=1, isolation=wanted) as service:
         level = asyncio.run(reached(service.endpoint))
-    remedy = "strict needs unprivileged user namespaces (docs/sandbox.md)"
+    remedy = (
+        "strict needs unprivileged user namespaces (docs/sandbox.md), which a container has with "
+        "--security-opt seccomp=unconfined"
+    )
     status: Status = "pass" if level == "strict" or wanted == "none" else "warn"
     yield EnvironmentFinding(status, "sandbox", f"isolation {level}, configured {wanted}", remedy)
 

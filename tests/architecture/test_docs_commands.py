@@ -25,7 +25,7 @@ NOT_HERE = {
     "tools/check_env.py": "what it finds depends on the machine; tests/commands/test_check_env.py",
     "curl": "the service that the block before starts; tests/sandbox/test_sandbox_operations.py, "
     "tests/generation/test_critic_service.py",
-    "docker": "Docker; container/Dockerfile has not been built",
+    "docker": "Docker; tools/check/container.py",
     "hf": "a model hub",
     "tensorboard": "a browser; tests/integration/test_journeys.py looks for its files",
     "examples/study_smollm2/study.py": "hours; tests/tools/test_study.py",

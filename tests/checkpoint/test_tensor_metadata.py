@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 from collections.abc import Callable
@@ -12,7 +13,11 @@ import pytest
 import torch
 from test_conversion import write_hf
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    TensorProperties,
+)
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron
 from ctrl_megatron.checkpoint.manifest import DamagedFiles, write_manifest
@@ -61,6 +66,7 @@ HOSTILE: dict[str, Callable[[str, Metadata], Any]] = {
     "a call": lambda flag, table: Calls(os.system, f"touch {flag}"),
     "eval": lambda flag, table: Calls(eval, f"open({flag!r}, 'w')"),
     "getattr": lambda flag, table: Calls(getattr, torch.Size, "__class__"),
+    "getattr of formats": lambda flag, table: Calls(getattr, _MEM_FORMAT_ENCODING, "__class__"),
     "a part of torch": lambda flag, table: Calls(torch.load, flag),
     "inside": inside,
     "elsewhere": elsewhere,
@@ -87,6 +93,19 @@ def test_the_table_is_torchs_own(saved: Path) -> None:
     whole = torchs.read_metadata()
     assert found.state_dict_metadata == whole.state_dict_metadata
     assert found.storage_data == whole.storage_data and len(whole.storage_data) > 10
+
+
+def test_the_table_of_an_older_python_is_read(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's Python 3.11.2 pickles the members of an enumeration like this."""
+    table = FileSystemReader(saved / "policy").read_metadata()
+    older = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", older)
+    data = pickle.dumps(table)
+    assert b"getattr" in data
+    (tmp_path / ".metadata").write_bytes(data)
+    assert read_metadata(tmp_path).state_dict_metadata == table.state_dict_metadata
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

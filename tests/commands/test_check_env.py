@@ -117,11 +117,37 @@ def test_a_gpu_that_is_not(
     assert finding.status == "FAIL" and words in str(finding)
 
 
-def test_a_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+ROLLOUT, PROXY = "actor_rollout_ref.rollout.", "actor_rollout_ref.proxy."
+LORA = "actor_rollout_ref.model.lora_rank=8"
+TWO = "tensor_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "status", "words"),
+    [
+        (None, 0, "warn", "1.0 needed by several GPUs, and by a vLLM on several devices or with"),
+        ([], 1, "pass", "0.1 GiB free, 0.0 needed"),
+        ([], 2, "FAIL", "0.1 GiB free, 1.0 needed"),
+        ([ROLLOUT + "name=vllm", ROLLOUT + TWO], 0, "FAIL", "--shm-size"),
+        ([ROLLOUT + "name=vllm", ROLLOUT + "adapter_push=true", LORA], 0, "FAIL", "--shm-size"),
+        ([ROLLOUT + "name=sglang", ROLLOUT + TWO], 0, "pass", "0.0 needed"),
+        (
+            [PROXY + "kind=engine", PROXY + "engine.name=vllm", PROXY + "engine." + TWO],
+            *(0, "FAIL", "--shm-size"),
+        ),
+    ],
+)
+def test_the_shared_memory_that_a_run_needs(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str] | None, gpus: int, status: str, words: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    config = None if overrides is None else load_config(None, overrides, "none")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
-    (finding,) = check_env.shared_memory_findings()
-    assert finding.status == "FAIL" and "0.1 GiB free, 1.0 needed" in str(finding)
-    assert "--shm-size" in str(finding)
+    (finding,) = check_env.shared_memory_findings(config)
+    assert finding.status == status and words in str(finding)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    (finding,) = check_env.shared_memory_findings(config)
+    assert finding.status == "pass"
 
 
 def test_low_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,17 +29,23 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """
     folder = tmp_path_factory.mktemp(request.param)
     venv, checkout = folder / "env", folder / "checkout"
-    nothing_compiled = shutil.ignore_patterns("__pycache__")
-    for name in ("ctrl_megatron", "examples"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=nothing_compiled)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    checkout.mkdir()
+    for name in ("pyproject.toml", "setup.py", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = (venv / "lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     if request.param == "editable":
+        # As the images do it, which have the sources last.
+        image = (ROOT / "container/Dockerfile.cpu").read_text()
+        (places,) = re.findall(r"^RUN (mkdir .*) \\$", image, re.MULTILINE)
+        subprocess.run(["sh", "-euc", places], cwd=checkout, check=True)
         install_checkout(venv, checkout)
-    else:
+    nothing_compiled = shutil.ignore_patterns("__pycache__")
+    for name in ("ctrl_megatron", "examples"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=nothing_compiled, dirs_exist_ok=True)
+    shutil.copy(ROOT / "README.md", checkout)
+    if request.param == "plain":
         plain = [*pip_install(venv), "--no-build-isolation", "--quiet", str(checkout)]
         subprocess.run(plain, check=True)
     return venv / "bin/python"

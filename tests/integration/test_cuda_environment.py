@@ -45,7 +45,8 @@ def test_every_library_is_the_one_for_gpus() -> None:
 
 
 def test_models_are_built_from_transformer_engine() -> None:
-    code = "from ctrl_megatron.models.kernels import kernel_providers\nprint(*kernel_providers().values())"
+    names = "from ctrl_megatron.models.kernels import kernel_providers"
+    code = f"{names}\nprint(*kernel_providers().values())"
     done = ask("python", "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
     for provider in done.stdout.splitlines()[-1].split(" "):

@@ -79,7 +79,7 @@ print(json.dumps({
     "refused": refusal({"atention_backend": "triton"}),
     "taken": sglang_engine.server_args(replace(spec, extra={"page_size": 16}))["page_size"],
     "part": sglang_engine.server_args(replace(spec, part=part)),
-    "prepared": sglang_worker.prepare(),
+    "prepared": sglang_worker.patch_sglang(),
 }))
 """
 
