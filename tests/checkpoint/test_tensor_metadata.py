@@ -105,7 +105,7 @@ def test_the_table_of_an_older_python_is_read(
     data = pickle.dumps(table)
     assert b"getattr" in data
     (tmp_path / ".metadata").write_bytes(data)
-    assert read_metadata(tmp_path).state_dict_metadata == table.state_dict_metadata
+    assert read_tensor_metadata(tmp_path).state_dict_metadata == table.state_dict_metadata
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
