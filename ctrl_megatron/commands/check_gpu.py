@@ -709,7 +709,8 @@ def compare_with_transformers(layers: str, directory: str, dtype: str) -> dict[s
 def log_prob_and_gradient_errors(
     log_probs: Any, names: Sequence[str], gradients: Sequence[tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """Errors of log-probs, and the tensor whose gradient has the least cosine similarity."""
+    """Mean and largest size of ``log_probs``, which are differences, and the tensor whose gradient
+    has the least cosine similarity to the exact one (``gradients`` are pairs)."""
     import torch
 
     cosines = [

@@ -279,7 +279,7 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticModel(ModelFiles):
+class ValueModelFiles(ModelFiles):
     """The model that the value model starts from."""
 
     lora_rank: int | None = key(None, AT_LEAST_0)

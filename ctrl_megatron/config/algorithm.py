@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ctrl_megatron.config.actor_rollout_ref import (
     REFERENCE,
     REVISIONS,
-    CriticModel,
+    ValueModelFiles,
     KlName,
     RoleLayout,
 )
@@ -164,7 +164,7 @@ class Critic:
 
     enable: bool | None = None
     """Train a value model; None trains one if the estimator reads values (gae)."""
-    model: CriticModel = group(CriticModel)
+    model: ValueModelFiles = group(ValueModelFiles)
     optim: ValueOptim = group(ValueOptim)
     megatron: RoleLayout = group(RoleLayout, read=_APART)
     ppo_epochs: int | None = key(None, AT_LEAST_1)

@@ -23,9 +23,7 @@ class Sampler(Protocol):
         ...
 
     def is_exhausted(self, epochs: int, size: int) -> bool:
-        """Whether a batch of ``size`` further rows would begin after the first ``epochs``
-        epochs.
-        """
+        """Whether the first ``epochs`` epochs have no further batch of ``size`` rows."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class WorldLink(Protocol):
         ...
 
     def notify_rows_changed(self) -> None:
-        """The batch of this world has other rows from now on."""
+        """Forget which rows the other worlds have: this world's batch has others from now on."""
         ...
 
     def send(self, message: WorldMessage, batch: TensorDict) -> None:

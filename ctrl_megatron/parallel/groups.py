@@ -343,7 +343,7 @@ class GroupMaker:
 
     def create_own_group(self, sets: Iterable[tuple[int, ...]]) -> Any:
         """The group of that one of the disjoint ``sets``, which have ranks' numbers in the world,
-        that has this rank; None if none has."""
+        that has this rank; None if none has. Collective over the world."""
         local_group = None
         for numbers in sets:
             ranks = tuple(self._world[number] for number in numbers)

@@ -307,8 +307,9 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     async def end_frozen_completions(self) -> None:
-        """EngineDied where vLLM cannot even end its completions: its core still answers for a
-        moment after it has lost a worker."""
+        """End the completions that were frozen for an update which has failed half-way. EngineDied
+        where vLLM cannot do that: its core still answers for a moment after it has lost a worker.
+        """
         try:
             await self._llm.pause_generation(mode="abort", clear_cache=False)
         except Exception as error:
