@@ -93,7 +93,8 @@ def tool_output_files(
 
 
 def tool_files_unchanged(folder: Path, tool: str) -> bool:
-    """Whether ``tool`` wrote files into ``folder`` and all of them have the size that they had then."""
+    """Whether ``tool`` wrote files into ``folder`` and all of them have the size that they had
+    then."""
     wrote = _written_by(tool, folder)
     there = {name: folder / name for name in wrote}
     return bool(wrote) and all(

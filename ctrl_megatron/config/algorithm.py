@@ -9,9 +9,9 @@ from typing import Any, Literal
 from ctrl_megatron.config.actor_rollout_ref import (
     REFERENCE,
     REVISIONS,
-    ValueModelFiles,
     KlName,
     RoleLayout,
+    ValueModelFiles,
 )
 from ctrl_megatron.config.keys import (
     ABOVE_0,

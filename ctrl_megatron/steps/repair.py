@@ -36,8 +36,9 @@ class CodeRepair:
         return self._row.prompt
 
     async def step(self, action: str) -> Observation:
-        """Judge the program in ``action``: its rewards, whether the episode is over (all tests pass,
-        or the sandbox failed), and the request for another one, which says how many tests fail."""
+        """Judge the program in ``action``: its rewards, whether the episode is over (all tests
+        pass, or the sandbox failed), and the request for another one, which says how many tests
+        fail."""
         assert self._worker.rewards is not None
         items = [RewardItem(text=action, row=self._row)]
         (outcome,) = await self._worker.rewards.first_judge_outcomes(items)
