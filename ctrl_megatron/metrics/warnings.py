@@ -85,11 +85,21 @@ WARNINGS = (
 )
 
 
+_VALIDATED = "val/revision_pass_rate"
+_REWARD = "reward/mean"
+_FALL, _RISE = 0.05, 0.02
+"""Changes since the best validation that are more than noise of a few dozen rows."""
+
+
 class StepWarnings:
     """The warnings of a run's steps."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
+        self._rewards: list[float] = []
+        """Mean rewards of the steps since the last validation."""
+        self._best: tuple[float, float] | None = None
+        """The best validation so far, and the mean reward of the steps before it."""
 
     def check(self, metrics: Metrics) -> dict[str, str]:
         """Name and text of every warning of a step."""
@@ -100,4 +110,24 @@ class StepWarnings:
                     first = self._first.setdefault(name, value)
                     if warning.holds(value, first):
                         found[warning.name] = warning.text.format(value=value)
-        return found
+        return found | self._diverging(metrics)
+
+    def _diverging(self, metrics: Metrics) -> dict[str, str]:
+        """A warning where the reward of training rises and that of validation falls."""
+        if _REWARD in metrics:
+            self._rewards.append(metrics[_REWARD])
+        if _VALIDATED not in metrics or not self._rewards:
+            return {}
+        now, reward = metrics[_VALIDATED], sum(self._rewards) / len(self._rewards)
+        self._rewards = []
+        if self._best is None or now >= self._best[0]:
+            self._best = now, reward
+        best, reward_then = self._best
+        if now > best - _FALL or reward < reward_then + _RISE:
+            return {}
+        return {
+            "reward_is_gamed": f"since the best validation the training reward rose from "
+            f"{reward_then:.3f} to {reward:.3f}, and {_VALIDATED} fell from {best:.3f} to "
+            f"{now:.3f}: read the examples for what the reward pays by mistake, use more rows, or "
+            "stop at the best checkpoint"
+        }

@@ -56,7 +56,7 @@ def test_three_tasks_in_one_run_have_their_shares_and_rewards(mixed: Job) -> Non
     for metrics in metrics_of(run(mixed, "short", steps=2)):
         shares = [metrics[f"task/{task}/share"] for task in ("critique", "judging", "solving")]
         assert shares == pytest.approx([4 / 6, 1 / 6, 1 / 6])
-        parts = ("critic", "judgment", "code")
+        parts = ("critic", "judge", "code")
         earned = [metrics["reward/mean" if p == "critic" else f"reward/{p}"] for p in parts]
         tasks = [metrics[f"task/{task}/reward"] for task in ("critique", "judging", "solving")]
         assert tasks == pytest.approx(earned)
