@@ -806,11 +806,6 @@ def _stages(config: Config) -> Iterator[str]:
         weights |= stage.weights
         if not any(weights[name] for name in rewarded if name in weights):
             yield f"{place} all weights are 0; nothing would be rewarded"
-        if stage.from_step > (config.trainer.total_training_steps or stage.from_step):
-            yield (
-                f"{place}: the run ends after trainer.total_training_steps="
-                f"{config.trainer.total_training_steps}"
-            )
 
 
 def _combination(config: Config) -> Iterator[str]:

@@ -38,7 +38,7 @@ from ctrl_megatron.sft.examples import read_examples
 
 CONFIG = "examples/ctrl_judge.yaml"
 MODEL, DATA, TUNED = "runs/models/smollm2", "runs/judge_data", "runs/judge_sft/hf"
-RUNS, STEPS, SAMPLES = Path("runs/judging"), 12, 4
+RUNS, STEPS, SAMPLES = Path("runs/judging"), 12, 2
 _STAGES = (
     "[{from_step: 1, weights: {critic: 0, judge: 1}}, "
     "{from_step: 5, weights: {critic: 1, judge: 0.5}}]"

@@ -54,6 +54,7 @@ NOT_HERE = {
     ACTOR + "random_masking": "coupled GRPO, as in test_coupled_grpo.py",
     ACTOR + "p_mask_prompt": "the same",
     "actor_rollout_ref.ref.sync_mix": "the same",
+    "actor_rollout_ref.ref.sync_at": "a run with stages, as in test_judging_run.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{
         key: "a proxy of that kind, as in test_proxies.py, which records its keys"
