@@ -78,7 +78,7 @@ class Turn:
     revision_tokens: int = 0
     confidence: float | None = None
     """Probability that the critic gives to "Correct" at the place of its judgment; None without a
-    judgment, for written critiques, and in transcripts of before version 0.3."""
+    judgment, for written critiques, and in transcripts of before version 0.2."""
 
 
 def turn_from_json(record: Mapping[str, Any], place: str) -> Turn:
