@@ -65,7 +65,7 @@ def compute_gdpo_outcome_advantage(
     A column is normalised as ``grpo`` does, over the rows of the group where it is known: a reward
     that is NaN is left out of its group's mean and of the row's sum. The sum is then whitened over
     the rows of the whole batch: (sum - mean) / (std + epsilon), both unbiased. Source: GDPO, arXiv
-    2601.05242, equations 4 to 7. Its implementations differ: this is TRL's rule
+    2601.05242. Its implementations differ: this is TRL's rule
     (``normalize_then_sum``), whereas verl whitens over tokens, so that long rows weigh more, and
     the authors' code takes an unknown reward for an average one.
     """

@@ -194,7 +194,7 @@ class CriticService:
         drawn = await _drawn(self._critic, messages, params, "critique", heard)
         result = majority_vote([answer.text for answer in drawn])
         counts: dict[str, Any] = {"votes": result.votes, "votes_correct": result.votes_correct}
-        counts["confidence"] = _confidence(drawn, result)
+        counts["confidence"] = judgment_probability(drawn, result)
         tell({"critique": result.critique, "judgment": _judgment(result.judgment), **counts})
         if not asked.revise:
             return drawn
@@ -324,7 +324,7 @@ def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
     return {**counts, "total_tokens": prompt + completion}
 
 
-def _confidence(drawn: Sequence[ChatAnswer], result: CritiqueVote) -> float | None:
+def judgment_probability(drawn: Sequence[ChatAnswer], result: CritiqueVote) -> float | None:
     """The probability that the critic gives to "correct": the mean of its critiques' own, or, where
     a server tells none, the share of its votes; None where no critique has a judgment."""
     known = [answer.confidence for answer in drawn if answer.confidence is not None]

@@ -27,7 +27,11 @@ from ctrl_megatron.rewards import (
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards, weights_at
 from ctrl_megatron.rewards.reward_sum import combine_rewards
-from ctrl_megatron.run.checks.rewards import check_rewards, check_rows_rewardable
+from ctrl_megatron.run.checks.rewards import (
+    check_rewards,
+    check_rows_rewardable,
+    inert_reward_warnings,
+)
 
 ROW = function_row(pass_rate=0.5)
 maybe = st.none() | st.floats(-10, 10, width=32)
@@ -295,6 +299,32 @@ def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
     check_rows_rewardable(plan, [ROW])
     with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judge "):
         check_rows_rewardable(plan, [function_row(pass_rate=None)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("reward.reward_funcs=[delta]",), "delta differs from critic by a constant"),
+        (("reward.reward_funcs=[critic,delta]",), "trains as one with critic alone"),
+        (("reward.reward_funcs=[delta]", "algorithm.adv_estimator=gae"), ""),
+        (("reward.reward_funcs=[delta]", "reward.judge.weight=1"), ""),
+        (
+            ("reward.transition.wrong_to_right=1", "reward.reward_weights=[0]"),
+            "reward.transition has one value",
+        ),
+        (
+            (
+                "reward.transition.wrong_to_right=1",
+                *("reward.reward_weights=[0]", "algorithm.norm_adv_by_std_in_grpo=false"),
+            ),
+            "",
+        ),
+        ((), ""),
+    ],
+)
+def test_rewards_that_train_as_critic_alone_are_told(overrides: tuple[str, ...], told: str) -> None:
+    found = inert_reward_warnings(config(*overrides))
+    assert [told in line for line in found] == ([True] if told else [])
 
 
 def test_the_critic_limits_copying_as_the_configuration_says() -> None:
