@@ -47,7 +47,7 @@ def assert_sum_of_rewards(metrics: list[dict[str, float]]) -> None:
         # One test per problem: its pass rate is 0 or 1.
         assert step["reward/binary_code"] == step["reward/mean"]
         assert step["reward/soft_overlong_punishment"] < 0, "of weight 0, but reported"
-        total = 1.5 * step["reward/mean"] + 0.1 * step["reward/judgment"]
+        total = 1.5 * step["reward/mean"] + 0.1 * step["reward/judge"]
         assert step["reward/total"] == pytest.approx(total)
 
 
