@@ -56,6 +56,7 @@ def _judging_rates(results: Sequence[Turn]) -> dict[str, float]:
     rates = {"f1_macro": float(discrimination_rates(counts)["f1_macro"])}
     scored = scored_solutions(results, "logprob")
     problems = sorted({one.problem for one in scored})
-    for name, cells in score_cells(scored, [0], problems).items():
+    seeds = sorted({one.seed for one in scored})
+    for name, cells in score_cells(scored, seeds, problems).items():
         rates[name] = float(SCORE_STATISTICS[name](cells.sum(axis=(0, 1))))
     return {name: value for name, value in rates.items() if value == value}

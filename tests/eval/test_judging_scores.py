@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 from statistics import mean
 
@@ -196,5 +197,7 @@ def test_validation_has_the_measures_that_exist() -> None:
     rates = validation_rates(turns)
     assert rates["auc"] == 1.0 and rates["f1_macro"] == 1.0
     assert rates["brier"] == pytest.approx((0.04 + 0.01) / 2)
+    later = [replace(turn, seed=7) for turn in turns]
+    assert validation_rates(later) == rates
     one_class = validation_rates(chain("p", "C", (4, 4)))
     assert not {"auc", "f1_macro", "brier"} & one_class.keys()

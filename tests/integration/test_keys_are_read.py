@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("reward.overlong_buffer.len=8", ROLLOUT + "quantization=fp8"),
     ),
     "grpo": (
-        *(ACTOR + "policy_loss=clip_cov", "reward.judge.weight=0.1"),
+        *(ACTOR + "policy_loss=clip_cov", "reward.judge.weight=0.1", "reward.judge.gate=-9"),
         *("reward.transition.wrong_to_right=0.1", "reward.reward_funcs=[critic,code_format]"),
         *(f"{ACTOR}optim.lr_scheduler_type=cosine", "trainer.test_freq=1"),
         "trainer.total_training_steps=null",
@@ -54,7 +54,6 @@ NOT_HERE = {
     ACTOR + "random_masking": "coupled GRPO, as in test_coupled_grpo.py",
     ACTOR + "p_mask_prompt": "the same",
     "actor_rollout_ref.ref.sync_mix": "the same",
-    "actor_rollout_ref.ref.sync_at": "a run with stages, as in test_judging_run.py",
     "trainer.profile_torch": "a profiled step, as in test_profile.py",
     **{
         key: "a proxy of that kind, as in test_proxies.py, which records its keys"
