@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--balanced-tests",
         action="store_true",
         help="test sets of as many right programs as mutants, each of a problem of its own; these "
-        "right programs are in no training file of the critic",
+        "right programs are in no training file",
     )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -118,10 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if not rows:
         raise UserError(
-            f"--longest-attempt={options.longest_attempt}: no such mutant passes so few tests"
+            f"--longest-attempt={options.longest_attempt}, --right-share={options.right_share}: "
+            "no program is left, right ones or mutants that pass so few tests"
         )
     with tool_output_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
-        write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
+        # A repair ends with the right program, which a balanced test asks about.
+        shown = [mutant for mutant in train if mutant.problem_id not in held_out]
+        write_examples(folder / "proxy_sft.parquet", proxy_examples(shown, problems, options.seed))
         taught = critic_examples(
             train,
             problems,

@@ -215,9 +215,11 @@ def _is_number(value: Any) -> bool:
 
 
 _JUDGING = Condition(
-    (".weight", "reward.schedule"),
-    lambda weight, schedule: bool(weight) or any("judge" in str(stage) for stage in schedule),
-    "{0} above 0, or {1} with a weight of judge",
+    (".weight", "reward.schedule", "reward.reward_funcs"),
+    lambda weight, schedule, names: (
+        bool(weight) or "judge" in names or any("judge" in str(stage) for stage in schedule)
+    ),
+    "{0} above 0, {1} with a weight of judge, or judge in {2}",
 )
 
 
@@ -227,8 +229,8 @@ class JudgeValues:
     solution."""
 
     weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
-    """Weight of the reward `judge`; with 0, and no mention in reward.schedule, it is not
-    computed."""
+    """Weight of the reward `judge`; with 0 it is computed only where reward.schedule or
+    reward.reward_funcs names it."""
     right: float = key(1.0, read=_JUDGING)
     """Reward of a true judgment."""
     wrong: float = key(0.0, read=_JUDGING)

@@ -741,6 +741,11 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
             "one of them out"
         )
+    elif "judge_gate" in names:
+        yield (
+            "reward.reward_funcs: 'judge_gate' is on with reward.judge.gate=NUMBER, which it puts "
+            "in the place of the sum; it earns nothing by itself"
+        )
     elif "reward_model" in names:
         yield (
             "reward.reward_funcs: 'reward_model' is on with reward_model.enable=true, not by its "
@@ -798,7 +803,8 @@ def _stages(config: Config) -> Iterator[str]:
         if number and stage.from_step == stages[number - 1].from_step:
             yield f"{place}: two stages begin there; make one of them"
         for name in stage.weights:
-            if name not in weights or not off.get(name, True):
+            on = name in reward.weights or off.get(name, name in weights)
+            if not on or name == "judge_gate":
                 yield (
                     f"{place}: {name} is no reward of this run; name it in reward.reward_funcs "
                     "(with weight 0 if it begins later), or turn its key on"

@@ -73,7 +73,7 @@ def read_labelled_answers(path: Path) -> list[LabelledAnswer]:
 
 
 def _correctness(value: Any, place: str) -> bool:
-    if value not in _CORRECTNESS:
+    if not isinstance(value, str) or value not in _CORRECTNESS:
         raise UserError(f"{place}: 'correctness' must be Correct or Error; it is {value!r}")
     return _CORRECTNESS[value]
 

@@ -95,13 +95,14 @@ def score_cells(
     scored: Sequence[ScoredSolution], seeds: Sequence[int], problems: Sequence[str]
 ) -> dict[str, Cells]:
     """The cells of ``auc``, ``ece`` and ``brier``, whose statistics are ``SCORE_STATISTICS``."""
-    levels = sorted({one.score for one in scored})
+    # At most a thousand levels: the columns of the AUC are twice as many.
+    levels = sorted({round(one.score, 3) for one in scored})
     level_of = {score: number for number, score in enumerate(levels)}
     parts: dict[str, list[tuple[int, int, Sequence[float]]]] = {}
     for one in scored:
         place = seeds.index(one.seed), problems.index(one.problem)
         counts = [0.0] * (2 * len(levels))
-        counts[level_of[one.score] + (0 if one.right else len(levels))] = 1.0
+        counts[level_of[round(one.score, 3)] + (0 if one.right else len(levels))] = 1.0
         bins = [0.0] * (3 * BINS)
         start = 3 * bin_of_score(one.score)
         bins[start : start + 3] = 1.0, one.score, float(one.right)

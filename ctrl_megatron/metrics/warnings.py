@@ -86,7 +86,8 @@ WARNINGS = (
 
 
 _VALIDATED = "val/revision_pass_rate"
-_REWARD = "reward/mean"
+_REWARDS = ("reward/total", "reward/mean")
+"""The reward of training is the sum, and where there is one function only, its mean."""
 _FALL, _RISE = 0.05, 0.02
 """Changes since the best validation that are more than noise of a few dozen rows."""
 
@@ -98,8 +99,9 @@ class StepWarnings:
         self._first: dict[str, float] = {}
         self._rewards: list[float] = []
         """Mean rewards of the steps since the last validation."""
-        self._best: tuple[float, float] | None = None
-        """The best validation so far, and the mean reward of the steps before it."""
+        self._best: tuple[float, float | None] | None = None
+        """The best validation so far, and the mean reward of the steps before it; None where it
+        came before all steps."""
 
     def check(self, metrics: Metrics) -> dict[str, str]:
         """Name and text of every warning of a step."""
@@ -114,15 +116,20 @@ class StepWarnings:
 
     def _diverging(self, metrics: Metrics) -> dict[str, str]:
         """A warning where the reward of training rises and that of validation falls."""
-        if _REWARD in metrics:
-            self._rewards.append(metrics[_REWARD])
-        if _VALIDATED not in metrics or not self._rewards:
+        self._rewards += [metrics[name] for name in _REWARDS if name in metrics][:1]
+        if _VALIDATED not in metrics:
             return {}
-        now, reward = metrics[_VALIDATED], sum(self._rewards) / len(self._rewards)
-        self._rewards = []
+        now, rewards = metrics[_VALIDATED], self._rewards
+        if not rewards:
+            self._best = now, None
+            return {}
+        reward, self._rewards = sum(rewards) / len(rewards), []
+        if self._best is not None and self._best[1] is None:
+            self._best = self._best[0], rewards[0]
         if self._best is None or now >= self._best[0]:
             self._best = now, reward
         best, reward_then = self._best
+        assert reward_then is not None
         if now > best - _FALL or reward < reward_then + _RISE:
             return {}
         return {

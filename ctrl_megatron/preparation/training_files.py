@@ -147,7 +147,8 @@ async def make_training_files(
         raise UserError(f"no row to train on is left ({reasons or 'no solutions'})")
     drawn_rows = len(train)
     if recipe.right_share is not None:
-        train, val = (_with_right_share(part, recipe) for part in (train, val))
+        train = _with_right_share(train, recipe, len(train))
+        val = _with_right_share(val, recipe, recipe.val_size)
         if not train and drawn_rows:
             raise UserError(
                 f"none of {drawn_rows} first solutions for reinforcement learning is left: all of "
@@ -227,10 +228,14 @@ def _examples(
     return examples, {"kept": len(examples), "of them right": of_right, **dropped.counts()}
 
 
-def _with_right_share(attempts: Sequence[Attempt], recipe: TrainingFileRecipe) -> list[Attempt]:
-    """The attempts of ``choose_by_right_share``, in the order that they have here."""
+def _with_right_share(
+    attempts: Sequence[Attempt], recipe: TrainingFileRecipe, most: int
+) -> list[Attempt]:
+    """At most ``most`` attempts of ``choose_by_right_share``, in the order that they have here."""
     assert recipe.right_share is not None
     right, wrong = ([a for a in attempts if (a.pass_rate == 1.0) is side] for side in (True, False))
+    of_right = round(most * recipe.right_share)
+    right, wrong = right[:of_right], wrong[: most - of_right]
     chosen = choose_by_right_share(
         right, wrong, recipe.right_share, recipe.seed, lambda attempt: attempt.problem.id
     )

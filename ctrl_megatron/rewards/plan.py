@@ -79,7 +79,8 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
     terms: dict[str, float] = {}
     if reward.overlong_buffer.enable:
         terms["overlong"] = reward.overlong_buffer.penalty_factor
-    if reward.judge.weight or any("judge" in stage.weights for stage in reward.stages):
+    scheduled = any("judge" in stage.weights for stage in reward.stages)
+    if reward.judge.weight or (scheduled and "judge" not in reward.weights):
         terms["judge"] = reward.judge.weight
     if reward.judge.gate is not None:
         terms["judge_gate"] = 0.0

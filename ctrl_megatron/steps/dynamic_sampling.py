@@ -63,7 +63,15 @@ class DynamicSampling:
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""
         config, wanted = worker.config, worker.config.data.train_batch_size
-        useful, drawn = worker.leftover.take_all(), list[Sample]()
+        weighted = partial(
+            groups_with_varied_rewards,
+            weights=worker.step_weights,
+            gate=config.reward.judge.gate,
+            separately=reads_reward_parts(config.algorithm.adv_estimator),
+        )
+        # Groups that were left over under the weights of an earlier stage may differ no more.
+        useful = weighted([sample for group in worker.leftover.take_all() for sample in group])
+        drawn = list[Sample]()
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
@@ -72,12 +80,7 @@ class DynamicSampling:
             worker.count_judge_requests()
             everything = [row for part in worker.groups.gather_data_ranks(fresh) for row in part]
             require_rewards(everything, worker.step_weights)
-            teaching = groups_with_varied_rewards(
-                everything,
-                worker.step_weights,
-                gate=config.reward.judge.gate,
-                separately=reads_reward_parts(config.algorithm.adv_estimator),
-            )
+            teaching = weighted(everything)
             useful += teaching
             new += len(teaching)
             sampled += len({row.uid for row in everything})

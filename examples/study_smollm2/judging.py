@@ -108,7 +108,7 @@ def pieces(people: Path | None) -> Iterator[tuple[Path, list[str]]]:
 
 def test_sets(people: Path | None) -> dict[str, str]:
     """Name -> file of first solutions."""
-    own = {name: f"{DATA}/{name}.parquet" for name in ("unseen_mutants", "unseen_problems")}
+    own = {"unseen_problems": f"{DATA}/unseen_problems.parquet"}
     return own if people is None else {**own, "people": str(people)}
 
 

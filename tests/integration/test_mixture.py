@@ -19,8 +19,8 @@ MIXED = (
     "actor_rollout_ref.rollout.n=4",
     "data.mixture=[4,1,1]",
     "data.val_files=[]",
-    "reward.reward_funcs=[critic,code,judgment]",
-    "reward.reward_tasks={critic: [critique], code: [solving], judgment: [judging]}",
+    "reward.reward_funcs=[critic,code,judge]",
+    "reward.reward_tasks={critic: [critique], code: [solving], judge: [judging]}",
 )
 
 

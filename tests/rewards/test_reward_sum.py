@@ -307,9 +307,14 @@ def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
         (("reward.reward_funcs=[delta]",), "delta differs from critic by a constant"),
         (("reward.reward_funcs=[critic,delta]",), "trains as one with critic alone"),
         (("reward.reward_funcs=[delta]", "algorithm.adv_estimator=gae"), ""),
+        (("reward.reward_funcs=[delta]", "reward.judge.gate=-1"), ""),
+        (("reward.transition.wrong_to_right=1", "reward.reward_weights=[0]"), ""),
         (("reward.reward_funcs=[delta]", "reward.judge.weight=1"), ""),
         (
-            ("reward.transition.wrong_to_right=1", "reward.reward_weights=[0]"),
+            (
+                "reward.transition={wrong_to_right: 1, right_to_wrong: -1}",
+                "reward.reward_weights=[0]",
+            ),
             "reward.transition has one value",
         ),
         (

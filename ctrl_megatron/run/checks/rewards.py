@@ -42,7 +42,10 @@ def inert_reward_warnings(config: Config) -> list[str]:
     algorithm, stages = config.algorithm, config.reward.stages
     used = {name for name, planned in plan_rewards(config).functions.items() if planned.weight}
     used |= {name for stage in stages for name, weight in stage.weights.items() if weight}
-    in_group = algorithm.adv_estimator in {*ADV_ESTIMATORS} - {"gae", "reinforce_plus_plus"}
+    if config.reward.judge.gate is not None:
+        return []
+    whole = {"gae", "reinforce_plus_plus", "remax"}
+    in_group = algorithm.adv_estimator in {*ADV_ESTIMATORS} - whole
     if "delta" in used and used <= {"critic", "delta"} and in_group:
         return [
             "warning: within the critiques of one first solution the reward delta differs from "
@@ -52,7 +55,10 @@ def inert_reward_warnings(config: Config) -> list[str]:
     divided = algorithm.adv_estimator == "gdpo" or (
         algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo
     )
-    if used == {"transition"} and divided:
+    table = config.reward.transition
+    rises = table.wrong_to_right > table.wrong_to_wrong
+    rises = rises and table.right_to_right > table.right_to_wrong
+    if used == {"transition"} and divided and rises:
         return [
             "warning: within the critiques of one first solution reward.transition has one value "
             "where the revision passes and one where it fails, and the division by the group's "
