@@ -108,7 +108,7 @@ def pieces(people: Path | None) -> Iterator[tuple[Path, list[str]]]:
 
 def test_sets(people: Path | None) -> dict[str, str]:
     """Name -> file of first solutions."""
-    own = {"unseen_problems": f"{DATA}/unseen_problems.parquet"}
+    own = {name: f"{DATA}/{name}.parquet" for name in ("unseen_problems", "unseen_mutants")}
     return own if people is None else {**own, "people": str(people)}
 
 
@@ -194,39 +194,38 @@ def _program(request: str) -> str:
 # Tables
 
 
-def results_of(name: str, base: str) -> list[CriticResult]:
-    """The results of the arms on a test set, all seeds together, the arm ``base`` first."""
-    turns = read_evaluation(RUNS / name).turns
-    seeds = max((seeds for seeds, _ in ARMS.values()), key=len)
-    by_arm: dict[str, list[Turn]] = {}
-    for turn in turns:
-        arm, _, seed = turn.critic.rpartition(".")
-        if not arm:
-            # All arms begin with these weights: they stand beside every seed.
-            by_arm.setdefault("SFT", []).extend(replace(turn, critic="SFT", seed=s) for s in seeds)
-        else:
-            by_arm.setdefault(arm, []).append(replace(turn, critic=arm, seed=int(seed)))
-    firsts = [turn for turn in by_arm["SFT"] if turn.sample == 0]
-    for turn in baseline_turns(firsts):
-        by_arm.setdefault(turn.critic, []).append(turn)
-    order = [base, *(arm for arm in by_arm if arm != base)]
-    return evaluate_turns([t for arm in order for t in by_arm[arm]], confidence="logprob")
+def turns_by_critic(name: str) -> dict[str, list[Turn]]:
+    """What SFT, every arm's seeds (ARM.SEED) and the baselines said on a test set. Seeds stay
+    apart: scores of models that were trained differently have no common scale."""
+    found: dict[str, list[Turn]] = {}
+    for turn in read_evaluation(RUNS / name).turns:
+        found.setdefault(turn.critic, []).append(turn)
+    for turn in baseline_turns([turn for turn in found["SFT"] if turn.sample == 0]):
+        found.setdefault(turn.critic, []).append(turn)
+    return found
 
 
-def single_seeds(name: str) -> list[CriticResult]:
-    """The results of every arm and seed by itself."""
-    return evaluate_turns(read_evaluation(RUNS / name).turns, confidence="logprob")
+def compare(turns: dict[str, list[Turn]], base: str, critics: Sequence[str]) -> list[CriticResult]:
+    """The results of ``base`` and of the critics, with their gains over it."""
+    return evaluate_turns([t for c in (base, *critics) for t in turns[c]], confidence="logprob")
 
 
-def table(results: Sequence[CriticResult], names: Sequence[str], *, gains: bool) -> str:
-    """Markdown: a row for every result, with intervals."""
+def table_head(names: Sequence[str]) -> str:
+    """The first two lines of a table in Markdown."""
     head = ["critic", *map(rate_in_words, names)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head)))
+
+
+def table(
+    results: Sequence[CriticResult], names: Sequence[str], *, gains: bool, bare: bool = False
+) -> str:
+    """Markdown: a row for every result, with intervals; ``bare`` without a head."""
     rows = [
         [r.critic, *(_cell((r.gains if gains else r.last_turn_rates).get(n), n) for n in names)]
         for r in (results[1:] if gains else results)
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*([] if bare else [table_head(names)]), *lines])
 
 
 def _cell(rate: Estimate | None, name: str) -> str:
@@ -253,14 +252,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
     parts = []
     for name in test_sets(options.people):
-        together = results_of(name, "SFT")
-        parts += [f"## {name}", "All seeds together.", table(together, RATES, gains=False)]
-        parts += ["Gains over SFT.", table(together, GAINS, gains=True)]
-        against = results_of(name, "repair")
-        parts += ["Gains over repair alone.", table(against, GAINS, gains=True)]
-        against = results_of(name, "surface")
-        parts += ["Gains over the surface regression.", table(against, GAINS[1:], gains=True)]
-        parts += ["Single seeds.", table(single_seeds(name), RATES, gains=False)]
+        turns = turns_by_critic(name)
+        others = [critic for critic in turns if critic != "SFT"]
+        trained = [critic for critic in others if "." in critic]
+        every = compare(turns, "SFT", others)
+        parts += [f"## {name}", table(every, RATES, gains=False)]
+        parts += ["Gains over SFT.", table(compare(turns, "SFT", trained), GAINS, gains=True)]
+        for base in ("repair", "surface"):
+            rows = [table_head(GAINS)]
+            for critic in trained:
+                arm, _, seed = critic.rpartition(".")
+                if arm != base:
+                    against = f"repair.{seed}" if base == "repair" else base
+                    rows.append(
+                        table(compare(turns, against, [critic]), GAINS, gains=True, bare=True)
+                    )
+            parts += [f"Gains over {base}, of the same seed.", "\n".join(rows)]
     RUNS.mkdir(parents=True, exist_ok=True)
     write_text_atomically(RUNS / "tables.md", "\n\n".join(parts) + "\n")
     print(f"wrote {RUNS / 'tables.md'}")
