@@ -25,6 +25,7 @@ from ctrl_megatron.algorithms.covariance import (
 )
 from ctrl_megatron.algorithms.group_advantages import (
     compute_cpgd_outcome_advantage,
+    compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
@@ -57,6 +58,7 @@ from ctrl_megatron.algorithms.registry import (
     PolicyLossTerms,
     estimate_advantages,
     get_adv_estimator,
+    reads_reward_parts,
     register_adv_est,
     register_policy_loss,
     required_estimator_inputs,

@@ -11,8 +11,13 @@ from __future__ import annotations
 
 import torch
 
-from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex
-from ctrl_megatron.algorithms.masked import Reduce, identity_reduce, masked_whiten
+from ctrl_megatron.algorithms.groups import GroupedScores, GroupIndex, advantage_dtype
+from ctrl_megatron.algorithms.masked import (
+    Reduce,
+    identity_reduce,
+    masked_whiten,
+    zero_outside_mask,
+)
 from ctrl_megatron.algorithms.registry import register_adv_est
 
 # Differences to the mean below this share of the group's largest score are rounding.
@@ -41,6 +46,55 @@ def compute_grpo_outcome_advantage(
         advantages = advantages / (group.std() + epsilon)
     found = group.broadcast_to_tokens(advantages)
     return found, found
+
+
+@register_adv_est("gdpo")
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    reward_parts: torch.Tensor,
+    reward_weights: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    reduce: Reduce = identity_reduce,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whitened sum, sum) of ``reward_weights`` (K,) times the group-relative advantages of every
+    column of ``reward_parts`` (B, K), on every token of the row.
+
+    A column is normalised as ``grpo`` does, over the rows of the group where it is known: a reward
+    that is NaN is left out of its group's mean and of the row's sum. The sum is then whitened over
+    the rows of the whole batch: (sum - mean) / (std + epsilon), both unbiased. Source: GDPO, arXiv
+    2601.05242. Its implementations differ: this is TRL's rule
+    (``normalize_then_sum``), whereas verl whitens over tokens, so that long rows weigh more, and
+    the authors' code takes an unknown reward for an average one.
+    """
+    rows = torch.zeros(len(reward_parts), dtype=torch.float64, device=reward_parts.device)
+    for column, weight in zip(reward_parts.unbind(dim=1), reward_weights.tolist(), strict=True):
+        known = response_mask.bool() & ~column.isnan()[:, None]
+        scores, values = torch.zeros_like(known, dtype=torch.float64), column.nan_to_num(0.0)
+        # Any one token under the mask: a score is the sum of them.
+        first = known.int().argmax(dim=1, keepdim=True)
+        scores.scatter_(1, first, values.double()[:, None])
+        group = GroupedScores(scores, known, index)
+        relative = group.scores - group.mean()
+        if norm_adv_by_std_in_grpo:
+            relative = relative / (group.std() + epsilon)
+        compared = group.counted & (group.count > 1)
+        rows += weight * torch.where(compared, relative, 0.0)
+    counted = response_mask.bool().any(dim=-1)
+    count, total, squares = reduce(
+        torch.stack([counted.double().sum(), rows.sum(), rows.square().sum()])
+    ).unbind()
+    # The rows' mean is nearly 0, since each group's is, so that this difference cancels nothing.
+    variance = (squares - total * total / count.clamp(min=1)) / (count - 1).clamp(min=1)
+    whitened = (rows - total / count.clamp(min=1)) / (variance.clamp(min=0).sqrt() + epsilon)
+    dtype = advantage_dtype(reward_parts)
+    advantages, returns = (
+        zero_outside_mask(one.to(dtype)[:, None].expand(response_mask.shape), response_mask)
+        for one in (whitened, rows)
+    )
+    return advantages, returns
 
 
 @register_adv_est("grpo_passk")

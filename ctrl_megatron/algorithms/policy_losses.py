@@ -222,6 +222,34 @@ def geo_mean_terms(
     return policy_loss_terms(zero_outside_mask(rows, response_mask), log_ratio, held != log_ratio)
 
 
+@register_policy_loss("sapo", loss_agg_mode="seq-mean-token-mean")
+def sapo_terms(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    rollout_is_weights: torch.Tensor | None = None,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> PolicyLossTerms:
+    """A soft gate in place of the clip: -A sigmoid(tau (r - 1)) 4 / tau.
+
+    tau is ``tau_pos`` where A > 0 and else ``tau_neg``; a larger one lets off-policy tokens fade
+    sooner. The gate's slope is 1 at r = 1, so that the first step on a batch is REINFORCE's.
+    ``clipped`` is 0. Raises ValueError for a tau of 0 or less. Source: SAPO, arXiv 2511.20347.
+    """
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
+    log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
+    gains = zero_outside_mask(advantages, response_mask)
+    tau = torch.where(gains > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (clamped_ratio(log_ratio) - 1)) * (4 / tau)
+    return policy_loss_terms(
+        apply_is_weights(-gains * gate, rollout_is_weights, response_mask), log_ratio
+    )
+
+
 @register_policy_loss("gpg")
 def gpg_terms(
     old_log_prob: torch.Tensor,

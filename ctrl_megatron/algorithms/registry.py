@@ -70,11 +70,20 @@ AdvEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Some of ``ESTIMATOR_INPUTS`` as named arguments -> (advantages, returns), both (B, R)."""
 ESTIMATOR_INPUTS = (
     *("token_level_rewards", "response_mask", "index", "values", "reward_baselines", "reduce"),
-    *("gamma", "lam", "norm_adv_by_std_in_grpo", "weight_factor_in_cpgd"),
+    *(
+        "reward_parts",
+        "reward_weights",
+        "gamma",
+        "lam",
+        "norm_adv_by_std_in_grpo",
+        "weight_factor_in_cpgd",
+    ),
 )
-"""Arguments that an estimator may name: tensors of the batch (``index``: group ids), the function
-``reduce``, which adds a (K,) float64 tensor of the rows' sums over the whole batch, and keys of
-``algorithm``. Every other argument is an option: ``algorithm.adv_estimator_options``."""
+"""Arguments that an estimator may name: tensors of the batch (``index``: group ids;
+``reward_parts`` (B, K): the rewards of single functions, NaN where unknown, with their
+``reward_weights`` (K,)), the function ``reduce``, which adds a (K,) float64 tensor of the rows'
+sums over the whole batch, and keys of ``algorithm``. Every other argument is an option:
+``algorithm.adv_estimator_options``."""
 
 ADV_ESTIMATOR_REGISTRY: Registry[AdvEstimator] = Registry("advantage estimator")
 """The advantage estimators by the name that `algorithm.adv_estimator` takes."""
@@ -114,6 +123,12 @@ def required_estimator_inputs(name: str | Enum) -> set[str]:
     """The arguments of the estimator without a default; ValueError for an unknown name."""
     named = explicit_parameters(get_adv_estimator(name))
     return {key for key, p in named.items() if p.default is p.empty} - {"reduce"}
+
+
+def reads_reward_parts(name: str | Enum) -> bool:
+    """Whether the estimator combines the rewards of single functions itself, as ``gdpo`` does.
+    ValueError for an unknown name."""
+    return "reward_parts" in explicit_parameters(get_adv_estimator(name))
 
 
 def _checked(

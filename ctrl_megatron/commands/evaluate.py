@@ -32,6 +32,7 @@ from ctrl_megatron.errors import STOPPED, UserError, raise_all
 
 if TYPE_CHECKING:
     from ctrl_megatron.eval.results import CriticResult
+    from ctrl_megatron.eval.scores import Confidence
 
 _PROXY = "actor_rollout_ref.proxy"
 _READ_BY = {"shared": {"model"}, "engine": {"model", "engine"}, "api": {"api"}}
@@ -69,6 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--pairs", type=existing_file, help="responses to compare, in JudgeBench's format"
     )
     parser.add_argument(
+        "--labelled",
+        type=existing_file,
+        help="answers to judge whose verdict is known, in CodeCriticBench's or RealCritic's format",
+    )
+    parser.add_argument(
         "--proxy",
         nargs="+",
         default=[],
@@ -81,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         metavar="NAME=FILE",
         help="first solutions by the proxy of that name; the others revise those of data.val_files",
+    )
+    parser.add_argument(
+        "--confidence",
+        choices=("votes", "logprob"),
+        default="votes",
+        help="scores of first solutions, for auc, ece, brier and best of n: the share of critiques "
+        "that say correct, or the probability of that word; transcripts have both",
     )
     options = parser.parse_args(arguments)
     critics = dict(text.split("=", 1) for text in options.critics if "=" in text)
@@ -100,13 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan=plan,
         seeds=tuple(options.seeds),
         pairs=options.pairs,
+        labelled=options.labelled,
         overwrite=options.overwrite,
     )
     if not proxies:
         if not evaluate(config, job):
             return STOPPED
         if read_launch().rank == 0:
-            _report(out, options.samples)
+            _report(out, options.samples, options.confidence)
         return 0
     configs = _configs(options, out, proxies, critics)
     for name, config in configs.items():
@@ -115,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not evaluate(config, job):
             return STOPPED
     if read_launch().rank == 0:
-        _compare([out / name for name in configs], out, options.samples)
+        _compare([out / name for name in configs], out, options.samples, options.confidence)
     return 0
 
 
@@ -227,21 +241,22 @@ def _in(out: Path | None, config: Config) -> Config:
     return config.replace_groups(trainer=dataclasses.replace(config.trainer, **place))
 
 
-def _report(folder: Path, samples: int) -> None:
+def _report(folder: Path, samples: int, confidence: Confidence) -> None:
     from ctrl_megatron.eval.report import write_evaluation_report
 
-    _tell(write_evaluation_report(folder, ks=sorted({1, samples})))
+    _tell(write_evaluation_report(folder, ks=sorted({1, samples}), confidence=confidence))
     print(f"wrote {folder / 'report.html'}")
 
 
-def _compare(folders: Sequence[Path], out: Path, samples: int) -> None:
+def _compare(folders: Sequence[Path], out: Path, samples: int, confidence: Confidence) -> None:
     """Report every evaluation and all of them together."""
     from ctrl_megatron.eval.report import write_evaluation_report, write_evaluations_report
 
     ks = sorted({1, samples})
     for folder in folders:
-        write_evaluation_report(folder, ks=ks)
-    _tell(write_evaluations_report(folders, out / "report.html", ks=ks))
+        write_evaluation_report(folder, ks=ks, confidence=confidence)
+    target = out / "report.html"
+    _tell(write_evaluations_report(folders, target, ks=ks, confidence=confidence))
     print(f"wrote {out / 'report.html'}")
 
 

@@ -140,7 +140,9 @@ def _tree_options(options: argparse.Namespace) -> TreeOptions:
                 f"{limit} tokens of a {name} leave no room for its prompt in --max-model-len="
                 f"{options.max_model_len}"
             )
-        drawn[name] = SamplingParams(max_tokens=limit, temperature=heat, top_p=options.top_p)
+        drawn[name] = SamplingParams(
+            max_tokens=limit, temperature=heat, top_p=options.top_p, log_probs=False
+        )
     return TreeOptions(
         widths=tuple(options.widths),
         critiques=options.critiques,

@@ -3,8 +3,8 @@
 ``ctrl-prepare-mutants --out runs/mutants`` writes ``proxy_sft.parquet`` (following a
 critique), ``critic_sft.parquet`` (naming the fault), ``rl.parquet`` (first solutions to criticise),
 the test sets ``unseen_mutants.parquet`` and ``unseen_problems.parquet``, and two critiques of each
-test row: one that names the fault (``oracle.jsonl``) and one that finds none (``bland.jsonl``).
-Programs of ``rl.parquet`` and the test sets pass few of their own tests.
+test row: one that names the fault (``oracle.jsonl``; none of a right program) and one that finds
+none (``bland.jsonl``). Programs of ``rl.parquet`` and the test sets pass few of their own tests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from random import Random
 from ctrl_megatron.checkpoint.files import require_replaceable_files, tool_output_files
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, existing_path, output_path, share
-from ctrl_megatron.data.rows import write_rows
+from ctrl_megatron.data.rows import Row, write_rows
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutants import (
     BLAND,
-    attempt_row,
     critic_examples,
+    evaluation_rows,
     oracle_critique,
     proxy_examples,
     read_mutants,
@@ -65,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--right-share", type=share, default=0.0, help="share of right programs in rl.parquet"
     )
+    parser.add_argument(
+        "--sft-right-share",
+        type=share,
+        help="share of right programs in critic_sft.parquet; by default it has 80 of them",
+    )
+    parser.add_argument(
+        "--balanced-tests",
+        action="store_true",
+        help="test sets of as many right programs as mutants, each of a problem of its own; these "
+        "right programs are in no training file",
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     require_replaceable_files(options.out, _FILES, _TOOL, overwrite=options.overwrite)
@@ -88,6 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "passes so few tests"
             )
     train, rng = splits["train"], Random(options.seed)
+    tests: dict[str, list[Row]] = {}
+    for name in _TESTS:
+        most = len(few[name]) if options.balanced_tests else options.test_size
+        drawn = rng.sample(few[name], min(most, len(few[name])))
+        tests[name] = evaluation_rows(
+            drawn, problems, options.test_size, right=options.balanced_tests
+        )
+    held_out = {row.problem_id for rows in tests.values() for row in rows if row.pass_rate == 1.0}
     rows = rl_rows(
         train,
         problems,
@@ -95,38 +114,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         highest_pass_rate=options.highest_pass_rate,
         longest=options.longest_attempt,
         right_share=options.right_share,
+        held_out=held_out,
     )
     if not rows:
         raise UserError(
-            f"--longest-attempt={options.longest_attempt}: no such mutant passes so few tests"
+            f"--longest-attempt={options.longest_attempt}, --right-share={options.right_share}: "
+            "no program is left, right ones or mutants that pass so few tests"
         )
     with tool_output_files(options.out, _FILES, _TOOL, overwrite=options.overwrite) as folder:
-        write_examples(folder / "proxy_sft.parquet", proxy_examples(train, problems, options.seed))
-        write_examples(
-            folder / "critic_sft.parquet", critic_examples(train, problems, options.seed)
+        # A repair ends with the right program, which a balanced test asks about.
+        shown = [mutant for mutant in train if mutant.problem_id not in held_out]
+        write_examples(folder / "proxy_sft.parquet", proxy_examples(shown, problems, options.seed))
+        taught = critic_examples(
+            train,
+            problems,
+            options.seed,
+            right_share=options.sft_right_share,
+            held_out=held_out,
         )
+        write_examples(folder / "critic_sft.parquet", taught)
         write_rows(folder / "rl.parquet", rows)
-        kept = {}
-        for name in _TESTS:
-            kept[name] = rng.sample(few[name], min(options.test_size, len(few[name])))
-            attempts = [attempt_row(m, problems[m.problem_id]) for m in kept[name]]
+        for name, attempts in tests.items():
             write_rows(folder / f"{name}.parquet", attempts)
-        tested = [mutant for members in kept.values() for mutant in members]
-        for name, said in (
-            ("oracle", [oracle_critique(m.wrong, m.right) for m in tested]),
-            ("bland", [BLAND] * len(tested)),
-        ):
+        tested = [row for attempts in tests.values() for row in attempts]
+        for name, said in (("oracle", map(_oracle, tested)), ("bland", [BLAND] * len(tested))):
             lines = [
-                json.dumps({"id": mutant.id, "critique": critique}) + "\n"
-                for mutant, critique in zip(tested, said, strict=True)
+                json.dumps({"id": row.id, "critique": critique}) + "\n"
+                for row, critique in zip(tested, said, strict=True)
             ]
             (folder / f"{name}.jsonl").write_text("".join(lines))
     print(
         f"{options.out}: {len(train)} mutants to train on, {len(rows)} programs for reinforcement "
         "learning; test sets: "
-        + " and ".join(f"{len(kept[name])} of {len(splits[name])} {name}" for name in _TESTS)
+        + " and ".join(f"{len(tests[name])} {name} of {len(splits[name])}" for name in _TESTS)
     )
     return 0
+
+
+def _oracle(row: Row) -> str:
+    return oracle_critique(row.extra["wrong"], row.extra["right"]) if row.extra["wrong"] else BLAND
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import count_flag, output_path
@@ -16,6 +17,9 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import is_evaluation, read_evaluation
 from ctrl_megatron.metrics.report import write_comparison, write_report
 from ctrl_megatron.metrics.report.run_files import read_run_files
+
+if TYPE_CHECKING:
+    from ctrl_megatron.eval.scores import Confidence
 
 _TITLE = b"<!doctype html>"
 
@@ -35,12 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="K",
         help="evaluations: report pass@K; defaults to the K of the existing report",
     )
+    parser.add_argument(
+        "--confidence",
+        choices=("votes", "logprob"),
+        help="evaluations: scores by votes or by the judgment's probability; defaults to those of "
+        "the existing report",
+    )
     options = parser.parse_intermixed_args(arguments)
     evaluations = [folder for folder in options.runs if is_evaluation(folder)]
     if evaluations and len(evaluations) < len(options.runs):
         run = next(folder for folder in options.runs if folder not in evaluations)
         raise UserError(f"{evaluations[0]} is an evaluation and {run} is none; compare alike")
     ks = _pass_at(options.pass_at, evaluations)
+    confidence = options.confidence or _confidence(evaluations)
     if len(options.runs) == 1:
         (folder,) = options.runs
         if options.out is not None:
@@ -48,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if evaluations:
             from ctrl_megatron.eval.report import write_evaluation_report
 
-            write_evaluation_report(folder, ks=ks)
+            write_evaluation_report(folder, ks=ks, confidence=confidence)
             print(f"wrote {folder / 'report.html'}")
         else:
             print(f"wrote {write_report(folder)}")
@@ -61,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ctrl_megatron.eval.report import write_evaluations_report
 
         _check_beside(out)
-        write_evaluations_report(options.runs, out, ks=ks)
+        write_evaluations_report(options.runs, out, ks=ks, confidence=confidence)
     else:
         write_comparison(options.runs, out)
     print(f"wrote {out}")
@@ -75,6 +86,19 @@ def _pass_at(given: list[int] | None, evaluations: Sequence[Path]) -> list[int]:
 
     found = given or [k for folder in evaluations for k in ks_of_existing_report(folder)]
     return sorted({1, *found})
+
+
+def _confidence(evaluations: Sequence[Path]) -> Confidence:
+    from ctrl_megatron.eval.report import confidence_of_existing_report
+
+    found: list[Confidence] = [confidence_of_existing_report(one) for one in evaluations]
+    if len({*found}) > 1:
+        raise UserError(
+            "the evaluations' reports have scores of different kinds",
+            key="--confidence",
+            remedy="give votes or logprob",
+        )
+    return found[0] if found else "votes"
 
 
 def _tell_left_out(folder: Path) -> None:

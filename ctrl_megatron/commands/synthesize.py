@@ -178,6 +178,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--val-size", type=count_flag(0), default=40, help="held-out attempts at most"
     )
     parser.add_argument("--balance", action="store_true", help="as many right as wrong in SFT")
+    parser.add_argument(
+        "--right-share",
+        type=float_flag(0, 1),
+        help="share of right first solutions in train.parquet and val.parquet, by problem: those "
+        "with a right and a wrong one come first; by default all are kept",
+    )
     parser.add_argument("--max-difficulty", type=int, help="hardest level used")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -221,6 +227,7 @@ def _recipe(options: argparse.Namespace, shares: SplitShares) -> TrainingFileRec
         temperature=options.temperature,
         n=options.n,
         seed=options.seed,
+        log_probs=False,
     )
     return TrainingFileRecipe(
         shares=shares,
@@ -230,10 +237,12 @@ def _recipe(options: argparse.Namespace, shares: SplitShares) -> TrainingFileRec
             temperature=options.critique_temperature,
             n=options.critique_draws,
             seed=options.seed,
+            log_probs=False,
         ),
         revisions=replace(drawn, temperature=0.0, n=1),
         balance=options.balance,
         val_size=options.val_size,
+        right_share=options.right_share,
         seed=options.seed,
     )
 

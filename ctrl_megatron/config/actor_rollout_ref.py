@@ -94,7 +94,9 @@ ADAPTERS = Condition(
     "{0} of 1 or more",
 )
 """The condition of keys of adapters."""
-POLICY_LOSSES = ("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean")
+POLICY_LOSSES = (
+    *("vanilla", "gspo", "cpgd", "gpg", "cispo", "clip_cov", "kl_cov", "geo_mean", "sapo"),
+)
 
 
 def _losses(*names: str) -> Condition:
@@ -111,7 +113,9 @@ _AHEAD = Condition((".staleness",), lambda steps: steps > 0, "{0} above 0")
 _SAMPLES = Range(
     "greater than 0; at 0, which is greedy, all critiques of a prompt are equal", ABOVE_0.holds
 )
-_SYNCED = Condition((".sync_steps",), bool, "{0} of 1 or more")
+_SYNCED = Condition(
+    (".sync_steps", ".sync_at"), lambda steps, at: bool(steps or at), "{0} of 1 or more, or {1}"
+)
 _CACHING = when(".name", *(name for name, kind in ENGINES.items() if kind.reserves_cache))
 
 
@@ -309,9 +313,17 @@ class ReferenceModel:
     sync_steps: int | None = key(None, AT_LEAST_1)
     """Training steps after which the reference gets the actor's weights, again and again; None
     never. Checkpoints then have the reference too."""
+    sync_at: tuple[int, ...] = key((), AT_LEAST_1)
+    """Training steps after which it gets them once, such as the last one of each stage of
+    reward.schedule."""
     sync_mix: float = key(1.0, SOME_SHARE, read=_SYNCED)
     """Share of the actor's weights in the reference's new ones; the rest are its own."""
     megatron: RoleLayout = group(RoleLayout, read=_APART)
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether it gets the actor's weights at some steps."""
+        return self.sync_steps is not None or bool(self.sync_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from ctrl_megatron.config.keys import (
     AT_LEAST_0,
     AT_LEAST_1,
     SHARE,
+    SOME_SHARE,
     Condition,
     Range,
     Secret,
@@ -26,10 +28,11 @@ from ctrl_megatron.config.keys import (
     when,
 )
 from ctrl_megatron.config.reward_model import REWARD_MODEL
+from ctrl_megatron.errors import UserError
 
 ADV_ESTIMATORS = (
     *("grpo", "gae", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    *("remax", "opo", "gpg", "cpgd", "grpo_passk"),
+    *("remax", "opo", "gpg", "cpgd", "grpo_passk", "gdpo"),
 )
 
 VALUE_MODEL = Condition(
@@ -104,7 +107,7 @@ class Algorithm:
     """Discount per token."""
     lam: float = key(1.0, SHARE, read=_estimators("gae"))
     """Trace decay of GAE."""
-    norm_adv_by_std_in_grpo: bool = key(True, read=_estimators("grpo", "grpo_passk"))
+    norm_adv_by_std_in_grpo: bool = key(True, read=_estimators("grpo", "grpo_passk", "gdpo"))
     """Divide by the group's standard deviation; False gives Dr.GRPO."""
     weight_factor_in_cpgd: Literal["STD_weight", "clip_filter_like_weight", "naive"] = key(
         "STD_weight", read=_estimators("cpgd")
@@ -185,6 +188,62 @@ class OverlongBuffer:
     """Punishment at the limit."""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardStage:
+    """Weights of reward functions from a training step on (an entry of ``reward.schedule``)."""
+
+    from_step: int
+    weights: dict[str, float]
+
+    @classmethod
+    def from_config(cls, number: int, stage: dict[str, Any]) -> RewardStage:
+        """The stage in entry ``number`` of the key. Raises UserError that names the entry."""
+        first, weights = stage.get("from_step"), stage.get("weights")
+        named = stage.keys() == {"from_step", "weights"} and type(first) is int and first >= 1
+        if not (named and isinstance(weights, dict) and all(map(_is_number, weights.values()))):
+            raise UserError(
+                f"{stage!r} is no stage",
+                key=f"reward.schedule[{number}]",
+                remedy="write {from_step: 21, weights: {judge: 0.2}}; the first step is 1",
+            )
+        assert isinstance(first, int)
+        return cls(first, {name: float(weight) for name, weight in weights.items()})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_JUDGING = Condition(
+    (".weight", "reward.schedule", "reward.reward_funcs"),
+    lambda weight, schedule, names: (
+        bool(weight) or "judge" in names or any("judge" in str(stage) for stage in schedule)
+    ),
+    "{0} above 0, {1} with a weight of judge, or judge in {2}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeValues:
+    """The reward of a critique's judgment, "Overall judgment: Correct" or "Incorrect", of the first
+    solution."""
+
+    weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
+    """Weight of the reward `judge`; with 0 it is computed only where reward.schedule or
+    reward.reward_funcs names it."""
+    right: float = key(1.0, read=_JUDGING)
+    """Reward of a true judgment."""
+    wrong: float = key(0.0, read=_JUDGING)
+    """Reward of a false judgment; -1 in the code of Critique-RL."""
+    unreadable: float = key(0.0, read=_JUDGING)
+    """Reward of a critique without a judgment; -1 there."""
+    correct_if: float = key(1.0, SOME_SHARE, read=REVISIONS)
+    """Share of its tests that a right first solution passes at least; 1 is all of them."""
+    gate: float | None = key(None, read=REVISIONS)
+    """The total reward of a critique with a false judgment or none, whatever its revision earns;
+    None for no such rule."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionBonuses:
     """Numbers that are added to the reward, by the verdicts of first solution and revision; an
@@ -211,10 +270,14 @@ class Reward:
 
     reward_funcs: tuple[str, ...] = ("critic",)
     """Functions whose weighted sum is the reward of a critique: critic (the pass rate of its
-    revision), code, binary_code, code_format, ioi_code, soft_overlong_punishment, module:function
-    or FILE.py:function."""
+    revision), delta (that less the first solution's), code, binary_code, code_format, ioi_code,
+    soft_overlong_punishment, module:function or FILE.py:function."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty for 1 each."""
+    schedule: tuple[dict[str, Any], ...] = ()
+    """Stages whose weights differ: `[{from_step: 1, weights: {critic: 0, judge: 1}}, {from_step:
+    21, weights: {critic: 1, judge: 0.2}}]`. A weight that a stage does not name stays as it was.
+    The rewards of a step are added with the weights of that step."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Reward function -> its options."""
     reward_tasks: dict[str, Any] = field(default_factory=dict)
@@ -259,8 +322,7 @@ class Reward:
     run has its texts."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
-    judgment_weight: float = key(0.0, AT_LEAST_0, read=REVISIONS)
-    """Added to the reward if the judgment of the first solution is right; an ablation."""
+    judge: JudgeValues = group(JudgeValues, read=REVISIONS)
     transition: TransitionBonuses = group(TransitionBonuses, read=REVISIONS)
     copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)
     """Treatment of a critique that carries the program of its revision: measure only counts it
@@ -276,6 +338,13 @@ class Reward:
         """Reward function -> weight."""
         weights = self.reward_weights or (1.0,) * len(self.reward_funcs)
         return dict(zip(self.reward_funcs, weights, strict=True))
+
+    @property
+    def stages(self) -> tuple[RewardStage, ...]:
+        """``schedule`` as records. Raises UserError for a stage of another form."""
+        return tuple(
+            RewardStage.from_config(number, one) for number, one in enumerate(self.schedule)
+        )
 
     @property
     def tasks_by_function(self) -> dict[str, tuple[str, ...]]:

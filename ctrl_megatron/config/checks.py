@@ -474,7 +474,10 @@ def _agents(config: Config) -> Iterator[str]:
     if algorithm.filter_groups.enable:
         yield f"{alone}has no dynamic sampling; leave algorithm.filter_groups.enable out"
     if config.refreshes_reference:
-        yield f"{alone}has a reference that stays; leave actor_rollout_ref.ref.sync_steps out"
+        yield (
+            f"{alone}has a reference that stays; leave actor_rollout_ref.ref.sync_steps and "
+            "sync_at out"
+        )
     if family.model.lora_rank:
         yield f"{alone}trains all weights, as the actor then does; set {_LORA} to 0"
     for placed in _placed(config, *ROLES, "auto"):
@@ -636,7 +639,8 @@ def _coupled(config: Config) -> Iterator[str]:
 
 def _refreshed(config: Config) -> Iterator[str]:
     """Problems of a reference that gets the actor's weights."""
-    key = f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}"
+    steps, at = config.actor_rollout_ref.ref.sync_steps, config.actor_rollout_ref.ref.sync_at
+    key = f"actor_rollout_ref.ref.sync_{'at' if steps is None else 'steps'}={steps or list(at)}"
     for placed in _placed(config, "reference", "auto") if config.refreshes_reference else ():
         yield (
             f"{key} copies weights from the actor's ranks, and {placed} puts the reference on "
@@ -689,7 +693,7 @@ def _groups(config: Config) -> Iterator[str]:
 
 def _tasks(config: Config) -> Iterator[str]:
     reward, key = config.reward, "reward.reward_tasks"
-    on = {*reward.reward_funcs, "overlong", "judgment", "transition"}
+    on = {*reward.reward_funcs, "overlong", "judge", "judge_gate", "transition"}
     on |= {"reward_model"} if config.needs_reward_model else set()
     for name, tasks in reward.reward_tasks.items():
         if name not in on:
@@ -723,11 +727,12 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_weights has {len(weights)} entries for {len(names)} reward functions "
             f"({', '.join(names)}); give one each, or none for 1 each"
         )
-    elif not any((*config.reward.weights.values(), judged and config.reward_model.weight)):
-        yield "reward.reward_weights are all 0; nothing would be rewarded"
+    else:
+        yield from _stages(config)
     by_keys = {
         "overlong": config.reward.overlong_buffer.enable,
-        "judgment": config.reward.judgment_weight,
+        "judge": config.reward.judge.weight,
+        "judge_gate": config.reward.judge.gate is not None,
         "transition": config.reward.transition.is_on,
         "reward_model": judged,
     }
@@ -735,6 +740,11 @@ def _reward(config: Config) -> Iterator[str]:
         yield (
             f"reward.reward_funcs names {twice[0]!r}, which keys of its own turn on as well; leave "
             "one of them out"
+        )
+    elif "judge_gate" in names:
+        yield (
+            "reward.reward_funcs: 'judge_gate' is on with reward.judge.gate=NUMBER, which it puts "
+            "in the place of the sum; it earns nothing by itself"
         )
     elif "reward_model" in names:
         yield (
@@ -747,19 +757,89 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.reward_options.{min(others)} belongs to no function of reward.reward_funcs "
             "(critic takes its options from reward.*)"
         )
+    yield from _combination(config)
     yield from _tasks(config)
     yield from _reward_model(config)
     scored = config.dag.custom_pipeline_fn in ENVIRONMENT_PIPELINES
-    if "critic" in names and not config.writes_revisions and not scored:
+    revised = [name for name in ("critic", "delta") if name in names]
+    if revised and not config.writes_revisions and not scored:
         yield (
-            f"reward.reward_funcs={list(names)} names critic, the pass rate of a revision, which "
-            f"{config.dag.custom_pipeline_fn} does not write; name code or functions of your own"
+            f"reward.reward_funcs={list(names)} names {revised[0]}, the pass rate of a revision, "
+            f"which {config.dag.custom_pipeline_fn} does not write; name code or functions of "
+            "your own"
         )
     limited = config.reward.copying != "measure" and config.writes_revisions
-    if limited and "critic" not in names and not config.reward.transition.is_on:
+    paying = {"critic", "delta"} & {*names} or config.reward.transition.is_on
+    if limited and not paying:
         yield (
-            f"reward.copying={config.reward.copying} limits what critic and transition pay, which "
-            f"reward.reward_funcs={list(names)} does not name; add critic or leave it at measure"
+            f"reward.copying={config.reward.copying} limits what critic, delta and transition pay, "
+            f"which reward.reward_funcs={list(names)} does not name; add critic or leave it at "
+            "measure"
+        )
+
+
+def _stages(config: Config) -> Iterator[str]:
+    """Problems of the weights of rewards and of ``reward.schedule``."""
+    reward = config.reward
+    try:
+        stages = sorted(reward.stages, key=lambda stage: stage.from_step)
+    except UserError as error:
+        yield str(error)
+        return
+    weights = {
+        "judge": reward.judge.weight,
+        "overlong": reward.overlong_buffer.penalty_factor * reward.overlong_buffer.enable,
+        "transition": float(reward.transition.is_on),
+        "reward_model": config.reward_model.weight * config.needs_reward_model,
+        **reward.weights,
+    }
+    rewarded = {*weights} - ({"overlong"} - {*reward.weights})
+    if not any(weights[name] for name in rewarded) and not (stages and stages[0].from_step == 1):
+        yield "reward.reward_weights are all 0; nothing would be rewarded"
+    off = {"overlong": reward.overlong_buffer.enable, "transition": reward.transition.is_on}
+    off["reward_model"] = config.needs_reward_model
+    for number, stage in enumerate(stages):
+        place = f"reward.schedule, from step {stage.from_step}"
+        if number and stage.from_step == stages[number - 1].from_step:
+            yield f"{place}: two stages begin there; make one of them"
+        for name in stage.weights:
+            on = name in reward.weights or off.get(name, name in weights)
+            if not on or name == "judge_gate":
+                yield (
+                    f"{place}: {name} is no reward of this run; name it in reward.reward_funcs "
+                    "(with weight 0 if it begins later), or turn its key on"
+                )
+        weights |= stage.weights
+        if not any(weights[name] for name in rewarded if name in weights):
+            yield f"{place} all weights are 0; nothing would be rewarded"
+
+
+def _combination(config: Config) -> Iterator[str]:
+    """Problems of settings that read every reward by itself."""
+    estimator, reward = config.algorithm.adv_estimator, config.reward
+    separate = [
+        name
+        for name, on in {
+            "algorithm.adv_estimator=gdpo": estimator == "gdpo",
+            "reward.schedule": bool(reward.schedule),
+            "reward.judge.gate": reward.judge.gate is not None,
+        }.items()
+        if on
+    ]
+    if estimator == "remax" and separate:
+        yield (
+            "algorithm.adv_estimator=remax compares with the critic's reward of a greedy critique "
+            f"alone, which {separate[0]} does not fit; choose another estimator"
+        )
+    if estimator == "gdpo" and reward.judge.gate is not None:
+        yield (
+            "reward.judge.gate replaces the sum of the rewards, and algorithm.adv_estimator=gdpo "
+            "normalises each by itself; leave one of them out (reward.judge.wrong can be negative)"
+        )
+    if estimator == "gdpo" and config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.adv_estimator=gdpo reads the rewards of functions, not token rewards; set "
+            "actor_rollout_ref.actor.use_kl_loss=true in the place of algorithm.use_kl_in_reward"
         )
 
 

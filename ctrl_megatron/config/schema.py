@@ -389,7 +389,7 @@ class Config:
     @property
     def refreshes_reference(self) -> bool:
         """True if the reference gets the actor's weights every few steps."""
-        return self.needs_reference and self.actor_rollout_ref.ref.sync_steps is not None
+        return self.needs_reference and self.actor_rollout_ref.ref.is_synced
 
     @property
     def value_epochs(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from ctrl_megatron.eval.rates import RATES
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
+from ctrl_megatron.eval.scores import SCORES
 from ctrl_megatron.eval.tables import (
     MAIN_RATES,
     NUMBERS,
@@ -29,7 +30,7 @@ from ctrl_megatron.metrics.report.document import (
     outcome_class,
     render_template,
 )
-from ctrl_megatron.metrics.report.figures import curve_svg, interval_svg
+from ctrl_megatron.metrics.report.figures import curve_svg, interval_svg, unit_square_svg
 from ctrl_megatron.prompts import extract_code
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -106,6 +107,7 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
     }
     if any(f1.values()):
         yield _drawing("F1 of judgments", "right programs, wrong ones, mean", interval_svg(f1))
+    yield from _score_drawings(results)
     levels = sorted({level for r in results for level in r.by_difficulty})
     if len(levels) > 1:
         by_level = {
@@ -133,6 +135,35 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
                     x_label="turn",
                 )
                 yield _drawing(f"{rate_in_words(name)} by turn", RATES[name], svg)
+
+
+def _score_drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
+    """Pictures of how well scores tell right programs from wrong ones; none where all of the
+    programs are right or all are wrong."""
+    kind = SCORES[results[0].confidence]
+    if roc := {r.critic: r.roc for r in results if r.roc}:
+        axes = {"x_label": "wrong programs above it", "y_label": "right programs above it"}
+        yield _drawing("ROC", f"thresholds of the score: {kind}", unit_square_svg(roc, **axes))
+        points = {r.critic: [(s, right) for s, right, _ in r.reliability] for r in results if r.roc}
+        axes = {"x_label": "score", "y_label": "share of right programs"}
+        note = "the diagonal is a calibrated critic"
+        yield _drawing("Reliability", note, unit_square_svg(points, **axes))
+    numbers = sorted({n for r in results for n in r.best_of})
+    if len(numbers) > 1:
+        curves: dict[str, list[tuple[int, Estimate]]] = {}
+        for n in numbers:
+            known = [r for r in results if n in r.best_of]
+            for r in known:
+                curves.setdefault(r.critic, []).append((n, r.best_of[n]["critic"]))
+            for selector in ("random", "majority", "oracle"):
+                curves.setdefault(selector, []).append((n, known[0].best_of[n][selector]))
+        svg = curve_svg(
+            {label: [(n, rate.value) for n, rate in found] for label, found in curves.items()},
+            bands={label: [_band(rate) for _, rate in found] for label, found in curves.items()},
+            percent=True,
+            x_label="n",
+        )
+        yield _drawing("Best of n", "pass@1 of the chosen first solution", svg)
 
 
 def _point(rate: Estimate) -> tuple[float, tuple[float, float] | None]:

@@ -22,6 +22,13 @@ from ctrl_megatron.eval.measures import (
     program_similarity,
 )
 from ctrl_megatron.eval.resampling import Cells, Statistic, ratio_of_columns, sum_into_cells
+from ctrl_megatron.eval.scores import (
+    SCORE_STATISTICS,
+    Confidence,
+    ScoredSolution,
+    score_cells,
+    scored_solutions,
+)
 from ctrl_megatron.eval.transcripts import Turn
 from ctrl_megatron.types import Verdict
 
@@ -45,10 +52,17 @@ RATES = {
     "recall_incorrect": "wrong programs that are called incorrect",
     "f1_incorrect": "harmonic mean of the two",
     "f1_macro": "mean of both F1",
+    "auc": "a right program scored above a wrong one; 50 % is chance",
+    "ece": "distance of scores from the share of right programs (calibration error, ten bins)",
+    "brier": "mean square of score minus right (1) or wrong (0); always one half has 25 %",
+    "gain_after_true_judgment": "change of the tests passed where the judgment is true",
+    "gain_after_false_judgment": "the same where it is false",
     "critique_tokens": "tokens of a critique",
     "revision_tokens": "tokens of a revision",
 }
 """Name of every rate -> its meaning, for reports; K is a number."""
+SCORED = tuple(SCORE_STATISTICS)
+"""Rates of scores, which are those of first solutions in the first turn."""
 JUDGED = tuple(name for name in RATES if name.startswith(("precision", "recall", "f1")))
 
 Chain = tuple[Turn, ...]
@@ -70,6 +84,8 @@ class CriticChains:
     unjudged: int
     least_drawn: int
     """Least number of chains, judged or not, of a problem and seed."""
+    confidence: Confidence = "votes"
+    """Where the scores of first solutions come from."""
     cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
     """Cells by turn and rate; all rates of ``JUDGED`` share the cells of "judgments"."""
 
@@ -77,6 +93,12 @@ class CriticChains:
     def judged_solutions(self) -> set[Given]:
         """The entries of ``given`` with at least one judged chain."""
         return {_given(chain) for chains in self.chains.values() for chain in chains}
+
+    @property
+    def scored(self) -> list[ScoredSolution]:
+        """The first solutions with the critic's scores."""
+        every = (chain[0] for chains in self.chains.values() for chain in chains)
+        return scored_solutions(every, self.confidence)
 
 
 def chains_by_critic(turns: Iterable[Turn]) -> dict[str, list[Chain]]:
@@ -108,7 +130,9 @@ def _given(chain: Chain) -> Given:
     return first.seed, first.problem_id, first.attempt, first.solution
 
 
-def critic_chains(critic: str, chains: list[Chain]) -> CriticChains:
+def critic_chains(
+    critic: str, chains: list[Chain], confidence: Confidence = "votes"
+) -> CriticChains:
     """The judged ones of ``chains``, without cells. Raises UserError where no chain was judged."""
     known = [c for c in chains if all(t.before is not None and t.after is not None for t in c)]
     if not known:
@@ -116,11 +140,18 @@ def critic_chains(critic: str, chains: list[Chain]) -> CriticChains:
     given = frozenset(map(_given, chains))
     drawn = Counter((chain[0].seed, chain[0].problem_id) for chain in chains)
     unjudged, least = len(chains) - len(known), min(drawn.values())
-    return _of_chains(known, given=given, unjudged=unjudged, least_drawn=least)
+    return _of_chains(
+        known, given=given, unjudged=unjudged, least_drawn=least, confidence=confidence
+    )
 
 
 def _of_chains(
-    known: Iterable[Chain], *, given: frozenset[Given], unjudged: int, least_drawn: int
+    known: Iterable[Chain],
+    *,
+    given: frozenset[Given],
+    unjudged: int,
+    least_drawn: int,
+    confidence: Confidence,
 ) -> CriticChains:
     by_place: dict[tuple[int, str], list[Chain]] = {}
     for chain in known:
@@ -132,6 +163,7 @@ def _of_chains(
         given=given,
         unjudged=unjudged,
         least_drawn=least_drawn,
+        confidence=confidence,
     )
 
 
@@ -145,6 +177,7 @@ def restrict_to_solutions(played: CriticChains, wanted: set[Given]) -> CriticCha
         given=played.given,
         unjudged=played.unjudged,
         least_drawn=played.least_drawn,
+        confidence=played.confidence,
     )
     fill_rate_cells(kept, ())
     return kept
@@ -166,6 +199,8 @@ def fill_rate_cells(played: CriticChains, ks: Sequence[int]) -> None:
                 parts.setdefault((turn, name), []).append((*place, values))
     sizes = len(played.seeds), len(played.problems)
     played.cells.update({key: sum_into_cells(found, *sizes) for key, found in parts.items()})
+    of_scores = score_cells(played.scored, played.seeds, played.problems)
+    played.cells.update({(1, name): cells for name, cells in of_scores.items()})
 
 
 def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[str, list[float]]:
@@ -201,6 +236,15 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             f"pass@{k}": [pass_at_k(len(now), right, k), 1.0] for k in ks if 1 < k <= len(now)
         }
         columns["judgments"] = judgment_counts(judged).tolist()
+        gains = [
+            (t.judgment is before.accepted, after.pass_rate - before.pass_rate)
+            for t, after in zip(at, now, strict=True)
+            for before in [require_verdict(t.before)]
+            if t.judgment is not None
+        ]
+        for name, wanted in (("true", True), ("false", False)):
+            changes = [change for true, change in gains if true is wanted]
+            columns[f"gain_after_{name}_judgment"] = [sum(changes), float(len(changes))]
     columns |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
     return columns
 
@@ -238,6 +282,8 @@ def turn_statistics(played: CriticChains, turn: int) -> dict[str, tuple[Cells, S
             for more in sorted(set(numbers) - {"pass@1"}, key=lambda n: int(n.partition("@")[2])):
                 found[more] = played.cells[turn, more], ratio_of_columns
         elif (turn, key) in played.cells:
-            statistic = partial(_judged, name) if name in JUDGED else ratio_of_columns
+            statistic = SCORE_STATISTICS.get(name, ratio_of_columns)
+            if name in JUDGED:
+                statistic = partial(_judged, name)
             found[name] = played.cells[turn, key], statistic
     return found

@@ -14,6 +14,7 @@ from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, ProblemResult, evaluate_turns
+from ctrl_megatron.eval.scores import Confidence
 from ctrl_megatron.eval.tables import rate_meanings, report_tables
 from ctrl_megatron.eval.transcripts import Evaluation, Turn, read_evaluation, read_settings
 from ctrl_megatron.eval.validation_rates import validation_rates
@@ -37,16 +38,28 @@ def ks_of_existing_report(folder: Path) -> list[int]:
     return sorted({1, *(found or [samples])})
 
 
-def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[CriticResult]:
+def confidence_of_existing_report(folder: Path) -> Confidence:
+    """The kind of scores in the existing report; without a report ``votes``."""
+    there = folder / "results.json"
+    return read_json(there).get("confidence", "votes") if there.is_file() else "votes"
+
+
+def write_evaluation_report(
+    folder: Path, *, ks: Sequence[int] = (1,), confidence: Confidence = "votes"
+) -> list[CriticResult]:
     """Write ``report.html``, ``report.md``, ``results.json``, ``problems.jsonl`` and
     ``summary.json`` (the rows of a run's final table) from the transcripts in ``folder``.
     """
     evaluation = read_evaluation(folder)
-    results = evaluate_turns(evaluation.turns, evaluation.pairs, ks=ks, level=LEVEL)
+    results = evaluate_turns(
+        evaluation.turns, evaluation.pairs, ks=ks, level=LEVEL, confidence=confidence
+    )
+    labelled = evaluate_turns(evaluation.labelled, level=LEVEL, confidence=confidence)
     _write(
         evaluation.name,
         [evaluation],
         results,
+        labelled,
         evaluation.turns,
         ks,
         {kind: folder / f"report.{kind}" for kind in ("html", "md")}
@@ -64,7 +77,11 @@ def write_evaluation_report(folder: Path, *, ks: Sequence[int] = (1,)) -> list[C
 
 
 def write_evaluations_report(
-    folders: Sequence[Path], target: Path, *, ks: Sequence[int] = (1,)
+    folders: Sequence[Path],
+    target: Path,
+    *,
+    ks: Sequence[int] = (1,),
+    confidence: Confidence = "votes",
 ) -> list[CriticResult]:
     """Write one report about several evaluations to ``target`` (HTML), and the same as ``.md`` and
     ``.json`` beside it. Raises UserError where two directories have one name.
@@ -82,10 +99,16 @@ def write_evaluations_report(
         for evaluation in evaluations
         for pair in evaluation.pairs
     ]
-    results = evaluate_turns(turns, pairs, ks=ks, level=LEVEL)
+    results = evaluate_turns(turns, pairs, ks=ks, level=LEVEL, confidence=confidence)
+    answers = [
+        dataclasses.replace(turn, critic=f"{evaluation.name}: {turn.critic}")
+        for evaluation in evaluations
+        for turn in evaluation.labelled
+    ]
+    labelled = evaluate_turns(answers, level=LEVEL, confidence=confidence)
     title = " and ".join(evaluation.name for evaluation in evaluations)
     targets = {kind: target.with_suffix(f".{kind}") for kind in ("md", "json")}
-    _write(title, evaluations, results, turns, ks, {**targets, "html": target})
+    _write(title, evaluations, results, labelled, turns, ks, {**targets, "html": target})
     return results
 
 
@@ -97,6 +120,7 @@ def _write(
     title: str,
     evaluations: Sequence[Evaluation],
     results: Sequence[CriticResult],
+    labelled: Sequence[CriticResult],
     turns: Sequence[Turn],
     ks: Sequence[int],
     targets: Mapping[str, Path],
@@ -107,6 +131,7 @@ def _write(
     content = {
         "interval": LEVEL,
         "pass_at": list(ks),
+        "confidence": results[0].confidence,
         "left_out": _left_out(evaluations),
         "evaluations": settings,
         "critics": [
@@ -116,11 +141,12 @@ def _write(
             }
             for r in results
         ],
+        "labelled": {r.critic: _plain({**r.last_turn_rates, **r.other_rules}) for r in labelled},
     }
     for critic in content["critics"]:
         del critic["per_problem"]
     write_text_atomically(targets["json"], json.dumps(content, indent=1) + "\n")
-    shown = report_tables(results)
+    shown = report_tables(results, labelled)
     write_text_atomically(targets["md"], _markdown(title, evaluations, results, shown, settings))
     page = render_evaluations(
         title,

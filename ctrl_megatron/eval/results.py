@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ctrl_megatron.eval.labelled import other_rules
 from ctrl_megatron.eval.measures import wilson_interval
 from ctrl_megatron.eval.pairwise import JudgedPair, pair_rates_by_source
 from ctrl_megatron.eval.rates import (
     JUDGED,
+    SCORED,
     CriticChains,
     chains_by_critic,
     critic_chains,
@@ -22,9 +24,17 @@ from ctrl_megatron.eval.rates import (
     turn_statistics,
 )
 from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns
+from ctrl_megatron.eval.scores import Confidence, best_of_n_cells, reliability, roc_curve
 from ctrl_megatron.eval.transcripts import Turn
 
-_COMPARED = ("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy")
+_COMPARED = (
+    *("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy"),
+    *SCORED,
+)
+_OF_FIRST_TURN = (
+    *("judgment_accuracy", "valid_critique_rate", "judged_correct_rate"),
+    *("gain_after_true_judgment", "gain_after_false_judgment"),
+)
 _TURN_OF_JUDGMENTS = 1
 """The turn in which all critics judge the same programs."""
 
@@ -91,11 +101,22 @@ class CriticResult:
     pairs: dict[str, dict[str, Estimate]]
     """Rates of ``PAIR_RATES`` by source of the questions, first ``all``; empty without pairs."""
     per_problem: tuple[ProblemResult, ...]
+    other_rules: dict[str, Estimate]
+    """Rates of ``OTHER_RULES`` of the first turn's judgments."""
+    best_of: dict[int, dict[str, Estimate]]
+    """n -> selector (``SELECTORS``) -> share of problems that the chosen one of n first solutions
+    solves; empty where a problem has one first solution only."""
+    confidence: Confidence
+    """The kind of the scores."""
+    reliability: tuple[tuple[float, float, int], ...]
+    """(mean score, share of right programs, number of programs) of every bin of scores."""
+    roc: tuple[tuple[float, float], ...]
+    """(share of wrong programs, share of right ones) above a threshold of the score."""
 
     @property
     def last_turn_rates(self) -> dict[str, Estimate]:
         """The rates after the last turn; rates of judgments are those of the first turn."""
-        judged = ("judgment_accuracy", "valid_critique_rate", "judged_correct_rate", *JUDGED)
+        judged = (*_OF_FIRST_TURN, *JUDGED, *SCORED)
         first = self.curves[_TURN_OF_JUDGMENTS]
         rest = {name: value for name, value in self.curves[-1].items() if name not in judged}
         return {**rest, **{name: first[name] for name in judged if name in first}}
@@ -108,8 +129,10 @@ def evaluate_turns(
     ks: Sequence[int] = (1,),
     level: float = 0.9,
     draws: int = 2000,
+    confidence: Confidence = "votes",
 ) -> list[CriticResult]:
-    """The results of every critic, in the order of their first turns.
+    """The results of every critic, in the order of their first turns. ``confidence`` says where
+    its scores of first solutions come from (``eval.scores``).
 
     ``ks`` are the values k of pass@k; a critic has pass@k where each problem has k chains.
     Intervals contain the share ``level`` of ``draws`` bootstrap values. Raises UserError for a
@@ -125,7 +148,8 @@ def evaluate_turns(
     for pair in pairs:
         judged.setdefault(pair.critic, []).append(pair)
     played = {
-        critic: critic_chains(critic, chains) for critic, chains in chains_by_critic(turns).items()
+        critic: critic_chains(critic, chains, confidence)
+        for critic, chains in chains_by_critic(turns).items()
     }
     base: CriticChains | None = None
     results = []
@@ -174,7 +198,26 @@ def _result(
         too_few=_too_few(mine, ks),
         pairs=pair_rates_by_source(pairs, plan),
         per_problem=tuple(_per_problem(critic, mine)),
+        other_rules=other_rules([chain[0] for chain in every], plan),
+        best_of=_best_of(mine, plan),
+        confidence=mine.confidence,
+        reliability=tuple(reliability(mine.scored)),
+        roc=tuple(roc_curve(mine.scored)),
     )
+
+
+def _best_of(
+    mine: CriticChains, plan: Callable[[int, int], Resampling]
+) -> dict[int, dict[str, Estimate]]:
+    resampling = plan(len(mine.problems), len(mine.seeds))
+    return {
+        n: {
+            selector: value
+            for selector, part in cells.items()
+            if (value := resampling.estimate(part, ratio_of_columns)) is not None
+        }
+        for n, cells in best_of_n_cells(mine.scored, mine.seeds, mine.problems).items()
+    }
 
 
 def _gains(
@@ -190,7 +233,7 @@ def _gains(
     gains: dict[str, Estimate] = {}
     for name in _COMPARED:
         # Judgments are compared where both critics judge the same programs.
-        judged = name in (*JUDGED, "judgment_accuracy")
+        judged = name in (*JUDGED, *SCORED, "judgment_accuracy")
         turns = (1, 1) if judged else (_turns(mine), _turns(base))
         given = turn_statistics(mine, turns[0]).get(name)
         against = turn_statistics(base, turns[1]).get(name)

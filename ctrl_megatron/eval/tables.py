@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ctrl_megatron.eval.labelled import OTHER_RULES
 from ctrl_megatron.eval.pairwise import PAIR_RATES
-from ctrl_megatron.eval.rates import JUDGED, RATES
+from ctrl_megatron.eval.rates import JUDGED, RATES, SCORED
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
+from ctrl_megatron.eval.scores import SCORES, SELECTORS
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.document import Table
 
@@ -18,11 +20,19 @@ MAIN_RATES = (
     *("time_limit_rate", "similarity"),
 )
 """Rates of the main table."""
-_JUDGMENT_RATES = ("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED)
+_CHANGES = ("delta", "gain_after_true_judgment", "gain_after_false_judgment")
+"""Rates that are differences and have a sign."""
+_JUDGMENT_RATES = (
+    *("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED, *SCORED),
+    *_CHANGES[1:],
+)
 
 
-def report_tables(results: Sequence[CriticResult]) -> list[Table]:
-    """All tables of the report. A column without values is left out."""
+def report_tables(
+    results: Sequence[CriticResult], labelled: Sequence[CriticResult] = ()
+) -> list[Table]:
+    """All tables of the report. A column without values is left out. ``labelled`` are results on
+    answers whose verdict a file names."""
     listed = [
         _rates_table(
             "Solved after revision",
@@ -34,12 +44,18 @@ def report_tables(results: Sequence[CriticResult]) -> list[Table]:
         ),
     ]
     if any(name in result.last_turn_rates for result in results for name in _JUDGMENT_RATES):
-        note = "Critiques of the first turn, in which all critics criticise the same programs."
+        kind = SCORES[results[0].confidence]
+        note = (
+            "Critiques of the first turn, in which all critics criticise the same programs. "
+            f"Scores for auc, ece and brier: {kind}."
+        )
         listed.append(
             _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
         )
     if len(results) > 1:
         listed.append(_gains_table(results))
+    if numbers := sorted({n for result in results for n in result.best_of}):
+        listed.append(_best_of_table(results, numbers))
     levels = sorted({level for result in results for level in result.by_difficulty})
     if len(levels) > 1:
         rows = [
@@ -67,6 +83,8 @@ def report_tables(results: Sequence[CriticResult]) -> list[Table]:
         listed.append(
             Table("Pairs", note, ["critic", "source", *map(rate_in_words, PAIR_RATES)], rows)
         )
+    if labelled:
+        listed.append(_labelled_table(labelled))
     rows = [
         [
             r.critic,
@@ -98,6 +116,38 @@ def _one_class(results: Sequence[CriticResult]) -> str:
     if any("f1_macro" in result.last_turn_rates for result in results):
         return ""
     return " There is no F1: all of the programs are right, or all are wrong."
+
+
+def _labelled_table(results: Sequence[CriticResult]) -> Table:
+    names = ("judgment_accuracy", "judged_correct_rate", "f1_macro", *SCORED)
+    note = "Nothing is run or revised. " + "; ".join(
+        f"{rate_in_words(name)}: {text}" for name, text in OTHER_RULES.items()
+    )
+    rows = [
+        [
+            *(r.critic, str(r.attempts), _cell(r.curves[0].get("pass@1"), "pass@1")),
+            *(_cell(r.last_turn_rates.get(name), name) for name in names),
+            *(_cell(r.other_rules.get(name), name) for name in OTHER_RULES),
+        ]
+        for r in results
+    ]
+    head = ["critic", "answers", "right", *map(rate_in_words, (*names, *OTHER_RULES))]
+    return Table("Labelled answers", f"{note}.", head, rows)
+
+
+def _best_of_table(results: Sequence[CriticResult], numbers: Sequence[int]) -> Table:
+    note = (
+        "pass@1 of the chosen one of n first solutions of a problem, before any revision. "
+        + "; ".join(f"{selector}: {text}" for selector, text in SELECTORS.items())
+        + "."
+    )
+    rows = [
+        [str(n), result.critic, *(_cell(result.best_of[n].get(name), name) for name in SELECTORS)]
+        for n in numbers
+        for result in results
+        if n in result.best_of
+    ]
+    return Table("Best of n", note, ["n", "critic", *SELECTORS], rows)
 
 
 def _gains_table(results: Sequence[CriticResult]) -> Table:
@@ -147,7 +197,7 @@ def _more_ks(results: Sequence[CriticResult]) -> list[str]:
 
 
 def _cell(rate: Estimate | None, name: str) -> str:
-    if rate is None or name == "delta":
+    if rate is None or name in _CHANGES:
         return rate_difference_text(rate, name)
     return rate_text(rate.value, name) + _interval(rate, name)
 

@@ -20,6 +20,9 @@ from ctrl_megatron.metrics.json_lines import incomplete_last_line, read_json_lin
 from ctrl_megatron.types import Verdict
 
 SETTINGS_FILE, TURNS_FOLDER, PAIRS_FOLDER = "evaluation.json", "transcripts", "pairs"
+LABELLED_FOLDER = "labelled"
+KINDS = (TURNS_FOLDER, PAIRS_FOLDER, LABELLED_FOLDER)
+"""Folders of an evaluation's transcripts."""
 _OUTDATED = "outdated"
 _TOOL = "ctrl-evaluate"
 _VERDICT = ("pass_rate", "accepted", "timed_out")
@@ -73,12 +76,15 @@ class Turn:
     """Verdict on ``revision``, as ``before``."""
     critique_tokens: int = 0
     revision_tokens: int = 0
+    confidence: float | None = None
+    """Probability that the critic gives to "Correct" at the place of its judgment; None without a
+    judgment, for written critiques, and in transcripts of before version 0.2."""
 
 
 def turn_from_json(record: Mapping[str, Any], place: str) -> Turn:
     """The turn in a line of a transcript. Raises UserError that names ``place`` and the mistake."""
     names = {f.name for f in fields(Turn)}
-    if record.keys() != names:
+    if record.keys() | {"confidence"} != names:
         wrong = ", ".join(sorted(names ^ record.keys()))
         raise UserError(f"{place}: not the fields of a transcript: {wrong}")
     verdicts = {name: _read_verdict(record[name], place, name) for name in ("before", "after")}
@@ -126,6 +132,8 @@ class Evaluation:
     """``{"settings": those that all critics share, "critics": {name: {"path", "weights"}}}``."""
     turns: list[Turn]
     pairs: list[JudgedPair]
+    labelled: list[Turn]
+    """Judged answers with a known verdict (``eval.labelled``)."""
     left_out: tuple[str, ...] = ()
     """A sentence for every part that is missing or cut off."""
     written: float = 0.0
@@ -141,28 +149,35 @@ def read_evaluation(folder: Path) -> Evaluation:
     one.
     """
     settings = read_settings(folder)
-    turns: list[Turn] = []
-    for path in _all_parts(folder, TURNS_FOLDER):
-        for number, record in enumerate(read_json_lines(path), start=1):
-            turns.append(turn_from_json(record, f"{path} line {number}"))
+    turns, labelled = (_read_turns(folder, kind) for kind in (TURNS_FOLDER, LABELLED_FOLDER))
     pairs: list[JudgedPair] = []
     for path in _all_parts(folder, PAIRS_FOLDER):
         for number, record in enumerate(read_json_lines(path), start=1):
             pairs.append(JudgedPair.from_json(record, f"{path} line {number}"))
     if not turns:
         raise UserError(f"{folder} has no transcript yet; run ctrl-evaluate to its end")
-    paths = [path for kind in (TURNS_FOLDER, PAIRS_FOLDER) for path in _all_parts(folder, kind)]
+    paths = [path for kind in KINDS for path in _all_parts(folder, kind)]
     order = {name: place for place, name in enumerate(settings["critics"])}
-    turns.sort(key=lambda t: order.get(t.critic, len(order)))
+    for part in (turns, labelled):
+        part.sort(key=lambda t: order.get(t.critic, len(order)))
     pairs.sort(key=lambda p: order.get(p.critic, len(order)))
     return Evaluation(
         name=folder.resolve().name,
         settings=settings,
         turns=turns,
         pairs=pairs,
+        labelled=labelled,
         left_out=tuple(_left_out(settings, turns, paths)),
         written=max(path.stat().st_mtime for path in paths),
     )
+
+
+def _read_turns(folder: Path, kind: str) -> list[Turn]:
+    return [
+        turn_from_json(record, f"{path} line {number}")
+        for path in _all_parts(folder, kind)
+        for number, record in enumerate(read_json_lines(path), start=1)
+    ]
 
 
 def _all_parts(folder: Path, kind: str) -> list[Path]:
@@ -300,7 +315,7 @@ def begin_evaluation(
         found = [
             path
             for critic in (old["critics"] if overwrite else anew)
-            for kind in (TURNS_FOLDER, PAIRS_FOLDER)
+            for kind in KINDS
             for path in _parts(folder, critic, kind)
         ]
         if overwrite:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ctrl_megatron.eval.measures import discrimination_rates, judgment_counts
+from ctrl_megatron.eval.scores import SCORE_STATISTICS, score_cells, scored_solutions
 from ctrl_megatron.eval.transcripts import Turn
 
 
@@ -12,7 +14,9 @@ def validation_rates(results: Sequence[Turn]) -> dict[str, float]:
 
     ``to_right`` and ``to_wrong`` are the shares of turns that changed a wrong solution to a right
     one and a right one to a wrong one (the paper's up and down arrows). ``judgment_accuracy``
-    counts a missing judgment as wrong. ``rounds`` is the number of turns with both verdicts;
+    counts a missing judgment as wrong. ``f1_macro``, and ``auc``, ``ece`` and ``brier`` of the
+    probabilities that the critic gives to "Correct", are missing where there is nothing to tell
+    apart, or no probability. ``rounds`` is the number of turns with both verdicts;
     ``unjudged``, where it is not 0, the number of the others. Raises ValueError without a turn.
     """
     if not results:
@@ -39,5 +43,20 @@ def validation_rates(results: Sequence[Turn]) -> dict[str, float]:
         "to_wrong": share([b.accepted and not a.accepted for _, b, a in known]),
         "rounds": float(len(known)),
     }
+    rates |= _judging_rates(results)
     unjudged = len(results) - len(known)
     return {**rates, "unjudged": float(unjudged)} if unjudged else rates
+
+
+def _judging_rates(results: Sequence[Turn]) -> dict[str, float]:
+    judged = [turn for turn in results if turn.before is not None and turn.critique is not None]
+    counts = judgment_counts(
+        (turn.judgment, turn.before.accepted) for turn in judged if turn.before is not None
+    )
+    rates = {"f1_macro": float(discrimination_rates(counts)["f1_macro"])}
+    scored = scored_solutions(results, "logprob")
+    problems = sorted({one.problem for one in scored})
+    seeds = sorted({one.seed for one in scored})
+    for name, cells in score_cells(scored, seeds, problems).items():
+        rates[name] = float(SCORE_STATISTICS[name](cells.sum(axis=(0, 1))))
+    return {name: value for name, value in rates.items() if value == value}

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.tokens import TextCodec
+from ctrl_megatron.prompts.confidence import judgment_confidence
 from ctrl_megatron.rollout.engine import StreamingEngine
-from ctrl_megatron.types import FinishReason, Message, SamplingParams
+from ctrl_megatron.types import Completion, FinishReason, Message, SamplingParams
 
 TextListener = Callable[[int, str], None]
 """Receives answers while they are drawn: (number of the answer over all conversations, next piece
@@ -37,6 +38,9 @@ class ChatAnswer:
     """Tokens of the answer with its stop token; None where the server does not report them."""
     model: str | None = None
     """The model that the server names; None where it names none."""
+    confidence: float | None = None
+    """Probability of "Correct" at the place of the answer's judgment (``judgment_confidence``);
+    None without a judgment, from a server, and with ``SamplingParams.log_probs`` false."""
 
 
 class Chat(Protocol):
@@ -138,7 +142,6 @@ class EngineChat:
             params,
             rows=tuple(names[place] for place in asked),
             stop_token_ids=self._codec.eos_token_ids,
-            log_probs=False,
         )
         answers: list[list[ChatAnswer]] = [[] for _ in encoded]
         if not asked:
@@ -150,18 +153,20 @@ class EngineChat:
         prompts = [encoded[place] for place in asked]
         drawn = await self._engine.generate(prompts, params, texts and texts.hear)
         for place, prompt, group in zip(asked, prompts, drawn, strict=True):
-            answers[place] = [
-                ChatAnswer(
-                    text=self._codec.decode(completion.token_ids),
-                    finish_reason=completion.finish_reason,
-                    prompt_tokens=len(prompt),
-                    completion_tokens=len(completion.token_ids),
-                )
-                for completion in group
-            ]
+            answers[place] = [self._answer(prompt, completion) for completion in group]
         if texts is not None:
             texts.finish(answer.text for group in answers for answer in group)
         return answers
+
+    def _answer(self, prompt: Sequence[int], completion: Completion) -> ChatAnswer:
+        text = self._codec.decode(completion.token_ids)
+        return ChatAnswer(
+            text=text,
+            finish_reason=completion.finish_reason,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(completion.token_ids),
+            confidence=judgment_confidence(self._codec, completion, text),
+        )
 
     async def close(self) -> None:
         """Close the engine's connections. The engine itself goes on."""

@@ -22,7 +22,7 @@ from ctrl_megatron.background import gather_results
 from ctrl_megatron.data.rows import row_of_attempt
 from ctrl_megatron.generation.chat import Chat, ChatAnswer, ChatError, TextListener
 from ctrl_megatron.generation.critic_page import show_page
-from ctrl_megatron.generation.search_nodes import majority_vote, sum_if_known
+from ctrl_megatron.generation.search_nodes import CritiqueVote, majority_vote, sum_if_known
 from ctrl_megatron.prompts import critique_messages, extract_code, revision_messages
 from ctrl_megatron.rewards.grading import (
     Judge,
@@ -193,11 +193,12 @@ class CriticService:
         messages = critique_messages(problem, asked.solution)
         drawn = await _drawn(self._critic, messages, params, "critique", heard)
         result = majority_vote([answer.text for answer in drawn])
-        counts = {"votes": result.votes, "votes_correct": result.votes_correct}
+        counts: dict[str, Any] = {"votes": result.votes, "votes_correct": result.votes_correct}
+        counts["confidence"] = judgment_probability(drawn, result)
         tell({"critique": result.critique, "judgment": _judgment(result.judgment), **counts})
         if not asked.revise:
             return drawn
-        greedy = SamplingParams(max_tokens=self._max_tokens, temperature=0.0)
+        greedy = SamplingParams(max_tokens=self._max_tokens, temperature=0.0, log_probs=False)
         messages = revision_messages(problem, asked.solution, result.critique)
         heard = tell if asked.stream else None
         (revised,) = await _drawn(self._generator, messages, greedy, "revision", heard)
@@ -252,6 +253,7 @@ class CriticService:
             top_p=asked.top_p,
             n=asked.n,
             seed=asked.seed,
+            log_probs=False,
         )
         messages: list[Message] = [turn.model_dump() for turn in asked.messages]
         (answers,) = await self._critic.complete([messages], params, listener)
@@ -320,6 +322,15 @@ def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
         return None
     counts = {"prompt_tokens": prompt, "completion_tokens": completion}
     return {**counts, "total_tokens": prompt + completion}
+
+
+def judgment_probability(drawn: Sequence[ChatAnswer], result: CritiqueVote) -> float | None:
+    """The probability that the critic gives to "correct": the mean of its critiques' own, or, where
+    a server tells none, the share of its votes; None where no critique has a judgment."""
+    known = [answer.confidence for answer in drawn if answer.confidence is not None]
+    if known:
+        return sum(known) / len(known)
+    return result.votes_correct / result.votes if result.votes else None
 
 
 def _judgment(judgment: bool | None) -> str | None:

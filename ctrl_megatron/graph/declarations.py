@@ -40,7 +40,7 @@ ADVANTAGES = (
     *("algorithm.gamma", "algorithm.lam"),
     *("algorithm.norm_adv_by_std_in_grpo", "algorithm.weight_factor_in_cpgd"),
 )
-REFRESH = ("actor_rollout_ref.ref.sync_steps", "actor_rollout_ref.ref.sync_mix")
+REFRESH = tuple(f"actor_rollout_ref.ref.sync_{name}" for name in ("steps", "at", "mix"))
 LOSS = tuple(
     name
     for name in KEYS

@@ -85,11 +85,23 @@ WARNINGS = (
 )
 
 
+_VALIDATED = "val/revision_pass_rate"
+_REWARDS = ("reward/total", "reward/mean")
+"""The reward of training is the sum, and where there is one function only, its mean."""
+_FALL, _RISE = 0.05, 0.02
+"""Changes since the best validation that are more than noise of a few dozen rows."""
+
+
 class StepWarnings:
     """The warnings of a run's steps."""
 
     def __init__(self) -> None:
         self._first: dict[str, float] = {}
+        self._rewards: list[float] = []
+        """Mean rewards of the steps since the last validation."""
+        self._best: tuple[float, float | None] | None = None
+        """The best validation so far, and the mean reward of the steps before it; None where it
+        came before all steps."""
 
     def check(self, metrics: Metrics) -> dict[str, str]:
         """Name and text of every warning of a step."""
@@ -100,4 +112,29 @@ class StepWarnings:
                     first = self._first.setdefault(name, value)
                     if warning.holds(value, first):
                         found[warning.name] = warning.text.format(value=value)
-        return found
+        return found | self._diverging(metrics)
+
+    def _diverging(self, metrics: Metrics) -> dict[str, str]:
+        """A warning where the reward of training rises and that of validation falls."""
+        self._rewards += [metrics[name] for name in _REWARDS if name in metrics][:1]
+        if _VALIDATED not in metrics:
+            return {}
+        now, rewards = metrics[_VALIDATED], self._rewards
+        if not rewards:
+            self._best = now, None
+            return {}
+        reward, self._rewards = sum(rewards) / len(rewards), []
+        if self._best is not None and self._best[1] is None:
+            self._best = self._best[0], rewards[0]
+        if self._best is None or now >= self._best[0]:
+            self._best = now, reward
+        best, reward_then = self._best
+        assert reward_then is not None
+        if now > best - _FALL or reward < reward_then + _RISE:
+            return {}
+        return {
+            "reward_is_gamed": f"since the best validation the training reward rose from "
+            f"{reward_then:.3f} to {reward:.3f}, and {_VALIDATED} fell from {best:.3f} to "
+            f"{now:.3f}: read the examples for what the reward pays by mistake, use more rows, or "
+            "stop at the best checkpoint"
+        }

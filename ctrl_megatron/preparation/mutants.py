@@ -8,7 +8,7 @@ are critiques that name the fault. Both become ordinary files for ``ctrl-train-s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import Row, row_of_attempt
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.mutations import Mutation, MutationKind, count_occurrences, mutations
+from ctrl_megatron.preparation.selection import choose_by_right_share
 from ctrl_megatron.prompts import (
     JUDGED_CORRECT,
     JUDGED_INCORRECT,
@@ -135,24 +136,60 @@ def proxy_examples(
 
 
 def critic_examples(
-    mutants: Sequence[Mutant], problems: dict[str, Problem], seed: int, *, right: int = 80
+    mutants: Sequence[Mutant],
+    problems: dict[str, Problem],
+    seed: int,
+    *,
+    right: int = 80,
+    right_share: float | None = None,
+    held_out: Collection[str] = (),
 ) -> list[SftExample]:
-    """The oracle critique of every mutant, and ``BLAND`` for up to ``right`` right programs."""
+    """The oracle critique of every mutant, and ``BLAND`` for up to ``right`` right programs; with
+    ``right_share`` as many of both as give that share of right ones. Right programs of the problems
+    ``held_out`` are left out.
+    """
     rng = Random(seed)
+    known = sorted({m.problem_id for m in mutants} - {*held_out})
+    if right_share is None:
+        chosen = list(mutants), rng.sample(known, min(right, len(known)))
+    else:
+        kept = choose_by_right_share(known, mutants, right_share, seed, _problem_of)
+        chosen = (
+            [one for one in kept if isinstance(one, Mutant)],
+            [one for one in kept if isinstance(one, str)],
+        )
     every = [
         SftExample(
             id=m.id,
             prompt=tuple(critique_messages(problems[m.problem_id], fence_code(m.code))),
             response=oracle_critique(m.wrong, m.right),
         )
-        for m in mutants
+        for m in chosen[0]
     ]
-    known = sorted({m.problem_id for m in mutants})
-    for name in rng.sample(known, min(right, len(known))):
+    for name in chosen[1]:
         row = reference_row(problems[name])
         every.append(SftExample(id=row.id, prompt=row.prompt, response=BLAND))
     rng.shuffle(every)
     return every
+
+
+def _problem_of(one: Mutant | str) -> str:
+    """The problem of a mutant, or the problem itself, which stands for its right program."""
+    return one if isinstance(one, str) else one.problem_id
+
+
+def evaluation_rows(
+    mutants: Sequence[Mutant], problems: dict[str, Problem], count: int, *, right: bool
+) -> list[Row]:
+    """Rows of a test set of at most ``count`` programs: the first of ``mutants``, or with ``right``
+    the first one of every problem, each beside the right program of its problem.
+    """
+    if not right:
+        return [attempt_row(m, problems[m.problem_id]) for m in mutants[:count]]
+    first = {mutant.problem_id: mutant for mutant in reversed(mutants)}
+    distinct = [mutant for mutant in mutants if first[mutant.problem_id] is mutant]
+    pairs = [(m, problems[m.problem_id]) for m in distinct[: count // 2]]
+    return [row for m, p in pairs for row in (attempt_row(m, p), reference_row(p))]
 
 
 def rl_rows(
@@ -163,10 +200,12 @@ def rl_rows(
     highest_pass_rate: float,
     longest: int | None = None,
     right_share: float,
+    held_out: Collection[str] = (),
 ) -> list[Row]:
     """Rows for reinforcement learning: mutants of at most ``longest`` characters that pass at most
-    ``highest_pass_rate`` of their tests, and right programs up to the share ``right_share`` of all
-    rows or until there are no more.
+    ``highest_pass_rate`` of their tests, and right programs, which are the share ``right_share`` of
+    all rows (``choose_by_right_share``). Right programs of the problems ``held_out``, and longer
+    ones, are left out.
 
     If most tests pass already, a weak critic loses more by a wrong edit than it gains by a right
     one, and learns to ask for nothing. A program that the proxy cannot copy with one change gets
@@ -179,10 +218,18 @@ def rl_rows(
         if mutant.pass_rate <= highest_pass_rate
         and (longest is None or len(mutant.code) <= longest)
     ]
-    rows = [attempt_row(m, problems[m.problem_id]) for m in chosen]
-    known = sorted({m.problem_id for m in mutants})
-    count = round(len(rows) * right_share / (1 - right_share))
-    rows += [reference_row(problems[name]) for name in rng.sample(known, min(count, len(known)))]
+    known = [
+        name
+        for name in sorted({m.problem_id for m in mutants} - {*held_out})
+        if longest is None or len(problems[name].reference.strip()) <= longest
+    ]
+    kept = choose_by_right_share(known, chosen, right_share, seed, _problem_of)
+    rows = [
+        reference_row(problems[one])
+        if isinstance(one, str)
+        else attempt_row(one, problems[one.problem_id])
+        for one in kept
+    ]
     rng.shuffle(rows)
     return rows
 

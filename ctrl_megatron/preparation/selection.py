@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 from zlib import crc32
 
 from ctrl_megatron.preparation.leaks import find_leak
@@ -16,6 +16,7 @@ from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.types import Attempt, Verdict
 
+T = TypeVar("T")
 DataPart = Literal["sft", "rl", "val"]
 
 
@@ -130,6 +131,36 @@ def round_robin_by_problem(
         placed.append((numbers[name], drawn, name, (attempt, verdict)))
         numbers[name] += 1
     return [found for *_, found in sorted(placed, key=lambda place: place[:3])]
+
+
+def choose_by_right_share(
+    right: Sequence[T], wrong: Sequence[T], share: float, seed: int, problem_of: Callable[[T], str]
+) -> list[T]:
+    """Items of both sides, so that right ones are the share ``share`` of all: the side that is too
+    small is kept whole, and the other is cut.
+
+    It keeps problems that both sides have before others, and one item of each problem before any
+    second. Items of one problem keep their order; problems are ordered by their ids and ``seed``.
+    """
+    if share in (0.0, 1.0):
+        return [*(right if share else wrong)]
+    wanted = round(len(wrong) * share / (1 - share))
+    if wanted <= len(right):
+        counts = wanted, len(wrong)
+    else:
+        counts = len(right), min(len(wrong), round(len(right) * (1 - share) / share))
+    both = {*map(problem_of, right)} & {*map(problem_of, wrong)}
+    chosen = []
+    for side, count in zip((right, wrong), counts, strict=True):
+        numbers = Counter[str]()
+        placed = []
+        for place, item in enumerate(side):
+            problem = problem_of(item)
+            drawn = crc32(f"{seed}/{problem}".encode())
+            placed.append((numbers[problem], problem not in both, drawn, problem, place))
+            numbers[problem] += 1
+        chosen += [side[place] for *_, place in sorted(placed)[:count]]
+    return chosen
 
 
 def _balanced(

@@ -18,6 +18,7 @@ from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     DataPart,
     SplitShares,
+    choose_by_right_share,
     choose_examples,
     distinct_attempts,
     round_robin_by_problem,
@@ -50,6 +51,8 @@ class TrainingFileRecipe:
     """True: fine-tuning keeps as many right first solutions as wrong ones."""
     val_size: int
     """Most attempts in ``val.parquet``."""
+    right_share: float | None
+    """Share of right first solutions in ``train.parquet`` and ``val.parquet``; None keeps all."""
     seed: int
 
 
@@ -142,8 +145,23 @@ async def make_training_files(
     if not train and not examples["sft"]:
         reasons = _reasons({**counts["solutions"], **counts["attempts"]})
         raise UserError(f"no row to train on is left ({reasons or 'no solutions'})")
+    drawn_rows = len(train)
+    if recipe.right_share is not None:
+        train = _with_right_share(train, recipe, len(train))
+        val = _with_right_share(val, recipe, recipe.val_size)
+        if not train and drawn_rows:
+            raise UserError(
+                f"none of {drawn_rows} first solutions for reinforcement learning is left: all of "
+                "them are right, or all are wrong",
+                key=f"--right-share={recipe.right_share}",
+                remedy="leave it out, draw more solutions (--n), or take easier or harder problems",
+            )
     val = val[: recipe.val_size]
-    counts["RL rows"] = {"kept": len(train), "held out": len(val)}
+    counts["RL rows"] = {
+        "kept": len(train),
+        "of them right": sum(attempt.pass_rate == 1.0 for attempt in train),
+        "held out": len(val),
+    }
     return TrainingFiles(
         train=train,
         val=val,
@@ -208,6 +226,21 @@ def _examples(
     right = {draft.attempt.id for draft in drafts if draft.right}
     of_right = sum(example.id in right for example in examples)
     return examples, {"kept": len(examples), "of them right": of_right, **dropped.counts()}
+
+
+def _with_right_share(
+    attempts: Sequence[Attempt], recipe: TrainingFileRecipe, most: int
+) -> list[Attempt]:
+    """At most ``most`` attempts of ``choose_by_right_share``, in the order that they have here."""
+    assert recipe.right_share is not None
+    right, wrong = ([a for a in attempts if (a.pass_rate == 1.0) is side] for side in (True, False))
+    of_right = round(most * recipe.right_share)
+    right, wrong = right[:of_right], wrong[: most - of_right]
+    chosen = choose_by_right_share(
+        right, wrong, recipe.right_share, recipe.seed, lambda attempt: attempt.problem.id
+    )
+    names = {attempt.id for attempt in chosen}
+    return [attempt for attempt in attempts if attempt.id in names]
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

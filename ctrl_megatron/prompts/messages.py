@@ -136,9 +136,22 @@ def parse_judgment(critique: str) -> bool | None:
     form (a bold label, another case) is no judgment. Where a critique contains both, the last one
     counts.
     """
+    found = find_judgment_word(critique)
+    return None if found is None else found[2]
+
+
+def find_judgment_word(critique: str) -> tuple[int, int, bool] | None:
+    """(first character of the word "Correct" or "Incorrect" of ``parse_judgment``, the character
+    behind it, True for "Correct"); None where a critique contains no judgment.
+    """
     correct = critique.rfind(JUDGED_CORRECT)
     incorrect = critique.rfind(JUDGED_INCORRECT)
-    return None if correct == incorrect else correct > incorrect
+    if correct == incorrect:
+        return None
+    line = JUDGED_CORRECT if correct > incorrect else JUDGED_INCORRECT
+    start, word = max(correct, incorrect), line.rpartition(" ")[2]
+    end = start + len(line)
+    return end - len(word), end, correct > incorrect
 
 
 def _named(entry_point: str) -> str:

@@ -97,7 +97,6 @@ class Recorder:
         if not self.active:
             return
         self.log(step, metrics)
-        self._warn(step, metrics)
         self.append_timeline(timeline)
         for example in examples:
             self._examples.append({"step": step, **example})
@@ -127,10 +126,11 @@ class Recorder:
                 self.show_line(f"warning: {text} (shown once, counted in the report)")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics outside a training step (validation)."""
+        """Metrics of a training step, or of a validation outside of it."""
         if self.active:
             for sink in (*self._sinks, *((self._served,) if self._served else ())):
                 sink.log(step, metrics)
+            self._warn(step, metrics)
 
     def add_stage(self, stage: str, results: Mapping[str, float]) -> None:
         if self.active:

@@ -53,7 +53,7 @@ def build_reward_sum(
             made.seconds = config.reward.function_timeout
     tasks = {name: planned.tasks for name, planned in plan.text_rewards.items() if planned.tasks}
     weights = {name: planned.weight for name, planned in plan.text_rewards.items()}
-    return RewardSum(functions, weights, judge=judge, tasks=tasks)
+    return RewardSum(functions, weights, judge=judge, tasks=tasks, gate=plan.gate)
 
 
 def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.algorithm import RewardStage
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
-OF_CRITIQUES = ("critic", "transition")
+OF_CRITIQUES = ("critic", "delta", "transition")
 """Functions that read the verdict on a revision."""
 
 
@@ -41,8 +42,11 @@ class RewardPlan:
 
     functions: Mapping[str, PlannedReward]
     """Name -> function, in the order of the sum: ``critic``, the others of ``reward.reward_funcs``,
-    ``overlong`` (``reward.overlong_buffer``), ``judgment`` (``reward.judgment_weight``),
-    ``transition`` (``reward.transition``), ``reward_model`` (``reward_model``)."""
+    ``overlong`` (``reward.overlong_buffer``), ``judge`` (``reward.judge.weight``), ``judge_gate``
+    (``reward.judge.gate``), ``transition`` (``reward.transition``), ``reward_model``
+    (``reward_model``)."""
+    gate: float | None = None
+    """The total of a critique whose ``judge_gate`` is 1; None without a gate."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -63,8 +67,8 @@ class RewardPlan:
 def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPlan:
     """The reward functions that the configuration turns on, and those that ``always`` names.
 
-    A function that only ``always`` names has weight 0, and so has ``critic`` where only
-    ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
+    A function that only ``always`` names has weight 0, and so has ``critic`` where only ``delta``
+    or ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
     functions: the plan has at most the reward of a model. Raises ``UserError`` for an unknown name,
     and for an import path that cannot be imported.
     """
@@ -75,18 +79,35 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
     terms: dict[str, float] = {}
     if reward.overlong_buffer.enable:
         terms["overlong"] = reward.overlong_buffer.penalty_factor
-    if reward.judgment_weight:
-        terms["judgment"] = reward.judgment_weight
+    scheduled = any("judge" in stage.weights for stage in reward.stages)
+    if reward.judge.weight or (scheduled and "judge" not in reward.weights):
+        terms["judge"] = reward.judge.weight
+    if reward.judge.gate is not None:
+        terms["judge_gate"] = 0.0
     if reward.transition.is_on:
         terms["transition"] = 1.0
     if judged:
         terms[MODEL_REWARD] = config.reward_model.weight
     configured = {**reward.weights, **terms}
-    needed = (*always, *(("critic",) if "transition" in terms else ()))
+    needed = (*always, *(("critic",) if configured.keys() & OF_CRITIQUES else ()))
     weights = {**dict.fromkeys(needed, 0.0), **configured}
     names = sorted(weights, key=lambda name: name != "critic")
     with convert_input_errors("reward.reward_funcs"):
-        return RewardPlan({name: _planned(config, name, weights[name]) for name in names})
+        functions = {name: _planned(config, name, weights[name]) for name in names}
+    return RewardPlan(functions, reward.judge.gate)
+
+
+def weights_at(
+    weights: Mapping[str, float], stages: Iterable[RewardStage], step: int
+) -> dict[str, float]:
+    """The weights of the training step ``step``, counted from 1: ``weights``, and over them those
+    of every stage that has begun.
+    """
+    begun = [stage for stage in stages if stage.from_step <= step]
+    found = dict(weights)
+    for stage in sorted(begun, key=lambda stage: stage.from_step):
+        found |= stage.weights
+    return found
 
 
 def _planned(config: Config, name: str, weight: float) -> PlannedReward:
@@ -127,5 +148,11 @@ def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str,
         }
     elif name == "transition" and reward.transition.is_on:
         configured = asdict(reward.transition)
+    elif name in ("judge", "judge_gate"):
+        configured = {
+            key: value for key, value in asdict(reward.judge).items() if key in parameters
+        }
+    elif name == "delta":
+        configured = {"run_all_cases": reward.run_all_cases}
     given = {key: value for key, value in shared.items() if key in parameters}
     return {**given, **configured, **reward.reward_options.get(name, {})}

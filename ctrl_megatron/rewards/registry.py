@@ -27,7 +27,9 @@ from ctrl_megatron.rewards.items import RewardFunction
 from ctrl_megatron.rewards.score_function import as_item_reward, is_score_function
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
-    JudgmentReward,
+    DeltaReward,
+    JudgeGate,
+    JudgeReward,
     SoftOverlongPunishment,
     TransitionReward,
 )
@@ -44,7 +46,9 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
     "code_format": CodeFormatReward,
     "ioi_code": IoiCodeReward,
     **dict.fromkeys(OVERLONG, SoftOverlongPunishment),
-    "judgment": JudgmentReward,
+    "delta": DeltaReward,
+    "judge": JudgeReward,
+    "judge_gate": JudgeGate,
     "transition": TransitionReward,
 }
 

@@ -88,8 +88,9 @@ class RewardSum:
     without an outcome, and the other functions read its outcomes. ``judge`` runs their programs and
     is closed by ``close``; ``judging`` counts how it fared since ``pop_judge_counts``. A function
     that ``tasks`` names rewards the items of rows of these tasks; to the sums of others it adds
-    nothing, and its reward of them is None. Without functions every sum is 0. Raises ``ValueError``
-    for weights that do not match the functions or are not finite.
+    nothing, and its reward of them is None. With a ``gate`` that number is the sum where the
+    function ``judge_gate`` gives 1. Without functions every sum is 0. Raises ``ValueError`` for
+    weights that do not match the functions or are not finite.
     """
 
     def __init__(
@@ -99,10 +100,12 @@ class RewardSum:
         *,
         judge: Judge | None = None,
         tasks: Mapping[str, Sequence[str]] | None = None,
+        gate: float | None = None,
     ) -> None:
         self.functions = dict(functions)
         self.weights = dict.fromkeys(functions, 1.0) if weights is None else dict(weights)
         self.judge, self.judging, self._tasks = judge, JudgeCounts(), dict(tasks or {})
+        self._gate = gate
         if odd := self.weights.keys() ^ self.functions.keys():
             raise ValueError(f"weights and functions differ in {', '.join(sorted(odd))}")
         if not all(map(math.isfinite, self.weights.values())):
@@ -133,7 +136,8 @@ class RewardSum:
         if self.critic is not None:
             earned = [None if outcome is None else outcome.reward for outcome in outcomes]
             parts["critic"] = check_returned_rewards("'critic'", earned, len(items))
-        totals = weighted_sum(self._counted(parts, items), self.weights) or [0.0] * len(items)
+        counted = self._counted(parts, items)
+        totals = combine_rewards(counted, self.weights, self._gate) or [0.0] * len(items)
         for number, total in enumerate(totals):
             if total is not None and not abs(total) <= LARGEST_REWARD:
                 raise UserError(
@@ -265,6 +269,18 @@ def weighted_sum(parts: Mapping[str, Rewards], weights: Mapping[str, float]) -> 
             total = _float32(total + _float32(weight * _float32(value)))
         totals.append(total)
     return totals
+
+
+def combine_rewards(
+    parts: Mapping[str, Rewards], weights: Mapping[str, float], gate: float | None = None
+) -> Rewards:
+    """The ``weighted_sum``, and with a ``gate`` that number in its place where the part
+    ``judge_gate`` is 1."""
+    totals = weighted_sum(parts, weights)
+    if gate is None:
+        return totals
+    closed = parts["judge_gate"]
+    return [gate if shut else total for shut, total in zip(closed, totals, strict=True)]
 
 
 def _float32(value: float) -> float:

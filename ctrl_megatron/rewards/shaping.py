@@ -1,9 +1,9 @@
 """Rewards that depend on more than the program: ``overlong`` on the length of the response,
-``judgment`` on the critique's judgment, ``transition`` on what the revision changed.
+``judge`` on the critique's judgment, ``delta`` and ``transition`` on what the revision changed.
 
-``judgment`` and ``transition`` are for critics and not in the paper. CTRL (arXiv 2502.03492)
-rewards the revision only: it never checks that "Correct" or "Incorrect" is true, and it does not
-distinguish a repaired solution from one that was right before.
+The last three are for critics and not in the paper. CTRL (arXiv 2502.03492) rewards the revision
+only: it never checks that "Correct" or "Incorrect" is true, and it does not distinguish a repaired
+solution from one that was right before.
 """
 
 from __future__ import annotations
@@ -59,18 +59,80 @@ class SoftOverlongPunishment:
         )
 
 
-class JudgmentReward:
-    """``judgment``: 1 where the critique's judgment of the first solution is true, and else 0, also
-    for a critique without a judgment. Raises ``UserError`` for a row without ``pass_rate``.
+class JudgeReward:
+    """``judge``: ``right`` where the critique's judgment of the first solution is true, ``wrong``
+    where it is false, ``unreadable`` where the critique has none.
+
+    A first solution is right where it passes at least the share ``correct_if`` of its tests; 1 is
+    all of them. The paper of Critique-RL (arXiv 2510.24320) has the values 1, 0 and 0, its code 1,
+    -1 and -1; Critique-Coder (arXiv 2509.22824) calls a program right above 80 % of its tests.
+    Raises ``UserError`` for a row without ``pass_rate``.
     """
 
     reads = ("pass_rate",)
 
+    def __init__(
+        self,
+        *,
+        right: float = 1.0,
+        wrong: float = 0.0,
+        unreadable: float = 0.0,
+        correct_if: float = 1.0,
+    ) -> None:
+        self._values = {True: right, False: wrong, None: unreadable}
+        self._correct_if = correct_if
+
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        rows = item_rows("judgment", items)
         return [
-            float(item.judgment == _was_right(row)) for item, row in zip(items, rows, strict=True)
+            self._values[judgment_is_true(item.judgment, row, self._correct_if)]
+            for item, row in zip(items, item_rows("judge", items), strict=True)
         ]
+
+
+class JudgeGate:
+    """``judge_gate``: 1 where the critique's judgment is false or missing, so that
+    ``reward.judge.gate`` replaces the sum of all rewards, and else 0. ``correct_if`` as in
+    ``JudgeReward``. Source: ``reward_with_discrimination.py`` of Critique-RL.
+    """
+
+    reads = ("pass_rate",)
+
+    def __init__(self, *, correct_if: float = 1.0) -> None:
+        self._correct_if = correct_if
+
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        return [
+            float(judgment_is_true(item.judgment, row, self._correct_if) is not True)
+            for item, row in zip(items, item_rows("judge_gate", items), strict=True)
+        ]
+
+
+class DeltaReward:
+    """``delta``: the reward of ``critic`` less what the first solution would earn, which is its
+    pass rate, or with ``run_all_cases`` false 1 where it passes every test and else 0.
+
+    All critiques of a group are about one first solution, so that ``delta`` has the advantages of
+    ``critic`` under every baseline that is computed within the group. None where the reward of
+    ``critic`` is. Reads ``RewardItem.outcome``, so the run must have the function ``critic``.
+    Raises ``UserError`` for a row without ``pass_rate``.
+    """
+
+    reads = ("pass_rate",)
+
+    def __init__(self, *, run_all_cases: bool = True) -> None:
+        self._run_all_cases = run_all_cases
+
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        rows = item_rows("delta", items)
+        return [self._change(item, row) for item, row in zip(items, rows, strict=True)]
+
+    def _change(self, item: RewardItem, row: Row) -> float | None:
+        if item.outcome is None:
+            raise ValueError("delta needs the outcome of the reward function critic")
+        before = first_pass_rate(row)
+        if not self._run_all_cases:
+            before = float(before >= 1)
+        return None if item.outcome.reward is None else item.outcome.reward - before
 
 
 class TransitionReward:
@@ -104,7 +166,10 @@ class TransitionReward:
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         rows = item_rows("transition", items)
-        return [self._value(item, _was_right(row)) for item, row in zip(items, rows, strict=True)]
+        return [
+            self._value(item, first_pass_rate(row) >= 1)
+            for item, row in zip(items, rows, strict=True)
+        ]
 
     def _value(self, item: RewardItem, before: bool) -> float | None:
         if item.judgment is None:
@@ -118,11 +183,23 @@ class TransitionReward:
         return min(0.0, value) if item.outcome.copying == "penalise" else value
 
 
-def _was_right(row: Row) -> bool:
+def judgment_is_true(judgment: bool | None, row: Row, correct_if: float = 1.0) -> bool | None:
+    """Whether ``judgment`` of the row's first solution, which is right where it passes at least
+    the share ``correct_if`` of its tests, is true; None without a judgment. Raises ``UserError``
+    for a row without ``pass_rate``.
+    """
+    right = first_pass_rate(row) >= correct_if
+    return None if judgment is None else judgment == right
+
+
+def first_pass_rate(row: Row) -> float:
+    """The share of its tests that the row's first solution passes. Raises ``UserError`` for a row
+    without ``pass_rate``.
+    """
     if row.pass_rate is None:
         raise UserError(
-            f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which "
-            "reward.judgment_weight and reward.transition compare with; judge the first "
+            f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which reward.judge, "
+            "reward.transition and the reward function delta compare with; judge the first "
             "solutions (ctrl-synthesize) or leave these keys at 0"
         )
-    return row.pass_rate >= 1.0
+    return row.pass_rate

@@ -15,8 +15,10 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.secrets import hide_credentials_in_text
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, convert_input_errors, run_all_checks
+from ctrl_megatron.eval.labelled import LabelledAnswer, read_labelled_answers
 from ctrl_megatron.eval.pairwise import ResponsePair, read_response_pairs
 from ctrl_megatron.eval.transcripts import (
+    LABELLED_FOLDER,
     PAIRS_FOLDER,
     TURNS_FOLDER,
     ChainPlan,
@@ -39,7 +41,13 @@ from ctrl_megatron.run.checks.models import check_model_files, check_proxy, chec
 from ctrl_megatron.run.checks.rewards import check_rewards
 from ctrl_megatron.run.inputs import RunInputs, read_inputs
 from ctrl_megatron.run.session import session
-from ctrl_megatron.steps.conversation import judge_pairs, pair_prompts, run_conversations
+from ctrl_megatron.steps.conversation import (
+    judge_labelled,
+    judge_pairs,
+    pair_prompts,
+    row_of_labelled,
+    run_conversations,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,8 @@ class EvaluationJob:
     seeds: tuple[int, ...]
     pairs: Path | None = None
     """File of pairs in JudgeBench's format; None evaluates no pairs."""
+    labelled: Path | None = None
+    """File of answers whose verdict is known (``eval.labelled``); None judges none."""
     overwrite: bool = False
     """Replace transcripts that are there, also where the settings differ."""
 
@@ -69,7 +79,10 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
     with convert_input_errors("--out"):
         require_writable_run_directory(out, "--out")
     rewards, pairs = plan_rewards(config, ("critic",)), []
+    labelled: list[LabelledAnswer] = []
     inputs = read_inputs(config, rewards, trains=False, revises=True)
+    if job.labelled is not None:
+        labelled = _read_labelled(job.labelled, config, inputs)
     if job.pairs is not None:
         pairs = _read_pairs(job.pairs, config, inputs)
     _check_turns(job.plan, inputs)
@@ -117,6 +130,8 @@ def evaluate(config: Config, job: EvaluationJob) -> bool:
                 )
                 if kind == PAIRS_FOLDER:
                     draw = partial(judge_pairs, pairs=pairs)
+                elif kind == LABELLED_FOLDER:
+                    draw = partial(judge_labelled, answers=labelled)
                 records = draw(worker, plan=job.plan, critic=critic, seed=seed)
                 if first:
                     write_transcript_part(transcript_part_file(out, critic, seed, kind), records)
@@ -138,8 +153,11 @@ def _say_what_changed(anew: Sequence[str], aside: Path | None) -> None:
 
 def _missing(out: Path, job: EvaluationJob, anew: Sequence[str]) -> Iterable[tuple[str, int, str]]:
     """The transcripts to write, as (critic, seed, folder), ordered by critic."""
+    kinds = [TURNS_FOLDER]
+    kinds += [PAIRS_FOLDER] if job.pairs else []
+    kinds += [LABELLED_FOLDER] if job.labelled else []
     for critic in job.critics:
-        for kind in (TURNS_FOLDER, *((PAIRS_FOLDER,) if job.pairs else ())):
+        for kind in kinds:
             for seed in job.seeds:
                 there = transcript_part_file(out, critic, seed, kind).is_file()
                 if job.overwrite or critic in anew or not there:
@@ -178,6 +196,7 @@ def transcript_settings(config: Config, job: EvaluationJob) -> dict[str, Any]:
     return {
         "rows": [_file(Path(path)) for path in config.data.val_files],
         "pairs": None if job.pairs is None else _file(job.pairs),
+        **({} if job.labelled is None else {"labelled": _file(job.labelled)}),
         "proxy": _proxy(config),
         "tokenizer": {"path": tokenizer, "digest": TextCodec(tokenizer).fingerprint()},
         "prompt_key": config.data.prompt_key,
@@ -229,7 +248,9 @@ def _proxy(config: Config) -> dict[str, str]:
 def _read_written(path: str, job: EvaluationJob, inputs: RunInputs) -> dict[str, str]:
     """Row id -> critique, from a file. Raises UserError where the job cannot use them."""
     assert inputs.validation is not None
-    for flag, asked in (("--turns", job.plan.turns > 1), ("--pairs", job.pairs is not None)):
+    given = (("--pairs", job.pairs), ("--labelled", job.labelled))
+    asked_for = {flag: file is not None for flag, file in given}
+    for flag, asked in {"--turns": job.plan.turns > 1, **asked_for}.items():
         if asked:
             raise UserError(
                 f"{path} contains critiques of the first solutions only",
@@ -269,6 +290,21 @@ def _read_pairs(path: Path, config: Config, inputs: RunInputs) -> list[ResponseP
                     remedy="raise it, or remove the pair",
                 )
     return pairs
+
+
+def _read_labelled(path: Path, config: Config, inputs: RunInputs) -> list[LabelledAnswer]:
+    with convert_input_errors("--labelled"):
+        answers, longest = read_labelled_answers(path), config.data.max_prompt_length
+        for answer in answers:
+            request = list(row_of_labelled(answer).prompt)
+            tokens = len(inputs.codec.encode_chat(request, add_generation_prompt=True))
+            if tokens > longest:
+                raise UserError(
+                    f"{path}: the request for a critique of {answer.id} has {tokens} tokens, more "
+                    f"than data.max_prompt_length={longest}",
+                    remedy="raise it, or remove the answer",
+                )
+    return answers
 
 
 def _check_turns(plan: ChainPlan, inputs: RunInputs) -> None:

@@ -23,6 +23,7 @@ from ctrl_megatron.rollout.engine_specs import engine_config
 from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.run.build import build_worker, build_worker_without_actor
 from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
+from ctrl_megatron.run.checks.rewards import inert_reward_warnings
 from ctrl_megatron.run.checks.rl import check_rl_run
 from ctrl_megatron.run.inputs import RunInputs, is_finished, read_inputs
 from ctrl_megatron.run.loop import Resumable, Schedule, TrainingLoop
@@ -155,7 +156,7 @@ def train(config: Config) -> bool:
             services=described + "".join(map(banner_world_line, run.worlds[1:])),
         ):
             recorder.show_line(line)
-        for line in inputs.bad_row_warnings():
+        for line in (*inputs.bad_row_warnings(), *inert_reward_warnings(config)):
             recorder.show_line(line)
         dtype, on_gpu = config.actor_rollout_ref.model_dtype, run.groups.device.type == "cuda"
         recorder.show_line(kernels_line(on_gpu=on_gpu, dtype=dtype))

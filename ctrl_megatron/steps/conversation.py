@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ctrl_megatron.data.rows import Row, row_of_attempt
+from ctrl_megatron.eval.labelled import LabelledAnswer
 from ctrl_megatron.eval.pairwise import JudgedPair, ResponsePair
 from ctrl_megatron.eval.transcripts import ChainPlan, Turn
 from ctrl_megatron.eval.validation_rates import validation_rates
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.prompts import choice_messages, critique_messages, parse_choice, parse_judgment
+from ctrl_megatron.prompts.confidence import judgment_confidence
 from ctrl_megatron.steps.chain import FollowUp, count_failures, criticise, judge_programs, revise
 from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.steps.sampling import (
@@ -159,7 +161,7 @@ def _written(worker: RolloutWorker, written: Mapping[str, str], row: Row) -> Sam
 def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> SamplingParams:
     limit, rollout = worker.config.data.max_response_length, worker.config.actor_rollout_ref.rollout
     if plan.temperature == 0:
-        return greedy_params(worker.codec, limit)
+        return dataclasses.replace(greedy_params(worker.codec, limit), log_probs=True)
     return SamplingParams(
         max_tokens=limit,
         temperature=plan.temperature,
@@ -168,7 +170,7 @@ def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> 
         n=samples,
         seed=seed,
         stop_token_ids=tuple(worker.codec.eos_token_ids),
-        log_probs=False,
+        log_probs=True,
     )
 
 
@@ -221,9 +223,75 @@ def _judge(
             after=None if failed else chain.result if revision is None else next(results),
             critique_tokens=0 if critique is None else critique.length,
             revision_tokens=0 if revision is None else revision.tokens or 0,
+            confidence=None
+            if critique is None
+            else judgment_confidence(worker.codec, critique.completion, critique.text),
         )
         chain.turns.append(turn)
         chain.row, chain.result = dataclasses.replace(row, solution=turn.revision), turn.after
+
+
+def judge_labelled(
+    worker: RolloutWorker,
+    plan: ChainPlan,
+    *,
+    answers: Sequence[LabelledAnswer],
+    critic: str,
+    seed: int,
+) -> list[Turn]:
+    """``plan.samples`` critiques of every answer, as turns whose verdicts are the labels.
+    Collective."""
+    place, ranks = worker.groups.place.dp, worker.groups.layout.data
+    size, local = worker.config.data.val_batch_size, list[tuple[int, Turn]]()
+    params = _params(worker, plan, draw_seed(seed, "labelled"), plan.samples)
+    for start in range(0, len(answers), size):
+        part = answers[start : start + size][place::ranks]
+        rows = [row_of_labelled(answer) for answer in part]
+        prompts = [
+            worker.codec.encode_chat(list(row.prompt), add_generation_prompt=True) for row in rows
+        ]
+        named = dataclasses.replace(params, rows=tuple(answer.id for answer in part))
+        groups = criticise(worker, rows, prompts, named, None)
+        for n, (answer, critiques) in enumerate(zip(part, groups, strict=True)):
+            turns = (
+                Turn(
+                    critic=critic,
+                    seed=seed,
+                    problem_id=answer.id,
+                    attempt=answer.id,
+                    difficulty=0,
+                    sample=number,
+                    turn=1,
+                    solution=answer.answer,
+                    critique=critique.text,
+                    judgment=critique.judgment,
+                    revision=answer.answer,
+                    before=answer.verdict,
+                    after=answer.verdict,
+                    critique_tokens=critique.length,
+                    confidence=judgment_confidence(
+                        worker.codec, critique.completion, critique.text
+                    ),
+                )
+                for number, critique in enumerate(critiques)
+            )
+            local += [(start + place + n * ranks, turn) for turn in turns]
+    every = [part for rank in worker.groups.gather_data_ranks(local) for part in rank]
+    return [turn for _, turn in sorted(every, key=lambda part: part[0])]
+
+
+def row_of_labelled(answer: LabelledAnswer) -> Row:
+    """The row that requests a critique of the answer."""
+    problem = Problem(
+        id=answer.id,
+        statement=answer.question,
+        prompter_type="code_contests",
+        selected_uts="[]",
+    )
+    return row_of_attempt(
+        Attempt(id=answer.id, problem=problem, solution=answer.answer),
+        critique_messages(problem, answer.answer),
+    )
 
 
 # Pairs

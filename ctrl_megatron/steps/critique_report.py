@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from ctrl_megatron.data.rows import CRITIQUE, Row
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.steps.batch import data_rows_of, number_or_none, samples_of
-from ctrl_megatron.steps.model_reward import total_rewards
 from ctrl_megatron.steps.performance import step_performance
 from ctrl_megatron.steps.sample import Revision, Sample
 from ctrl_megatron.steps.sampling import EXAMPLES_PER_STEP, length_metrics
@@ -69,7 +68,7 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
     tasks = sorted({row.task for row in worker.train.rows})
     if len(tasks) == 1:
         return {}
-    here, totals = texts(batch["task"]), total_rewards(worker, batch)
+    here, totals = texts(batch["task"]), placed_rewards(batch)
     measured, lengths = dict[str, torch.Tensor](), batch["response_mask"].sum(dim=1).float()
     for task in tasks:
         of_task = torch.tensor([name == task for name in here])
@@ -77,6 +76,12 @@ def task_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, torch.Tensor
         measured[f"task/{task}/reward"] = totals[of_task]
         measured[f"task/{task}/length"] = lengths[of_task & batch["rewarded"]]
     return measured
+
+
+def placed_rewards(batch: TensorDict) -> torch.Tensor:
+    """(B,) float32: the rewards that the node ``place_scores`` placed; NaN where there is none."""
+    totals = batch["token_level_scores"].sum(dim=1)
+    return torch.where(batch["rewarded"], totals, float("nan"))
 
 
 def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, Any]]:
@@ -94,7 +99,7 @@ def critique_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, An
                 "task": row.task,
                 "prompt": row.prompt[-1]["content"],
                 "response": sample.text,
-                "reward": number_or_none(total_rewards(worker, batch)[i]),
+                "reward": number_or_none(placed_rewards(batch)[i]),
                 "versions": f"response by {versions[i]}",
             }
             continue

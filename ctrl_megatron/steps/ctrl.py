@@ -27,6 +27,7 @@ from ctrl_megatron.algorithms import (
     explained_variance,
     explained_variance_sums,
     get_adv_estimator,
+    reads_reward_parts,
     required_estimator_inputs,
     rollout_mismatch_metrics,
     rollout_mismatch_sums,
@@ -78,7 +79,12 @@ from ctrl_megatron.steps.losses import (
     select_tokens,
 )
 from ctrl_megatron.steps.masks import batch_for_pass, field_name_of_pass, scored_passes
-from ctrl_megatron.steps.model_reward import model_reward, required_score_fields, total_rewards
+from ctrl_megatron.steps.model_reward import (
+    model_reward,
+    required_score_fields,
+    total_rewards,
+    weighted_parts,
+)
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
     critique_columns,
@@ -571,6 +577,8 @@ def advantages(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     for name in ("values", "reward_baselines"):
         if name in batch:
             offered[name] = batch[name]
+    if reads_reward_parts(algorithm.adv_estimator):
+        offered["reward_parts"], offered["reward_weights"] = weighted_parts(worker, batch)
     offered |= function_options(
         get_adv_estimator(algorithm.adv_estimator),
         algorithm.adv_estimator_options,
@@ -663,11 +671,14 @@ def first_step_kl_metric(steps: Sequence[Mapping[str, float]]) -> dict[str, floa
 
 @node(reads=REFRESH, writes=())
 def refresh_reference(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """After every ``ref.sync_steps`` steps the reference becomes ``ref.sync_mix`` of the actor's
-    weights and the rest of its own, on the ranks that have both.
+    """After every ``ref.sync_steps`` steps, and after those of ``ref.sync_at``, the reference
+    becomes ``ref.sync_mix`` of the actor's weights and the rest of its own, on the ranks that have
+    both.
     """
     keys, reference = worker.config.actor_rollout_ref.ref, worker.refreshed_reference
-    if reference is None or not keys.sync_steps or (worker.step + 1) % keys.sync_steps:
+    step = worker.step + 1
+    due = step in keys.sync_at or (keys.sync_steps and step % keys.sync_steps == 0)
+    if reference is None or not due:
         return NodeOutput()
     reference.interpolate_towards(worker.policy, keys.sync_mix)
     if worker.config.actor_rollout_ref.actor.compute.param_offload:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms import rows_in_varied_groups
+from ctrl_megatron.algorithms import reads_reward_parts, rows_in_varied_groups
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import (
     DRAWN,
@@ -24,8 +24,8 @@ from ctrl_megatron.graph.declarations import (
 from ctrl_megatron.graph.graph import Pipeline
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole
-from ctrl_megatron.rewards import weighted_sum
 from ctrl_megatron.rewards.registry import raise_no_rewards
+from ctrl_megatron.rewards.reward_sum import combine_rewards
 from ctrl_megatron.rewards.shaping import OVERLONG
 from ctrl_megatron.steps.batch import fields_of_samples, make_batch, samples_of
 from ctrl_megatron.steps.model_reward import with_model_rewards
@@ -63,7 +63,15 @@ class DynamicSampling:
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""
         config, wanted = worker.config, worker.config.data.train_batch_size
-        useful, drawn = worker.leftover.take_all(), list[Sample]()
+        weighted = partial(
+            groups_with_varied_rewards,
+            weights=worker.step_weights,
+            gate=config.reward.judge.gate,
+            separately=reads_reward_parts(config.algorithm.adv_estimator),
+        )
+        # Groups that were left over under the weights of an earlier stage may differ no more.
+        useful = weighted([sample for group in worker.leftover.take_all() for sample in group])
+        drawn = list[Sample]()
         rounds = sampled = new = 0
         while len(useful) < wanted and rounds < config.algorithm.filter_groups.max_num_gen_batches:
             fresh = self.draw(worker, worker.draw(config.gen_batch_size), rounds)
@@ -71,8 +79,8 @@ class DynamicSampling:
             # are always or never solved.
             worker.count_judge_requests()
             everything = [row for part in worker.groups.gather_data_ranks(fresh) for row in part]
-            require_rewards(everything, worker.reward_weights)
-            teaching = groups_with_varied_rewards(everything, worker.reward_weights)
+            require_rewards(everything, worker.step_weights)
+            teaching = weighted(everything)
             useful += teaching
             new += len(teaching)
             sampled += len({row.uid for row in everything})
@@ -157,28 +165,38 @@ def _outcome(sample: Sample) -> SampleRewards:
 
 
 def groups_with_varied_rewards(
-    samples: Sequence[Sample], weights: Mapping[str, float]
+    samples: Sequence[Sample],
+    weights: Mapping[str, float],
+    *,
+    gate: float | None = None,
+    separately: bool = False,
 ) -> list[Group]:
     """The groups, whole and in order, whose judged samples earned different rewards: sums weighted
-    by ``weights``, without the punishment of long responses.
+    by ``weights``, with the ``gate`` of ``combine_rewards``, and without the punishment of long
+    responses; or, ``separately``, any one of the weighted rewards.
     """
     counted = group_filter_weights(weights)
+    names = [*counted, *(["judge_gate"] if gate is not None else [])]
     parts: dict[str, Any] = {
-        name: [_outcome(sample).rewards[name] for sample in samples] for name in counted
+        name: [_outcome(sample).rewards[name] for sample in samples] for name in names
     }
-    earned = zip(samples, weighted_sum(parts, counted), strict=True)
-    judged = [(sample.uid, reward) for sample, reward in earned if reward is not None]
+    compared = [*map(parts.get, counted)] if separately else [combine_rewards(parts, counted, gate)]
+    useful = {uid for rewards in compared for uid in _varied(samples, rewards)}
+    groups: dict[str, Group] = {}
+    for sample in samples:
+        if sample.uid in useful:
+            groups.setdefault(sample.uid, []).append(sample)
+    return list(groups.values())
+
+
+def _varied(samples: Sequence[Sample], rewards: Any) -> set[str]:
+    """The groups whose known rewards are not all equal."""
+    judged = [(s.uid, r) for s, r in zip(samples, rewards, strict=True) if r is not None]
     if not judged:
-        return []
+        return set()
     uids = [uid for uid, _ in judged]
     signal = rows_in_varied_groups(torch.tensor([reward for _, reward in judged]), uids)
-    groups: dict[str, Group] = {
-        uid: [] for uid, useful in zip(uids, signal.tolist(), strict=True) if useful
-    }
-    for sample in samples:
-        if sample.uid in groups:
-            groups[sample.uid].append(sample)
-    return list(groups.values())
+    return {uid for uid, differs in zip(uids, signal.tolist(), strict=True) if differs}
 
 
 def _shared(worker: DAGWorker, groups: Sequence[Group]) -> list[Sample]:

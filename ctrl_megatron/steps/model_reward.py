@@ -12,15 +12,17 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
+from ctrl_megatron.algorithms import reads_reward_parts
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import OF_REWARD_MODEL, REWARD_MODEL, always, node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.models.micro_batch import split_attended_values
-from ctrl_megatron.rewards import RewardItem, weighted_sum
+from ctrl_megatron.rewards import RewardItem
 from ctrl_megatron.rewards.items import Rewards
 from ctrl_megatron.rewards.registry import MODEL_REWARD
+from ctrl_megatron.rewards.reward_sum import combine_rewards
 from ctrl_megatron.steps.batch import data_rows_of, number_or_none
 from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
@@ -98,7 +100,7 @@ def model_rewards_of_answers(
     found = reader.score_conversations(conversations)
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
         reader.model.offload("weights")
-    rewarded = _is_rewarded(worker, rows)
+    rewarded = _is_rewarded(worker, MODEL_REWARD, rows)
     numbers = [float("nan") if reward is None else reward for reward in found]
     return (
         torch.where(rewarded, torch.tensor(numbers, dtype=torch.float32), float("nan")),
@@ -109,24 +111,56 @@ def model_rewards_of_answers(
 def total_rewards(worker: DAGWorker, batch: TensorDict) -> torch.Tensor:
     """(B,) float32: ``score``, the sum of the reward functions, and the weighted reward of the
     model where the run has one; NaN where a part with a weight is unknown.
+
+    With ``reward.schedule`` or ``reward.judge.gate`` the parts are added anew, with the weights of
+    this step, and with an estimator that reads the parts (``gdpo``) those that are known.
     """
-    score = batch["score"]
-    if MODEL_REWARD not in worker.reward_weights:
-        return score
-    # To the sum of a row of another task it adds nothing.
-    mine = _is_rewarded(worker, data_rows_of(worker.train, batch))
-    parts = {
-        "score": [number_or_none(one) for one in score],
-        MODEL_REWARD: [
-            number_or_none(one) for one in torch.where(mine, batch[OF_REWARD_MODEL], 0.0)
-        ],
-    }
-    weights = {"score": 1.0, MODEL_REWARD: worker.reward_weights[MODEL_REWARD]}
-    totals = weighted_sum(parts, weights)
+    if reads_reward_parts(worker.config.algorithm.adv_estimator):
+        known, factors = weighted_parts(worker, batch)
+        total = (known.nan_to_num(0.0).double() * factors).sum(dim=1)
+        return torch.where(known.isnan().all(dim=1), float("nan"), total).float()
+    reward, weights = worker.config.reward, worker.step_weights
+    gate = reward.judge.gate
+    names, parts = [*weights], dict[str, Rewards]()
+    if not reward.schedule and gate is None:
+        names = [name for name in weights if name == MODEL_REWARD]
+        parts["score"] = [number_or_none(one) for one in batch["score"]]
+        weights = {"score": 1.0, **{name: weights[name] for name in names}}
+    rows = data_rows_of(worker.train, batch) if names else []
+    for name in names:
+        # To the sum of a row of another task it adds nothing.
+        mine = _is_rewarded(worker, name, rows)
+        column = torch.where(mine, reward_column(batch, name), 0.0)
+        parts[name] = [number_or_none(one) for one in column]
+    totals = combine_rewards(parts, weights, gate)
     return torch.tensor([float("nan") if total is None else total for total in totals])
 
 
-def _is_rewarded(worker: DAGWorker, rows: Sequence[Row]) -> torch.Tensor:
-    """(B,) bool: whether the model rewards the rows' tasks (``reward.reward_tasks``)."""
-    tasks = worker.config.reward.tasks_by_function.get(MODEL_REWARD)
+def weighted_parts(worker: DAGWorker, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rewards (B, K) float32 of the functions whose weight in this step is not 0, NaN where one is
+    unknown or does not reward the row's task; their weights (K,) float64)."""
+    used = {name: weight for name, weight in worker.step_weights.items() if weight}
+    rows = data_rows_of(worker.train, batch)
+    columns = [
+        torch.where(_is_rewarded(worker, name, rows), reward_column(batch, name), float("nan"))
+        for name in used
+    ]
+    weights = torch.tensor([*used.values()], dtype=torch.float64)
+    return torch.stack(columns, dim=1), weights
+
+
+def reward_column(batch: TensorDict, name: str) -> torch.Tensor:
+    """``reward/NAME`` (B,) of the batch. UserError where the pipeline does not write it."""
+    if f"reward/{name}" not in batch:
+        raise UserError(
+            "reward.schedule, reward.judge.gate and algorithm.adv_estimator=gdpo read every reward "
+            f"by itself, and no node of this pipeline writes the field reward/{name}",
+            remedy="write it beside score, or leave these keys out",
+        )
+    return batch[f"reward/{name}"]
+
+
+def _is_rewarded(worker: DAGWorker, name: str, rows: Sequence[Row]) -> torch.Tensor:
+    """(B,) bool: whether the function rewards the rows' tasks (``reward.reward_tasks``)."""
+    tasks = worker.config.reward.tasks_by_function.get(name)
     return torch.tensor([tasks is None or row.task in tasks for row in rows], dtype=torch.bool)

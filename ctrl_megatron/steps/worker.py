@@ -27,6 +27,7 @@ from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import DeviceOwner, Role
 from ctrl_megatron.rewards import JudgeCounts, RewardItem, RewardSum, Scores
+from ctrl_megatron.rewards.plan import weights_at
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.steps.draws import DrawsAhead, LeftoverGroups
@@ -130,7 +131,8 @@ class RolloutWorker:
     """Every reward function of the run; None on ranks that are not leaders, and if no node reads
     ``reward``."""
     reward_weights: Mapping[str, float]
-    """Reward function -> weight; ``reward/mean`` is the mean of the first one."""
+    """Reward function -> weight before ``reward.schedule``; ``reward/mean`` is the mean of the
+    first one."""
     validation: PromptTable | None
     pending: dict[str, asyncio.Task[ProxyAnswer | ProxyFailure | None]] = field(
         default_factory=dict
@@ -142,6 +144,11 @@ class RolloutWorker:
     """How often this rank has started services again, by the metric's name."""
     step: int = 0
     """Training steps that are finished."""
+
+    @property
+    def step_weights(self) -> dict[str, float]:
+        """Reward function -> its weight in the step that is being trained."""
+        return weights_at(self.reward_weights, self.config.reward.stages, self.step + 1)
 
     @property
     def device_owner(self) -> DeviceOwner:

@@ -152,7 +152,7 @@ _GRPO = ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=fals
 _BY_DEVIATION, _PPO = "algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae"
 _VALUES_FIRST = "trainer.critic_warmup=4"
 _LOSS = "actor_rollout_ref.actor"
-_MIXED_REWARDS = "{critic: [critique], judgment: [judging], code: [solving]}"
+_MIXED_REWARDS = "{critic: [critique], judge: [judging], code: [solving]}"
 
 _FIRST = (
     Arm(
@@ -247,7 +247,7 @@ _OTHER_TRAINING = (
         run="mixture",
         settings=(
             *(*_GRPO, "data.mixture=[0.8,0.1,0.1]"),
-            "reward.reward_funcs=[critic,judgment,code]",
+            "reward.reward_funcs=[critic,judge,code]",
             f"reward.reward_tasks={_MIXED_REWARDS}",
         ),
         files=(DATA / "rl.parquet", TASKS / "judging.parquet", TASKS / "solving.parquet"),

@@ -195,7 +195,7 @@ def test_registry_names_what_it_knows_and_keeps_what_it_has() -> None:
     assert get_adv_estimator("gae") is compute_gae_advantage_return
     with pytest.raises(
         ValueError,
-        match=r"unknown advantage estimator 'grop'; did you mean 'grpo'\? known: cpgd, gae, gpg, ",
+        match=r"unknown advantage estimator 'grop'; did you mean 'grpo'\? known: cpgd, gae, gdpo, ",
     ):
         get_adv_estimator("grop")
     with pytest.raises(ValueError, match="'grpo' is registered already"):

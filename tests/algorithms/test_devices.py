@@ -54,6 +54,7 @@ def test_estimators_stay_on_their_device(name: str, device: str) -> None:
     given = {
         **{"token_level_rewards": a, "response_mask": mask, "values": a},
         **{"index": ["x", "x", "y", "y"], "reward_baselines": a[:, 0], "gamma": 1.0, "lam": 0.9},
+        **{"reward_parts": a, "reward_weights": torch.ones(3)},
     }
     # Whitening reads the count, to refuse fewer than two tokens.
     sums: list[torch.Tensor] = []

@@ -207,7 +207,7 @@ def rows_of(data: dict[str, Any], rows: Any) -> dict[str, Any]:
 
 
 def test_every_estimator_has_a_case() -> None:
-    own = {"gae", "grpo"}  # in test_advantages
+    own = {"gae", "grpo", "gdpo"}  # in test_advantages, test_gdpo
     assert {name for name, _, _ in CASES} | own == set(ADV_ESTIMATOR_REGISTRY)
 
 

@@ -103,6 +103,14 @@ def geo_mean(old: Row, new: Row, held: Row, gain: Row, selected: list[bool]) -> 
     return [-sum(gain) / count * product ** (1 / count)] * count
 
 
+def sapo(old: Row, new: Row, held: Row, gain: Row, selected: list[bool]) -> Row:
+    found = []
+    for o, n, g in zip(old, new, gain, strict=True):
+        tau = 1.0 if g > 0 else 1.05
+        found.append(-g * 4 / tau / (1 + math.exp(-tau * (math.exp(n - o) - 1))))
+    return found
+
+
 FORMULAS: dict[str, Callable[..., Row]] = {
     "vanilla": vanilla,
     "gspo": gspo,
@@ -112,6 +120,7 @@ FORMULAS: dict[str, Callable[..., Row]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "geo_mean": geo_mean,
+    "sapo": sapo,
 }
 SELECTING = ("clip_cov", "kl_cov")
 losses = st.sampled_from(sorted(FORMULAS))
@@ -233,7 +242,11 @@ def gradcheck(name: str, data: dict[str, Any], mode: str) -> bool:
     )
 
 
-@given(seeds, st.sampled_from(["vanilla", "cpgd", "gpg", "clip_cov", "kl_cov", "geo_mean"]), modes)
+@given(
+    seeds,
+    st.sampled_from(["vanilla", "cpgd", "gpg", "clip_cov", "kl_cov", "geo_mean", "sapo"]),
+    modes,
+)
 def test_gradcheck(seed: int, name: str, mode: str) -> None:
     assert gradcheck(name, away_from_corners(batch(seed, rows=3, width=3)), mode)
 
@@ -372,6 +385,7 @@ def test_the_shares_say_what_was_clipped() -> None:
         "geo_mean": [1, 0, 0, 1, 0],
         "cispo": [1, 1, 1, 1, 0],
         "gpg": [0] * 5,
+        "sapo": [0] * 5,
         "kl_cov": [0] * 5,
     }
     for name, expected in want.items():
@@ -434,10 +448,12 @@ def test_a_loss_reads_the_keys_that_are_declared_to_be_its() -> None:
 
 def test_wrong_options_are_named() -> None:
     data = batch(4)
-    for name in sorted(set(FORMULAS) - {"gpg"}):
+    for name in sorted(set(FORMULAS) - {"gpg", "sapo"}):
         with pytest.raises(ValueError, match=f"compute_policy_loss_{name} needs config"):
             get_policy_loss(name)(**taken(name, data))
     get_policy_loss("gpg")(**taken("gpg", data))
+    with pytest.raises(ValueError, match="tau_pos and tau_neg must be above 0"):
+        get_policy_loss("sapo")(**taken("sapo", data), tau_neg=0.0)
     wrong = SimpleNamespace(clip_ratio=-0.1, clip_ratio_low=None, clip_ratio_high=None)
     for name in ("gspo", "cpgd", "cispo", "geo_mean"):
         with pytest.raises(ValueError, match=r"low=-0\.1"):

@@ -79,6 +79,8 @@ def test_advantages(name: str) -> None:
             "lam": 0.8,
             "values": values,
             "reward_baselines": noise(3)[:, 0],
+            "reward_parts": noise(4)[:, :2],
+            "reward_weights": torch.ones(2),
         }
         return estimate_advantages(name, offered)
 

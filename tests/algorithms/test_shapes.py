@@ -44,7 +44,7 @@ def estimators() -> list[tuple[str, str]]:
         (name, argument)
         for name in ADV_ESTIMATOR_REGISTRY
         for argument in ("token_level_rewards", "response_mask", "values")
-        if argument in estimator_inputs(name)
+        if argument in estimator_inputs(name) and "token_level_rewards" in estimator_inputs(name)
     ]
 
 

@@ -346,7 +346,7 @@ def test_every_number_has_a_range() -> None:
         is_number = {int, float} & {key.type, *typing.get_args(key.type)}
         if not is_number or key.name.endswith("seed"):
             continue
-        if key.name in UNBOUNDED or key.name.startswith("reward.transition."):
+        if key.name in UNBOUNDED or key.name.startswith(("reward.transition.", "reward.judge.")):
             continue
         value = "[-7, -7]" if isinstance(key.default, tuple) else "-7"
         found = [line for line in messages(f"{key.name}={value}") if " must be " in line]

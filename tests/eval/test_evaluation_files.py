@@ -200,7 +200,8 @@ def test_the_page_shows_every_number_and_runs_nothing(tmp_path: Path) -> None:
         svg = base64.b64decode(image).decode()
         assert ElementTree.fromstring(svg).tag.endswith("svg")
         assert not re.search(r'href="(?!#)', svg)
-    for name in RATES:
+    # No judgment of these chains is false.
+    for name in {*RATES} - {"gain_after_false_judgment"}:
         words = name.replace("_", " ")
         assert words in html and f"- {words}: " in text, name
     solved = "| ours | 33.3% [0.0%, 66.7%] | 50.0% [16.7%, 83.3%] | 66.7% [33.3%, 100.0%] |"

@@ -15,8 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from scripted_server import Scripted, good, serving, streamed
 
 from ctrl_megatron.commands.serve_critic import main
-from ctrl_megatron.generation.critic_service import CriticService
+from ctrl_megatron.generation.chat import ChatAnswer
+from ctrl_megatron.generation.critic_service import CriticService, judgment_probability
 from ctrl_megatron.generation.openai_client import OpenAIChat
+from ctrl_megatron.generation.search_nodes import majority_vote
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import SamplingParams
 
@@ -71,6 +73,7 @@ def post(
 def test_a_wrong_solution_is_criticised_revised_and_tested(sandbox: str) -> None:
     status, answer = post(sandbox, "/v1/critiques", {**ASKED, "revise": True})
     assert (status, answer["judgment"], answer["votes"]) == (200, "incorrect", 1)
+    assert answer["confidence"] == 0  # a server tells no probabilities: the share of its votes
     assert [test["passed"] for test in answer["tests"]] == [False, True]
     assert answer["tests"][0]["detail"] and answer["tests"][0]["test"] == TESTS[0]
     assert answer["revision"]["code"] == RIGHT
@@ -87,6 +90,25 @@ def test_a_right_solution_without_tests(sandbox: str) -> None:
     status, answer = post(sandbox, "/v1/critiques", {"problem": "Add.", "solution": RIGHT})
     assert (status, answer["judgment"]) == (200, "correct")
     assert answer["tests"] is None and answer["revision"] is None
+
+
+def test_the_confidence_is_the_mean_of_the_critiques_own_where_they_have_one() -> None:
+    def answer(text: str, confidence: float | None) -> ChatAnswer:
+        return ChatAnswer(
+            text=text,
+            finish_reason="stop",
+            prompt_tokens=1,
+            completion_tokens=1,
+            confidence=confidence,
+        )
+
+    said = "Overall judgment: Correct", "Overall judgment: Incorrect", "nothing"
+    vote = majority_vote([*said])
+    drawn = [answer(text, sure) for text, sure in zip(said, (0.9, 0.3, None), strict=True)]
+    assert judgment_probability(drawn, vote) == pytest.approx(0.6)
+    untold = [answer(text, None) for text in said]
+    assert judgment_probability(untold, vote) == 0.5
+    assert judgment_probability(untold[2:], majority_vote(["nothing"])) is None
 
 
 def in_pieces(body: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "remax": ("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.n=1"),
     "kl_cov": (
         *(ACTOR + "policy_loss=kl_cov", ACTOR + "kl_cov_ratio=0.1"),
-        *("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reward.judgment_weight=0.1"),
+        *("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reward.judge.weight=0.1"),
         "reward.reward_funcs=[critic,binary_code,soft_overlong_punishment]",
         "reward.reward_weights=[1.0,0.5,0.0]",
         "reward.reward_options.soft_overlong_punishment={max_length: 16, cache_length: 16}",
@@ -47,7 +47,7 @@ def assert_sum_of_rewards(metrics: list[dict[str, float]]) -> None:
         # One test per problem: its pass rate is 0 or 1.
         assert step["reward/binary_code"] == step["reward/mean"]
         assert step["reward/soft_overlong_punishment"] < 0, "of weight 0, but reported"
-        total = 1.5 * step["reward/mean"] + 0.1 * step["reward/judgment"]
+        total = 1.5 * step["reward/mean"] + 0.1 * step["reward/judge"]
         assert step["reward/total"] == pytest.approx(total)
 
 

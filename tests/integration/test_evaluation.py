@@ -17,6 +17,7 @@ from tiny_run import PROGRAM, REPOSITORY, byte_chat_model
 
 from ctrl_megatron.commands.report import main as report
 from ctrl_megatron.eval.transcripts import read_evaluation
+from ctrl_megatron.metrics import read_json_lines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -74,7 +75,7 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
     # What is missing is drawn as it was, though paths are spelled otherwise; another critic comes
     # beside it.
     transcript = out / "transcripts/after_SFT.seed1.jsonl"
-    kept = transcript.read_bytes()
+    kept = read_json_lines(transcript)
     transcript.unlink()
     spelled = [word.replace(str(job.actor), f"{job.actor}/.") for word in two[1:]]
     assert spelled != two[1:]
@@ -84,7 +85,13 @@ def test_an_evaluation_is_kept_continued_and_reported(job: Job, tmp_path: Path) 
         *("zero-shot: transcripts, seed 1", "zero-shot: pairs, seed 1"),
         "after SFT: transcripts, seed 1",
     ]
-    assert transcript.read_bytes() == kept
+    again = read_json_lines(transcript)
+    # Another batch rounds log-probs otherwise.
+    sure = [[turn.pop("confidence") for turn in turns] for turns in (kept, again)]
+    assert again == kept
+    assert [value is None for value in sure[0]] == [value is None for value in sure[1]]
+    known = [[value or 0.0 for value in values] for values in sure]
+    assert known[1] == pytest.approx(known[0], abs=1e-4) and any(known[0])
 
     # Without a model.
     shutil.copytree(out, tmp_path / "other")

@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("reward.overlong_buffer.len=8", ROLLOUT + "quantization=fp8"),
     ),
     "grpo": (
-        *(ACTOR + "policy_loss=clip_cov", "reward.judgment_weight=0.1"),
+        *(ACTOR + "policy_loss=clip_cov", "reward.judge.weight=0.1", "reward.judge.gate=-9"),
         *("reward.transition.wrong_to_right=0.1", "reward.reward_funcs=[critic,code_format]"),
         *(f"{ACTOR}optim.lr_scheduler_type=cosine", "trainer.test_freq=1"),
         "trainer.total_training_steps=null",

@@ -19,8 +19,8 @@ MIXED = (
     "actor_rollout_ref.rollout.n=4",
     "data.mixture=[4,1,1]",
     "data.val_files=[]",
-    "reward.reward_funcs=[critic,code,judgment]",
-    "reward.reward_tasks={critic: [critique], code: [solving], judgment: [judging]}",
+    "reward.reward_funcs=[critic,code,judge]",
+    "reward.reward_tasks={critic: [critique], code: [solving], judge: [judging]}",
 )
 
 
@@ -56,7 +56,7 @@ def test_three_tasks_in_one_run_have_their_shares_and_rewards(mixed: Job) -> Non
     for metrics in metrics_of(run(mixed, "short", steps=2)):
         shares = [metrics[f"task/{task}/share"] for task in ("critique", "judging", "solving")]
         assert shares == pytest.approx([4 / 6, 1 / 6, 1 / 6])
-        parts = ("critic", "judgment", "code")
+        parts = ("critic", "judge", "code")
         earned = [metrics["reward/mean" if p == "critic" else f"reward/{p}"] for p in parts]
         tasks = [metrics[f"task/{task}/reward"] for task in ("critique", "judging", "solving")]
         assert tasks == pytest.approx(earned)

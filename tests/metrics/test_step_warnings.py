@@ -43,6 +43,29 @@ def test_a_suspicious_step_is_reported(name: str) -> None:
     assert warnings.check({**HEALTHY, metric: float("nan")}) == {}
 
 
+def test_a_reward_that_rises_while_validation_falls_is_reported() -> None:
+    warnings = StepWarnings()
+
+    def told(rewards: list[float], validated: float) -> set[str]:
+        for reward in rewards:
+            assert warnings.check({"reward/mean": reward}) == {}
+        return {*warnings.check({"val/revision_pass_rate": validated})}
+
+    assert StepWarnings().check({"val/revision_pass_rate": 0.1}) == {}  # before any step
+    early = StepWarnings()
+    early.check({"val/revision_pass_rate": 0.6})
+    # The sum counts where there are several rewards.
+    for total in (0.2, 0.4):
+        early.check({"reward/mean": 0.5, "reward/total": total})
+    assert {*early.check({"val/revision_pass_rate": 0.5})} == {"reward_is_gamed"}
+    assert told([0.3, 0.3], 0.30) == set()
+    assert told([0.4, 0.4], 0.36) == set()  # both rise
+    assert told([0.5, 0.5], 0.33) == set()  # within noise
+    assert told([0.5, 0.6], 0.30) == {"reward_is_gamed"}
+    assert told([0.3, 0.3], 0.30) == set()  # both are lower
+    assert told([0.6, 0.6], 0.40) == set()
+
+
 def run_at(folder: Path, values: list[float]) -> Path:
     folder.mkdir()
     lines = [{"step": n, "metrics": {"reward/mean": v}} for n, v in enumerate(values, start=1)]

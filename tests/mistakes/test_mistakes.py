@@ -469,7 +469,7 @@ CASES = [
     ),
     rl(
         "a right first solution",
-        "reward.judgment_weight=1",
+        "reward.judge.weight=1",
         "'pass_rate'",
         _cell("pass_rate", None),
     ),

@@ -169,3 +169,15 @@ def test_a_signal_keeps_what_is_finished(arguments: list[str], tmp_path: Path) -
     names = {p.name for p in (tmp_path / "data").iterdir()}
     assert names == {".synthesis", "checked_tests.jsonl"}
     assert (tmp_path / "data/.synthesis/solutions.jsonl").read_bytes().count(b"\n") == 3
+
+
+def test_rows_for_reinforcement_have_the_asked_share_of_right_programs(
+    arguments: list[str], whole: Path, tmp_path: Path
+) -> None:
+    code, output = run(SYNTHESIZE, [*arguments, "--right-share", "0.5"], tmp_path)
+    assert code == 0, output[-4000:]
+    rows = read_rows(str(tmp_path / "data/train.parquet"))
+    right = [row for row in rows if row.pass_rate == 1.0]
+    assert right and len(right) * 2 == len(rows)
+    every = {row.id for row in read_rows(str(whole / "data/train.parquet"))}
+    assert {row.id for row in rows} < every

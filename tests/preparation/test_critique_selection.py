@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.hints import execution_hint
@@ -17,6 +19,7 @@ from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     SplitShares,
+    choose_by_right_share,
     choose_examples,
     distinct_attempts,
     round_robin_by_problem,
@@ -264,3 +267,26 @@ def test_a_journal_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
     assert calls == [0, 1, 2, 1, 2, 3] and told == [1, 2, 3, 4]
     with pytest.raises(UserError, match=r"other --n, --seed|other --seed, --n"):
         StageJournal(tmp_path, {"--seed": 2, "--n": 1})
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+def test_the_scarcer_side_is_kept_whole(right: int, wrong: int, share: float) -> None:
+    sides = [f"r{n % 5}" for n in range(right)], [f"r{n % 3}" for n in range(wrong)]
+    chosen = choose_by_right_share(*sides, share, 1, lambda name: name)
+    kept = len(chosen)
+    if share in (0.0, 1.0):
+        assert kept == (right if share else wrong)
+        return
+    wanted = round(wrong * share / (1 - share))
+    if wanted <= right:
+        assert kept == wanted + wrong
+    else:
+        assert kept == right + min(wrong, round(right * (1 - share) / share))
+
+
+def test_problems_with_both_sides_come_first_and_each_once_before_any_twice() -> None:
+    right = [("a", 1), ("b", 1), ("c", 1)]
+    wrong = [("c", 2), ("c", 3), ("d", 2), ("b", 2), ("e", 2), ("a", 2)]
+    chosen = choose_by_right_share(right, wrong, 0.5, 7, lambda item: item[0])
+    assert chosen[:3] and {*chosen[:3]} == {*right}
+    assert {*chosen[3:]} == {("c", 2), ("b", 2), ("a", 2)}

@@ -16,6 +16,7 @@ from ctrl_megatron.preparation.mutants import (
     BLAND,
     Mutant,
     critic_examples,
+    evaluation_rows,
     oracle_critique,
     proxy_examples,
     read_mutants,
@@ -179,3 +180,26 @@ def test_a_mutant_that_does_not_fit_is_named(
 
 def test_records_are_read_as_they_were_written() -> None:
     assert all(isinstance(m, Mutant) for m in MUTANTS) and len(MUTANTS) > 500
+
+
+def test_right_programs_come_in_the_asked_share_beside_mutants_of_their_problem() -> None:
+    taught = critic_examples(TRAIN, PROBLEMS, 1, right_share=0.5, held_out=["builtin/add"])
+    right = [example for example in taught if example.response == BLAND]
+    assert len(right) * 2 == len(taught)
+    assert "builtin/add/right" not in {example.id for example in right}
+    of_right = {example.id.removesuffix("/right") for example in right}
+    of_wrong = {m.problem_id for m in TRAIN if m.id in {example.id for example in taught}}
+    assert of_right <= of_wrong
+    rows = rl_rows(TRAIN, PROBLEMS, 1, highest_pass_rate=1.0, right_share=0.5)
+    assert sum(row.pass_rate == 1 for row in rows) * 2 == len(rows)
+
+
+def test_a_balanced_test_set_has_a_right_and_a_wrong_program_of_each_problem() -> None:
+    rows = evaluation_rows(TRAIN, PROBLEMS, 20, right=True)
+    assert len(rows) == 20
+    wrong = [row.problem_id for row in rows if row.pass_rate < 1]
+    right = [row.problem_id for row in rows if row.pass_rate == 1]
+    assert wrong == right and len({*wrong}) == 10
+    assert [row.id for row in evaluation_rows(TRAIN, PROBLEMS, 3, right=False)] == [
+        mutant.id for mutant in TRAIN[:3]
+    ]

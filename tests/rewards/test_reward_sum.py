@@ -25,8 +25,13 @@ from ctrl_megatron.rewards import (
     weighted_sum,
 )
 from ctrl_megatron.rewards.build import build_reward_sum
-from ctrl_megatron.rewards.plan import plan_rewards
-from ctrl_megatron.run.checks.rewards import check_rewards, check_rows_rewardable
+from ctrl_megatron.rewards.plan import plan_rewards, weights_at
+from ctrl_megatron.rewards.reward_sum import combine_rewards
+from ctrl_megatron.run.checks.rewards import (
+    check_rewards,
+    check_rows_rewardable,
+    inert_reward_warnings,
+)
 
 ROW = function_row(pass_rate=0.5)
 maybe = st.none() | st.floats(-10, 10, width=32)
@@ -94,10 +99,10 @@ def test_the_critic_runs_first_and_the_others_see_its_outcomes() -> None:
     functions = {
         "transition": make_reward("transition", wrong_to_right=4.0, wrong_to_wrong=-4.0),
         "critic": critic,
-        "judgment": make_reward("judgment"),
+        "judge": make_reward("judge"),
         "seen": of_outcome,
     }
-    total = RewardSum(functions, {"critic": 2.0, "judgment": 0.5, "transition": 1.0, "seen": 0.0})
+    total = RewardSum(functions, {"critic": 2.0, "judge": 0.5, "transition": 1.0, "seen": 0.0})
     known = RewardOutcome(reward=0.25, judgment=True)
     items = [
         item(block("good")),
@@ -109,7 +114,7 @@ def test_the_critic_runs_first_and_the_others_see_its_outcomes() -> None:
     assert scores.parts == {
         "transition": [4.0, -4.0, 0.0, None],
         "critic": [1.0, 2 / 3, 0.0, 0.25],
-        "judgment": [0.0, 1.0, 0.0, 0.0],
+        "judge": [0.0, 1.0, 0.0, 0.0],
         "seen": [1.0, 2 / 3, 0.0, 0.25],
     }
     assert list(scores.parts) == list(functions)
@@ -211,7 +216,7 @@ def build(*overrides: str, rows: Sequence[Row] = (ROW,)) -> RewardSum:
 
 TERMS = (
     *("reward.overlong_buffer.enable=true", "reward.overlong_buffer.penalty_factor=0.5"),
-    *("reward.judgment_weight=0.2", "reward.transition.right_to_wrong=-1.0"),
+    *("reward.judge.weight=0.2", "reward.transition.right_to_wrong=-1.0"),
 )
 
 
@@ -222,7 +227,7 @@ TERMS = (
         (
             ("reward.reward_funcs=[code,critic]", "reward.reward_weights=[3,2]", *TERMS),
             (),
-            {"critic": 2.0, "code": 3.0, "overlong": 0.5, "judgment": 0.2, "transition": 1.0},
+            {"critic": 2.0, "code": 3.0, "overlong": 0.5, "judge": 0.2, "transition": 1.0},
         ),
         (("reward.reward_funcs=[code]",), (), {"code": 1.0}),
         (("reward.reward_funcs=[code]",), ("critic",), {"critic": 0.0, "code": 1.0}),
@@ -231,6 +236,12 @@ TERMS = (
             (),
             {"critic": 0.0, "code": 1.0, "transition": 1.0},
         ),
+        (("reward.reward_funcs=[delta]",), (), {"critic": 0.0, "delta": 1.0}),
+        (
+            ("reward.judge.gate=-1", "reward.schedule=[{from_step: 3, weights: {judge: 1}}]"),
+            (),
+            {"critic": 1.0, "judge": 0.0, "judge_gate": 0.0},
+        ),
     ],
 )
 def test_functions_of_a_configuration(
@@ -238,6 +249,29 @@ def test_functions_of_a_configuration(
 ) -> None:
     found = plan_rewards(config(*overrides), always)
     assert list(found.weights.items()) == list(weights.items())
+
+
+def test_weights_change_with_the_stages_of_the_schedule() -> None:
+    stages = config(
+        "reward.schedule=[{from_step: 5, weights: {judge: 0.2, critic: 1}}, "
+        "{from_step: 1, weights: {critic: 0, judge: 1}}]"
+    ).reward.stages
+    base = {"critic": 1.0, "judge": 0.0, "code": 0.5}
+    assert weights_at(base, stages, 1) == {"critic": 0.0, "judge": 1.0, "code": 0.5}
+    assert weights_at(base, stages, 4) == weights_at(base, stages, 1)
+    assert weights_at(base, stages, 5) == {"critic": 1.0, "judge": 0.2, "code": 0.5}
+    assert weights_at(base, (), 9) == base
+
+
+def test_a_closed_gate_replaces_the_sum() -> None:
+    parts = {
+        "critic": [1.0, 1.0, None, None],
+        "judge": [1.0, 0.0, 0.0, 1.0],
+        "judge_gate": [0.0, 1.0, 1.0, 0.0],
+    }
+    weights = {"critic": 1.0, "judge": 0.25, "judge_gate": 0.0}
+    assert combine_rewards(parts, weights, -1.0) == [1.25, -1.0, -1.0, None]
+    assert combine_rewards(parts, weights) == [1.25, 1.0, None, None]
 
 
 def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
@@ -254,16 +288,48 @@ def test_a_plan_has_what_each_function_reads_and_its_options() -> None:
     options = {name: dict(planned.options) for name, planned in plan.functions.items()}
     assert options["critic"]["run_timeout"] == 3 and options["critic"]["copying"] == "measure"
     assert options["binary_code"]["run_timeout"] == 3 and options["binary_code"]["require_format"]
-    assert options["code_format"] == options["judgment"] == {}
+    assert options["code_format"] == {}
+    assert options["judge"] == {"right": 1.0, "wrong": 0.0, "unreadable": 0.0, "correct_if": 1.0}
     assert options["overlong"] == {"max_length": 100, "cache_length": 10}
     assert options["transition"]["right_to_wrong"] == -1.0
     reads = {name: planned.reads for name, planned in plan.functions.items()}
-    assert "selected_uts" in reads["binary_code"] and reads["judgment"] == ("pass_rate",)
+    assert "selected_uts" in reads["binary_code"] and reads["judge"] == ("pass_rate",)
     runs = {name for name, planned in plan.functions.items() if planned.runs_programs}
     assert runs == {"critic", "binary_code"}
     check_rows_rewardable(plan, [ROW])
-    with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judgm"):
+    with pytest.raises(UserError, match=r"'pass_rate' is missing or null, which the reward judge "):
         check_rows_rewardable(plan, [function_row(pass_rate=None)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("reward.reward_funcs=[delta]",), "delta differs from critic by a constant"),
+        (("reward.reward_funcs=[critic,delta]",), "trains as one with critic alone"),
+        (("reward.reward_funcs=[delta]", "algorithm.adv_estimator=gae"), ""),
+        (("reward.reward_funcs=[delta]", "reward.judge.gate=-1"), ""),
+        (("reward.transition.wrong_to_right=1", "reward.reward_weights=[0]"), ""),
+        (("reward.reward_funcs=[delta]", "reward.judge.weight=1"), ""),
+        (
+            (
+                "reward.transition={wrong_to_right: 1, right_to_wrong: -1}",
+                "reward.reward_weights=[0]",
+            ),
+            "reward.transition has one value",
+        ),
+        (
+            (
+                "reward.transition.wrong_to_right=1",
+                *("reward.reward_weights=[0]", "algorithm.norm_adv_by_std_in_grpo=false"),
+            ),
+            "",
+        ),
+        ((), ""),
+    ],
+)
+def test_rewards_that_train_as_critic_alone_are_told(overrides: tuple[str, ...], told: str) -> None:
+    found = inert_reward_warnings(config(*overrides))
+    assert [told in line for line in found] == ([True] if told else [])
 
 
 def test_the_critic_limits_copying_as_the_configuration_says() -> None:
@@ -284,7 +350,7 @@ def test_a_sum_from_the_configuration_shares_judge_and_cache() -> None:
         "code": [1.0],
         "binary_code": [1.0],
         "overlong": [0.0],
-        "judgment": [1.0],
+        "judge": [1.0],
         "transition": [0.0],
     }
     assert len(judge.requests) == 1
@@ -311,7 +377,7 @@ def test_a_function_of_the_users_by_import_path() -> None:
             ("reward.reward_funcs=[code_format]", "reward.reward_options.code_format.colour=red"),
             "colour",
         ),
-        (("reward.reward_funcs=[critic,judgment]", TERMS[2]), "'judgment'"),
+        (("reward.reward_funcs=[critic,judge]", TERMS[2]), "'judge'"),
     ],
 )
 def test_mistakes_show_without_services(overrides: tuple[str, ...], complaint: str) -> None:
@@ -326,11 +392,11 @@ def test_different_rows_with_one_id_are_refused_at_once() -> None:
 
 
 TASKS = (
-    "reward.reward_funcs=[critic,code,judgment]",
+    "reward.reward_funcs=[critic,code,judge]",
     "reward.reward_weights=[1,2,0.5]",
     "reward.reward_tasks.critic=[critique]",
     "reward.reward_tasks.code=[solving]",
-    "reward.reward_tasks.judgment=[judging]",
+    "reward.reward_tasks.judge=[judging]",
 )
 
 
@@ -350,7 +416,7 @@ def test_every_row_is_rewarded_by_the_functions_of_its_task() -> None:
     functions = {
         "critic": RewardModelForCritic(rows[:1], None, sandbox=judge, show_progress=False),
         "code": make_reward("code", provider=judge),
-        "judgment": make_reward("judgment"),
+        "judge": make_reward("judge"),
     }
     items = [
         RewardItem(text=block("good"), row=rows[0], critique=INCORRECT),
@@ -363,7 +429,7 @@ def test_every_row_is_rewarded_by_the_functions_of_its_task() -> None:
     assert scores.parts == {
         "critic": [1.0, None, None, None, None],
         "code": [None, 1.0, 0.0, None, None],
-        "judgment": [None, None, None, 1.0, 0.0],
+        "judge": [None, None, None, 1.0, 0.0],
     }
     assert scores.totals == [1.0, 2.0, 0.0, 0.5, 0.0]
     assert [outcome is None for outcome in scores.outcomes] == [False, True, True, True, True]
@@ -374,7 +440,7 @@ def test_every_row_is_rewarded_by_the_functions_of_its_task() -> None:
     [
         ("reward.reward_tasks.code=[guessing]", "the task 'guessing', and the rows have critique"),
         ("reward.reward_tasks.critic=[critique,solving]", "the task 'solving', and critic rewards"),
-        ("reward.reward_tasks.judgment=[solving]", "rewards the task 'judging'"),
+        ("reward.reward_tasks.judge=[solving]", "rewards the task 'judging'"),
         ("reward.reward_weights=[1,0,1]", "rewards the task 'solving'"),
     ],
 )

@@ -119,7 +119,7 @@ class Rank:
         critic = SimpleNamespace(judge_solutions=self._judge)
         self.rewards = RewardSum({"critic": critic})  # type: ignore[dict-item]
         self.outcomes, self.leftover, self.draws = outcomes, LeftoverGroups(), 0
-        self.reward_weights = {"critic": 1.0, "mine:f": 1.0}
+        self.reward_weights = self.step_weights = {"critic": 1.0, "mine:f": 1.0}
         self.step = 0
 
     async def _judge(self, texts: Any, rows: Any) -> list[RewardOutcome]:

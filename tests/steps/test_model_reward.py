@@ -69,6 +69,7 @@ def worker_of(config: Config) -> Any:
         train=PromptTable(rows=tuple(rows), prompts=((), ()), dropped=0),
         codec=SimpleNamespace(decode=lambda ids: "x" * len(ids)),
         reward_weights=plan_rewards(config).weights,
+        step_weights=plan_rewards(config).weights,
         reward_model=Reader(),
         global_means=lambda values: {name: float(value.mean()) for name, value in values.items()},
         judged_rate_metrics=dict,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from ctrl_megatron.config import load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards import RewardOutcome, Scores, register_reward, registry
 from ctrl_megatron.steps.ctrl import place_scores
@@ -23,7 +24,9 @@ def scores_of(
 ) -> tuple[TensorDict, dict[str, float]]:
     """The batch after the node ``scores``, and its metrics; ``more`` are further fields."""
     worker: Any = SimpleNamespace(
+        config=load_config(None, ["data.train_files=x.parquet", "actor_rollout_ref.model.path=m"]),
         reward_weights={name: 1.0},
+        step_weights={name: 1.0},
         groups=SimpleNamespace(sum_over_data=lambda totals: totals),
         judged_rate_metrics=dict,
     )

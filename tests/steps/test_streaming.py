@@ -127,6 +127,8 @@ class Script:
 
 
 def decode(tokens: Sequence[int]) -> str:
+    if len(tokens) < 2:
+        return ""
     told, unjudged = tokens
     program = f"number {told}.\n```python\nx = {told}\n```\n"
     return program + ("" if unjudged else "Overall judgment: Incorrect")

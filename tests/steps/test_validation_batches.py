@@ -46,7 +46,9 @@ class Rank:
             layout=SimpleNamespace(data=ranks),
             gather_data_ranks=lambda value: [value],
         )
-        self.codec = SimpleNamespace(decode=lambda t: f"{t[0]}. {JUDGMENT}", eos_token_ids=(0,))
+        self.codec = SimpleNamespace(
+            decode=lambda t: f"{t[0]}. {JUDGMENT}" if t else "", eos_token_ids=(0,)
+        )
         self.rewards = SimpleNamespace(
             judge_solutions=self._judge, begin_solution=lambda text, row: None
         )

@@ -133,6 +133,30 @@ def interval_svg(
     return _svg(figure)
 
 
+def unit_square_svg(
+    curves: Mapping[str, Sequence[tuple[float, float]]], *, x_label: str, y_label: str
+) -> str:
+    """A square plot of curves by label whose coordinates are shares, with a dashed diagonal."""
+    rows = _legend_rows(list(curves))
+    figure, axes = _canvas(_WIDTH, _WIDTH + _LEGEND_ROW * rows, layout=None)
+    axes.plot([0, 1], [0, 1], color=GREY, lw=0.9, ls="--")
+    for (label, points), colour in zip(curves.items(), cycle(CURVE_COLOURS), strict=False):
+        x, y = zip(*points, strict=True)
+        marker = "o" if len(x) <= _POINTS_WITH_MARKERS else ""
+        axes.plot(x, y, color=colour, lw=1.8, marker=marker, ms=3.5, label=label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=5))
+        axis.set_major_formatter(FuncFormatter(partial(_percent, small=False)))
+    axes.set_xlim(-0.02, 1.02)
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel(x_label, color=MUTED, fontsize=9)
+    axes.set_title(y_label, color=MUTED, fontsize=9, loc="left", y=1.0, pad=6 + 14 * rows)
+    _legend(axes, len(curves), rows)
+    axes.grid(color=GRID, lw=0.8)
+    _margins(figure, axes, legend_rows=rows + 1)
+    return _svg(figure)
+
+
 def axis_range(values: Sequence[float], percent: bool) -> tuple[float, float]:
     """(least, largest) value of the axis, with a small margin. The axis of values that are never
     negative begins at 0; the axis of shares ends at 100 % unless all are small. Values that are

@@ -131,8 +131,8 @@ def _check_role(
     if refreshed and actor is not None and shape != actor:
         raise UserError(
             f"{path} has another architecture than the actor, whose weights it gets with "
-            f"actor_rollout_ref.ref.sync_steps={config.actor_rollout_ref.ref.sync_steps}",
-            remedy="use a model of the actor's shape, or leave sync_steps out",
+            "actor_rollout_ref.ref.sync_steps or sync_at",
+            remedy="use a model of the actor's shape, or leave both keys out",
         )
     if not trained and actor is not None and shape != actor:
         raise UserError(

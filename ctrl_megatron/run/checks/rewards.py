@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
 from ctrl_megatron.rewards.build import code_judge, options_without_judge
@@ -33,6 +34,38 @@ def check_rewards(config: Config) -> None:
         except UserError as error:
             problems.append(error)
     raise_all(problems)
+
+
+def inert_reward_warnings(config: Config) -> list[str]:
+    """A warning for rewards that train as ``critic`` alone does, because all critiques of a group
+    are about one first solution (docs/rewards.md, "Judgment, delta and transition")."""
+    algorithm, stages = config.algorithm, config.reward.stages
+    used = {name for name, planned in plan_rewards(config).functions.items() if planned.weight}
+    used |= {name for stage in stages for name, weight in stage.weights.items() if weight}
+    if config.reward.judge.gate is not None:
+        return []
+    whole = {"gae", "reinforce_plus_plus", "remax"}
+    in_group = algorithm.adv_estimator in {*ADV_ESTIMATORS} - whole
+    if "delta" in used and used <= {"critic", "delta"} and in_group:
+        return [
+            "warning: within the critiques of one first solution the reward delta differs from "
+            f"critic by a constant, which algorithm.adv_estimator={algorithm.adv_estimator} takes "
+            "off again: this run trains as one with critic alone"
+        ]
+    divided = algorithm.adv_estimator == "gdpo" or (
+        algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo
+    )
+    table = config.reward.transition
+    rises = table.wrong_to_right > table.wrong_to_wrong
+    rises = rises and table.right_to_right > table.right_to_wrong
+    if used == {"transition"} and divided and rises:
+        return [
+            "warning: within the critiques of one first solution reward.transition has one value "
+            "where the revision passes and one where it fails, and the division by the group's "
+            "deviation makes them those of critic with reward.run_all_cases=false; set "
+            "algorithm.norm_adv_by_std_in_grpo=false to let the table weigh groups"
+        ]
+    return []
 
 
 def _make_all(plan: RewardPlan) -> None:
