@@ -326,11 +326,11 @@ def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int] | None:
 
 def judgment_probability(drawn: Sequence[ChatAnswer], result: CritiqueVote) -> float | None:
     """The probability that the critic gives to "correct": the mean of its critiques' own, or, where
-    a server tells none, the share of its votes; None where no critique has a judgment."""
+    a server tells none, the share of several votes; else None."""
     known = [answer.confidence for answer in drawn if answer.confidence is not None]
     if known:
         return sum(known) / len(known)
-    return result.votes_correct / result.votes if result.votes else None
+    return result.votes_correct / result.votes if result.votes > 1 else None
 
 
 def _judgment(judgment: bool | None) -> str | None:

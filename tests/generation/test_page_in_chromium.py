@@ -311,7 +311,8 @@ def test_several_critiques_vote_and_nothing_is_revised(open_page: Callable[..., 
     # By the keyboard alone.
     shown.page.press("#solution", "Control+Enter")
     shown.wait("status", "Done.")
-    assert shown.text("votes") == "3 of 3 critiques say correct"
+    said = "3 of 3 critiques say correct; probability of correct: 100 %"
+    assert shown.text("votes") == said
     assert not shown.visible("tests-part") and not shown.visible("revision-part")
     shown.picture("votes")
 
