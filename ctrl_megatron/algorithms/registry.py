@@ -70,14 +70,8 @@ AdvEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Some of ``ESTIMATOR_INPUTS`` as named arguments -> (advantages, returns), both (B, R)."""
 ESTIMATOR_INPUTS = (
     *("token_level_rewards", "response_mask", "index", "values", "reward_baselines", "reduce"),
-    *(
-        "reward_parts",
-        "reward_weights",
-        "gamma",
-        "lam",
-        "norm_adv_by_std_in_grpo",
-        "weight_factor_in_cpgd",
-    ),
+    *("reward_parts", "reward_weights"),
+    *("gamma", "lam", "norm_adv_by_std_in_grpo", "weight_factor_in_cpgd"),
 )
 """Arguments that an estimator may name: tensors of the batch (``index``: group ids;
 ``reward_parts`` (B, K): the rewards of single functions, NaN where unknown, with their

@@ -24,7 +24,13 @@ from ctrl_megatron.eval.rates import (
     turn_statistics,
 )
 from ctrl_megatron.eval.resampling import Estimate, Resampling, ratio_of_columns
-from ctrl_megatron.eval.scores import Confidence, best_of_n_cells, reliability, roc_curve
+from ctrl_megatron.eval.scores import (
+    Confidence,
+    ScoredSolution,
+    best_of_n_cells,
+    reliability,
+    roc_curve,
+)
 from ctrl_megatron.eval.transcripts import Turn
 
 _COMPARED = (
@@ -179,6 +185,7 @@ def _result(
         for turn in range(last + 1)
     ]
     gains: dict[str, Estimate] = {}
+    scored = mine.scored
     compared = None
     if base is not None and base.given == mine.given:
         gains, shared = _gains(mine, base, plan)
@@ -199,15 +206,17 @@ def _result(
         pairs=pair_rates_by_source(pairs, plan),
         per_problem=tuple(_per_problem(critic, mine)),
         other_rules=other_rules([chain[0] for chain in every], plan),
-        best_of=_best_of(mine, plan),
+        best_of=_best_of(mine, scored, plan),
         confidence=mine.confidence,
-        reliability=tuple(reliability(mine.scored)),
-        roc=tuple(roc_curve(mine.scored)),
+        reliability=tuple(reliability(scored)),
+        roc=tuple(roc_curve(scored)),
     )
 
 
 def _best_of(
-    mine: CriticChains, plan: Callable[[int, int], Resampling]
+    mine: CriticChains,
+    scored: Sequence[ScoredSolution],
+    plan: Callable[[int, int], Resampling],
 ) -> dict[int, dict[str, Estimate]]:
     resampling = plan(len(mine.problems), len(mine.seeds))
     return {
@@ -216,7 +225,7 @@ def _best_of(
             for selector, part in cells.items()
             if (value := resampling.estimate(part, ratio_of_columns)) is not None
         }
-        for n, cells in best_of_n_cells(mine.scored, mine.seeds, mine.problems).items()
+        for n, cells in best_of_n_cells(scored, mine.seeds, mine.problems).items()
     }
 
 

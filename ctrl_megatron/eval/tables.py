@@ -63,7 +63,7 @@ def report_tables(
                 str(level),
                 result.critic,
                 str(at.problems),
-                *(_cell(one, "pass@1") for one in (at.before, at.after)),
+                *(rate_and_interval_text(one, "pass@1") for one in (at.before, at.after)),
             ]
             for level in levels
             for result in results
@@ -73,7 +73,11 @@ def report_tables(
         listed.append(Table("By difficulty", "", head, rows))
     if any(result.pairs for result in results):
         rows = [
-            [r.critic, source, *(_cell(rates.get(name), name) for name in PAIR_RATES)]
+            [
+                r.critic,
+                source,
+                *(rate_and_interval_text(rates.get(name), name) for name in PAIR_RATES),
+            ]
             for r in results
             for source, rates in r.pairs.items()
         ]
@@ -125,9 +129,13 @@ def _labelled_table(results: Sequence[CriticResult]) -> Table:
     )
     rows = [
         [
-            *(r.critic, str(r.attempts), _cell(r.curves[0].get("pass@1"), "pass@1")),
-            *(_cell(r.last_turn_rates.get(name), name) for name in names),
-            *(_cell(r.other_rules.get(name), name) for name in OTHER_RULES),
+            *(
+                r.critic,
+                str(r.attempts),
+                rate_and_interval_text(r.curves[0].get("pass@1"), "pass@1"),
+            ),
+            *(rate_and_interval_text(r.last_turn_rates.get(name), name) for name in names),
+            *(rate_and_interval_text(r.other_rules.get(name), name) for name in OTHER_RULES),
         ]
         for r in results
     ]
@@ -142,7 +150,11 @@ def _best_of_table(results: Sequence[CriticResult], numbers: Sequence[int]) -> T
         + "."
     )
     rows = [
-        [str(n), result.critic, *(_cell(result.best_of[n].get(name), name) for name in SELECTORS)]
+        [
+            str(n),
+            result.critic,
+            *(rate_and_interval_text(result.best_of[n].get(name), name) for name in SELECTORS),
+        ]
         for n in numbers
         for result in results
         if n in result.best_of
@@ -165,7 +177,7 @@ def _gains_table(results: Sequence[CriticResult]) -> Table:
     note = (
         f"Differences to {first.critic} in percentage points, paired by problem, over the first "
         "solutions (times seeds) that both were judged on; pass@1 of these before: "
-        f"{_cell(first.curves[0].get('pass@1'), 'pass@1')}."
+        f"{rate_and_interval_text(first.curves[0].get('pass@1'), 'pass@1')}."
     )
     return Table("Gains", note, ["critic", "first solutions", *map(rate_in_words, names)], rows)
 
@@ -181,8 +193,8 @@ def _rates_table(
     rows = [
         [
             result.critic,
-            _cell(result.curves[0].get("pass@1"), "pass@1"),
-            *(_cell(result.last_turn_rates.get(name), name) for name in known),
+            rate_and_interval_text(result.curves[0].get("pass@1"), "pass@1"),
+            *(rate_and_interval_text(result.last_turn_rates.get(name), name) for name in known),
         ]
         for result in results
     ]
@@ -196,7 +208,8 @@ def _more_ks(results: Sequence[CriticResult]) -> list[str]:
     return sorted(names, key=lambda name: int(name.partition("@")[2]))
 
 
-def _cell(rate: Estimate | None, name: str) -> str:
+def rate_and_interval_text(rate: Estimate | None, name: str) -> str:
+    """The rate ``name`` with its interval as text; with a sign where it is a difference."""
     if rate is None or name in _CHANGES:
         return rate_difference_text(rate, name)
     return rate_text(rate.value, name) + _interval(rate, name)

@@ -13,7 +13,6 @@ to the critic's fine-tuning rows, and a critic that always says "Correct".
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,9 +28,12 @@ from ctrl_megatron.checkpoint.files import write_text_atomically
 from ctrl_megatron.commands.demo import command_words
 from ctrl_megatron.commands.start import CommandParser, command_entry_point, run_child
 from ctrl_megatron.config.flags import existing_file
-from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult, evaluate_turns
-from ctrl_megatron.eval.tables import rate_in_words, rate_text
+from ctrl_megatron.eval.tables import (
+    rate_and_interval_text,
+    rate_difference_text,
+    rate_in_words,
+)
 from ctrl_megatron.eval.transcripts import Turn, read_evaluation
 from ctrl_megatron.prompts import extract_code, parse_judgment
 from ctrl_megatron.sft.examples import read_examples
@@ -220,22 +222,13 @@ def table(
     results: Sequence[CriticResult], names: Sequence[str], *, gains: bool, bare: bool = False
 ) -> str:
     """Markdown: a row for every result, with intervals; ``bare`` without a head."""
+    told = rate_difference_text if gains else rate_and_interval_text
     rows = [
-        [r.critic, *(_cell((r.gains if gains else r.last_turn_rates).get(n), n) for n in names)]
+        [r.critic, *(told((r.gains if gains else r.last_turn_rates).get(n), n) for n in names)]
         for r in (results[1:] if gains else results)
     ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*([] if bare else [table_head(names)]), *lines])
-
-
-def _cell(rate: Estimate | None, name: str) -> str:
-    if rate is None:
-        return "-"
-    if rate.low is None or rate.high is None or math.isnan(rate.low):
-        return rate_text(rate.value, name)
-    return (
-        f"{rate_text(rate.value, name)} [{rate_text(rate.low, name)}, {rate_text(rate.high, name)}]"
-    )
 
 
 @command_entry_point("judging", stopped="the same command goes on with this piece")
@@ -257,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trained = [critic for critic in others if "." in critic]
         every = compare(turns, "SFT", others)
         parts += [f"## {name}", table(every, RATES, gains=False)]
-        parts += ["Gains over SFT.", table(compare(turns, "SFT", trained), GAINS, gains=True)]
+        over = [every[0], *(result for result in every if result.critic in trained)]
+        parts += ["Gains over SFT.", table(over, GAINS, gains=True)]
         for base in ("repair", "surface"):
             rows = [table_head(GAINS)]
             for critic in trained:
