@@ -831,16 +831,6 @@ def _combination(config: Config) -> Iterator[str]:
             "algorithm.adv_estimator=remax compares with the critic's reward of a greedy critique "
             f"alone, which {separate[0]} does not fit; choose another estimator"
         )
-    if estimator == "gdpo" and reward.judge.gate is not None:
-        yield (
-            "reward.judge.gate replaces the sum of the rewards, and algorithm.adv_estimator=gdpo "
-            "normalises each by itself; leave one of them out (reward.judge.wrong can be negative)"
-        )
-    if estimator == "gdpo" and config.algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.adv_estimator=gdpo reads the rewards of functions, not token rewards; set "
-            "actor_rollout_ref.actor.use_kl_loss=true in the place of algorithm.use_kl_in_reward"
-        )
 
 
 def _reward_model(config: Config) -> Iterator[str]:

@@ -47,10 +47,18 @@ class RewardPlan:
     (``reward_model``)."""
     gate: float | None = None
     """The total of a critique whose ``judge_gate`` is 1; None without a gate."""
+    stages: tuple[RewardStage, ...] = ()
+    """Changes of the weights in the course of the run (``reward.schedule``)."""
 
     @property
     def weights(self) -> dict[str, float]:
         return {name: function.weight for name, function in self.functions.items()}
+
+    @property
+    def weights_by_stage(self) -> dict[int, dict[str, float]]:
+        """First training step -> the weights from there on (``weights_at``)."""
+        begins = sorted({1, *(stage.from_step for stage in self.stages)})
+        return {step: weights_at(self.weights, self.stages, step) for step in begins}
 
     @property
     def text_rewards(self) -> dict[str, PlannedReward]:
@@ -94,7 +102,7 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
     names = sorted(weights, key=lambda name: name != "critic")
     with convert_input_errors("reward.reward_funcs"):
         functions = {name: _planned(config, name, weights[name]) for name in names}
-    return RewardPlan(functions, reward.judge.gate)
+    return RewardPlan(functions, reward.judge.gate, reward.stages)
 
 
 def weights_at(

@@ -40,16 +40,16 @@ from ctrl_megatron.sft.examples import read_examples
 
 CONFIG = "examples/ctrl_judge.yaml"
 MODEL, DATA, TUNED = "runs/models/smollm2", "runs/judge_data", "runs/judge_sft/hf"
-RUNS, STEPS, SAMPLES = Path("runs/judging"), 12, 2
+RUNS, SFT_STEPS, STEPS, SAMPLES = Path("runs/judging"), 64, 12, 2
 _STAGES = (
     "[{from_step: 1, weights: {critic: 0, judge: 1}}, "
     "{from_step: 5, weights: {critic: 1, judge: 0.5}}]"
 )
 ARMS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "repair": ((1, 2, 3), ("reward.judge.weight=0",)),
-    "repair and judge": ((1, 2, 3), ()),
+    "gdpo": ((1, 2, 3), ("algorithm.adv_estimator=gdpo",)),
+    "repair and judge": ((1,), ()),
     "two stages": ((1,), (f"reward.schedule={_STAGES}",)),
-    "gdpo": ((1,), ("algorithm.adv_estimator=gdpo",)),
 }
 """Arm -> its seeds, and the keys in which it differs from the configuration."""
 RATES = (
@@ -76,6 +76,7 @@ def pieces(people: Path | None) -> Iterator[tuple[Path, list[str]]]:
         [
             *(*command_words("train_sft"), *launch, "trainer.experiment_name=judge_sft"),
             f"actor_rollout_ref.model.path={MODEL}",
+            f"sft.total_training_steps={SFT_STEPS}",
         ],
     )
     for arm, (seeds, keys) in ARMS.items():

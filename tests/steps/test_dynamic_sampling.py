@@ -153,9 +153,9 @@ def test_groups_that_could_never_differ_are_refused(
     )
     config = load_config(None, [*FILTERED, *given], "none")
     with pytest.raises(UserError, match=rf"^reward\.reward_funcs: .*{named}"):
-        check_group_filter(config, plan_rewards(config, always).weights)
+        check_group_filter(config, plan_rewards(config, always))
     for other in (load_config(None, list(given), "none"), load_config(None, [*FILTERED], "none")):
-        check_group_filter(other, plan_rewards(other, always).weights)
+        check_group_filter(other, plan_rewards(other, always))
 
 
 def loop_over(rows: int, *, drawn_per_step: list[int], epochs: int, size: int) -> TrainingLoop:

@@ -14,6 +14,9 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.plan import plan_rewards
+from ctrl_megatron.run.checks.nodes import check_group_filter
+from ctrl_megatron.run.checks.rewards import check_rows_rewardable
+from ctrl_megatron.run.checks.rl import check_estimator_and_loss
 from ctrl_megatron.steps.dynamic_sampling import groups_with_varied_rewards
 from ctrl_megatron.steps.model_reward import total_rewards, weighted_parts
 from ctrl_megatron.steps.sample import Sample, SampleRewards
@@ -138,16 +141,35 @@ def test_a_group_teaches_if_its_sum_differs_or_under_gdpo_any_one_reward() -> No
             (STAGES, "algorithm.adv_estimator=remax"),
             r"remax .* which reward\.schedule does not fit",
         ),
-        (
-            ("algorithm.adv_estimator=gdpo", "reward.judge.gate=-1"),
-            r"reward\.judge\.gate replaces the sum",
-        ),
-        (
-            ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=true"),
-            "reads the rewards of functions, not token rewards",
-        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(overrides: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         worker_of(*overrides)
+
+
+def test_an_estimator_of_single_rewards_refuses_what_changes_their_sum() -> None:
+    both = ("reward.judge.gate=-1", "algorithm.use_kl_in_reward=true")
+    config = worker_of("algorithm.adv_estimator=gdpo", *both).config
+    with pytest.raises(UserError) as refused:
+        check_estimator_and_loss(config)
+    gate, kl = str(refused.value).splitlines()
+    assert gate.startswith("reward.judge.gate replaces the sum of the rewards, and algorithm.adv_")
+    assert kl.startswith("algorithm.use_kl_in_reward: algorithm.adv_estimator=gdpo reads the")
+    check_estimator_and_loss(worker_of("algorithm.adv_estimator=grpo", *both).config)
+
+
+def test_every_stage_rewards_the_rows_and_leaves_groups_to_compare() -> None:
+    switch = "reward.schedule=[{from_step: 3, weights: {critic: 0, judge: 1}}]"
+    mixed = (
+        "reward.judge.weight=0",
+        "reward.reward_funcs=[critic,code]",
+        "reward.reward_tasks={critic: [critique]}",
+    )
+    on = "algorithm.filter_groups.enable=true"
+    config = worker_of(switch, on, "reward.judge.weight=0").config
+    check_group_filter(config, plan_rewards(config))
+    config = worker_of(*mixed, "reward.schedule=[{from_step: 3, weights: {code: 0}}]").config
+    rows = [Row(id=task, prompt=(), task=task) for task in ("critique", "code")]
+    with pytest.raises(UserError, match="rewards the task 'code' from step 3 on"):
+        check_rows_rewardable(plan_rewards(config), rows)

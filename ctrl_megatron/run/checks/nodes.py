@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.keys import value_at_key
@@ -12,6 +12,7 @@ from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.node import Node
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.parallel.layout import World
+from ctrl_megatron.rewards.plan import RewardPlan
 from ctrl_megatron.run.worlds import HOME, world_of_roles
 from ctrl_megatron.steps.dynamic_sampling import group_filter_weights
 
@@ -195,17 +196,18 @@ def check_node_parameters(graph: TaskGraph) -> None:
             ) from None
 
 
-def check_group_filter(config: Config, weights: Mapping[str, float]) -> None:
-    """Raise UserError where ``algorithm.filter_groups`` would compare no reward, so that no group
-    could ever contain different ones. ``weights``: name of every reward function -> its weight.
-    """
+def check_group_filter(config: Config, plan: RewardPlan) -> None:
+    """Raise UserError where ``algorithm.filter_groups`` would compare no reward in some steps, so
+    that no group could contain different ones."""
     if not config.algorithm.filter_groups.enable:
         return
-    if not group_filter_weights(weights):
+    for step, weights in plan.weights_by_stage.items():
+        if group_filter_weights(weights):
+            continue
         raise UserError(
-            f"algorithm.filter_groups.enable=true looks for groups with different rewards, and of "
-            f"{', '.join(weights) or 'no reward'} none counts for that: those of weight 0 and the "
-            "punishment of long responses do not",
+            "algorithm.filter_groups.enable=true looks for groups with different rewards, and of "
+            f"{', '.join(weights) or 'no reward'} none counts for that from step {step} on: those "
+            "of weight 0 and the punishment of long responses do not",
             key="reward.reward_funcs",
             remedy="name another function, or turn filter_groups off",
         )

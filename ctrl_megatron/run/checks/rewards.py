@@ -102,11 +102,14 @@ def check_rows_rewardable(plan: RewardPlan, rows: Sequence[Row]) -> None:
         if function.runs_programs and shared:
             text = "%s: the grader_files of %d rows (%s, ...) %s"
             _log.warning(text, name, len(shared), shared[0], SHARED_PROCESS)
-    counted = [function for function in plan.functions.values() if function.weight]
-    for task in present if counted else ():
-        if not any(f.tasks is None or task in f.tasks for f in counted):
+    for step, weights in plan.weights_by_stage.items():
+        counted = [plan.functions[name].tasks for name, weight in weights.items() if weight]
+        for task in present if counted else ():
+            if any(tasks is None or task in tasks for tasks in counted):
+                continue
             raise UserError(
-                f"no function of a weight other than 0 rewards the task {task!r}",
+                f"no function of a weight other than 0 rewards the task {task!r} from step "
+                f"{step} on",
                 key="reward.reward_tasks",
                 remedy="name the task there, or leave its rows out",
             )

@@ -11,13 +11,14 @@ from ctrl_megatron.algorithms import (
     LOSS_INPUTS,
     POLICY_LOSS_REGISTRY,
     get_adv_estimator,
+    reads_reward_parts,
 )
 from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
 from ctrl_megatron.config.checks import estimator_is_loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.config.options import explicit_parameters, function_options
-from ctrl_megatron.errors import UserError, convert_user_code_errors, run_all_checks
+from ctrl_megatron.errors import UserError, convert_user_code_errors, raise_all, run_all_checks
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.parallel.layout import worlds_of
@@ -66,7 +67,7 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_estimator_and_loss(config),
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
-        lambda: [check_group_filter(config, plan.weights) for plan in plans],
+        lambda: [check_group_filter(config, plan) for plan in plans],
         lambda: check_model_files(config, "rl"),
         lambda: require_engine(rollout.name, rollout.python),
         lambda: sender_class(rollout.weight_transport),
@@ -141,6 +142,33 @@ def check_estimator_and_loss(config: Config) -> None:
             LOSS_INPUTS,
         ),
     )
+    _check_estimator_of_parts(config)
+
+
+def _check_estimator_of_parts(config: Config) -> None:
+    """UserError for settings that do nothing beside an estimator that reads the rewards of single
+    functions."""
+    algorithm = config.algorithm
+    if not reads_reward_parts(algorithm.adv_estimator):
+        return
+    name, problems = f"algorithm.adv_estimator={algorithm.adv_estimator}", list[UserError]()
+    if config.reward.judge.gate is not None:
+        problems.append(
+            UserError(
+                f"reward.judge.gate replaces the sum of the rewards, and {name} reads each by "
+                "itself",
+                remedy="leave one of them out (reward.judge.wrong can be negative)",
+            )
+        )
+    if algorithm.use_kl_in_reward:
+        problems.append(
+            UserError(
+                f"{name} reads the rewards of functions, not token rewards",
+                key="algorithm.use_kl_in_reward",
+                remedy="set actor_rollout_ref.actor.use_kl_loss=true in its place",
+            )
+        )
+    raise_all(problems)
 
 
 def _check_function(
