@@ -1163,6 +1163,7 @@ def vocab_log_probs(
     """Per (vocabulary, tensor size) what the first ``tensor size`` ranks compute together."""
     import torch.distributed as dist
 
+    from ctrl_megatron.parallel.divergence import OutputLayer
     from ctrl_megatron.parallel.vocab import linear_log_probs, vocab_range
 
     dist.init_process_group("gloo")
@@ -1194,9 +1195,22 @@ def vocab_log_probs(
             group=group,
         )
         (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+        split = {"tensor_rank": rank, "tensor_size": size, "group": group, "chunk": chunk}
+        of_teacher = OutputLayer(hidden=hidden.flip(0), weight=weight, vocab_size=vocab, **split)
+        divergences: dict[str, torch.Tensor | None] = {}
+        for name in ("reverse_kl", "forward_kl", "jsd"):
+            leaf = hidden.clone().requires_grad_()
+            student = OutputLayer(hidden=leaf, weight=weight.detach(), vocab_size=vocab, **split)
+            divergence = student.divergence_from(of_teacher, name, temperature)
+            (divergence * upstream[0]).sum().backward()
+            divergences |= {name: divergence.detach(), f"grad_{name}": leaf.grad}
+        likeliest, highest = of_teacher.likeliest(3, temperature)
         found.append(
             {
                 "hidden": hidden,
+                "likeliest": likeliest,
+                "highest": highest,
+                **divergences,
                 "weight": whole,
                 "targets": targets,
                 "upstream": upstream,
