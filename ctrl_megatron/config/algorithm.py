@@ -14,6 +14,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     RoleLayout,
     ValueModelFiles,
 )
+from ctrl_megatron.config.distillation import Distillation
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -121,6 +122,7 @@ class Algorithm:
     kl_ctrl: KlControl = group(KlControl, read=_IN_REWARD)
     filter_groups: FilterGroups = group(FilterGroups)
     rollout_correction: RolloutCorrection = group(RolloutCorrection)
+    distillation: Distillation = group(Distillation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
