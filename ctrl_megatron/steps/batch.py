@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.graph.columns import select_rows, texts
 from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, weight_versions_text
 
-_TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
+OF_SAMPLES = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
 """Fields that follow from the tokens of the samples."""
 
 
@@ -146,7 +146,7 @@ def join_samples(
         [responses[row] for row in taken],
         pad_token_id=pad_token_id,
     )
-    others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
+    others = [{n: v for n, v in part.items() if n not in OF_SAMPLES} for part in parts]
     for name, value in select_rows([join_tensors(others, widths)], taken).items():
         batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() > 1 else value
     said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
@@ -169,12 +169,15 @@ def join_tensors(
         if all(value.dim() == 1 for value in values):
             joined[name] = torch.cat(values)
         elif all(v.dim() > 1 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
-            filled = [
-                torch.nn.functional.pad(value, (*((0, 0) * (value.dim() - 2)), 0, longest - width))
-                for value, width in zip(values, widths, strict=True)
-            ]
+            filled = [pad_columns(value, longest) for value in values]
             joined[name] = torch.cat(filled)
     return joined
+
+
+def pad_columns(values: torch.Tensor, width: int) -> torch.Tensor:
+    """``values`` (B, R) or (B, R, K) with zeros behind, up to ``width`` columns."""
+    behind = (0, 0) * (values.dim() - 2)
+    return torch.nn.functional.pad(values, (*behind, 0, width - values.shape[1]))
 
 
 def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:

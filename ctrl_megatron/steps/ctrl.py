@@ -233,6 +233,8 @@ def add_update_nodes(
     if config.algorithm.distillation.has_hint:
         if config.algorithm.distillation.hint in ("feedback", "both"):
             add("hints", write_feedback_hints, [drawn_last], **JUDGES)
+            # The scores report how the judge fared with all programs of the step.
+            judged = [*judged, "hints"]
         else:
             add("hints", write_program_hints, [drawn_last], node_role=reward)
         hinted = ["hints"]

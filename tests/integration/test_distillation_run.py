@@ -11,10 +11,21 @@ from launched_run import Job
 pytestmark = pytest.mark.timeout(900)
 
 KEYS = "algorithm.distillation."
-TAUGHT = (f"{KEYS}teacher=policy", f"{KEYS}top_k=5", "algorithm.filter_groups.enable=false")
+NO_KL = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.entropy_coeff=0")
+Steps = dict[int, dict[str, float]]
+EQUAL = {"rel": 1e-5, "abs": 1e-7}
 
 
-def metrics_of(run: ForkedRun) -> dict[int, dict[str, float]]:
+def taught(job: Job, *more: str) -> tuple[str, ...]:
+    """Settings of a run whose teacher is the proxy's model, which says something else."""
+    return (
+        *(f"{KEYS}teacher=reference", f"actor_rollout_ref.ref.model.path={job.proxy}"),
+        *(f"{KEYS}top_k=5", "algorithm.filter_groups.enable=false", "trainer.save_freq=2"),
+        *more,
+    )
+
+
+def metrics_of(run: ForkedRun) -> Steps:
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["metrics"] for record in map(json.loads, lines)}
 
@@ -26,19 +37,45 @@ def lasting(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(changing)}
 
 
-def finished(job: Job, name: str, *extra: str, steps: int = 3, ranks: int = 2) -> ForkedRun:
-    run = run_forked(job, name, steps=steps, extra=extra, ranks=ranks)
+def finished(
+    job: Job, name: str, extra: tuple[str, ...], *, steps: int = 3, ranks: int = 2
+) -> Steps:
+    run = run_forked(job, name, steps=steps, extra=(*NO_KL, *extra), ranks=ranks)
     assert run.codes == (0,) * ranks, run.output[-8000:]
-    return run
+    return metrics_of(run)
 
 
-def test_a_run_with_a_hinted_teacher_resumes_exactly(job: Job) -> None:
-    whole = metrics_of(finished(job, "taught", *TAUGHT, "trainer.save_freq=2"))
+@pytest.fixture(scope="module")
+def whole(job: Job) -> Steps:
+    return finished(job, "taught", taught(job))
+
+
+def test_the_actor_learns_from_a_teacher_and_a_resumed_run_is_exact(job: Job, whole: Steps) -> None:
     for step in whole.values():
-        assert step["actor/divergence"] > 0
-        assert step["distillation/row_rate"] == 1
-        assert step["distillation/left_out_rate"] == 0
-    finished(job, "taught_parts", *TAUGHT, "trainer.save_freq=2", steps=2)
-    again = metrics_of(finished(job, "taught_parts", *TAUGHT, "trainer.save_freq=2"))
+        assert step["distillation/row_rate"] == 1 and step["distillation/left_out_rate"] == 0
+        assert "actor/kl_to_reference" not in step
+    # The critic moves towards a model that says nothing else than "print(7)".
+    assert whole[1]["actor/divergence"] > whole[3]["actor/divergence"] > 0
+    finished(job, "taught_parts", taught(job), steps=2)
+    again = finished(job, "taught_parts", taught(job))
     for step in whole:
         assert lasting(again[step]) == lasting(whole[step]), step
+
+
+def test_a_teacher_on_ranks_of_its_own_teaches_the_same(job: Job, whole: Steps) -> None:
+    extra = taught(job, "placement.reference=[2]", "trainer.n_gpus_per_node=3")
+    apart = finished(job, "taught_apart", extra, steps=2, ranks=3)
+    for step, found in apart.items():
+        for name in ("actor/divergence", "actor/loss", "actor/grad_norm"):
+            assert found[name] == pytest.approx(whole[step][name], **EQUAL), (step, name)
+
+
+def test_a_policy_that_reads_no_hint_agrees_with_itself(job: Job) -> None:
+    # The tiny model does not look at its prompt, so a hint changes nothing before an update.
+    settings = (
+        *(f"{KEYS}teacher=policy", f"{KEYS}estimator=full", f"{KEYS}policy_loss_coef=0"),
+        *("algorithm.filter_groups.enable=false", f"{KEYS}on=groups_without_spread"),
+    )
+    (step,) = finished(job, "taught_itself", settings, steps=1).values()
+    assert abs(step["actor/divergence"]) < 1e-6 and step["actor/grad_norm"] < 1e-4
+    assert step["distillation/row_rate"] == pytest.approx(step["advantage/zero_std_rate"])
