@@ -8,8 +8,8 @@ longest of them in tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import split_attended_values
 from ctrl_megatron.models.policy import BasePolicy, Policy
 from ctrl_megatron.prompts import hint_messages, reference_hint
+from ctrl_megatron.prompts.confidence import judgment_confidence
 from ctrl_megatron.rewards.hints import execution_hint
-from ctrl_megatron.steps.batch import data_rows_of
+from ctrl_megatron.steps.batch import data_rows_of, samples_of
 from ctrl_megatron.steps.losses import ActorLoss, aggregate_loss_share
 from ctrl_megatron.steps.worker import DAGWorker, require_on_rank
 from ctrl_megatron.types import Verdict
@@ -146,12 +147,33 @@ def read_as_teacher(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         fields[name][chosen] = values
     mask = rows["response_mask"]
     measured = {
+        **_judgment_agreement(worker, batch, fields),
         "distillation/left_out_rate": (~known).float(),
         "distillation/row_rate": fields["distilled"].float(),
         "distillation/teacher_entropy": found["teacher_entropy"][mask],
         "distillation/teacher_probability": found["teacher_log_probs"][mask].exp(),
     }
     return NodeOutput(fields=fields, metrics=worker.global_means(measured))
+
+
+def _judgment_agreement(
+    worker: DAGWorker, batch: TensorDict, fields: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Of the responses with a judgment and a teacher: 1 where the teacher gives the judgment more
+    than one half, else 0. Nothing where another world has the samples."""
+    if "sample" not in batch:
+        return {}
+    agreed = list[float]()
+    for sample, taught, own in zip(
+        samples_of(batch), fields["distilled"].tolist(), fields["teacher_log_probs"], strict=True
+    ):
+        if taught and sample.judgment is not None:
+            said = tuple(own[: len(sample.completion.token_ids)].tolist())
+            heard = dataclasses.replace(sample.completion, log_probs=said)
+            correct = judgment_confidence(worker.codec, heard, sample.text)
+            assert correct is not None
+            agreed.append(float((correct > 0.5) == sample.judgment))
+    return {"distillation/judgment_agreement": torch.tensor(agreed)}
 
 
 def _teacher(worker: DAGWorker, keys: Distillation) -> Policy | BasePolicy:
@@ -227,7 +249,7 @@ def _rows_behind(
 # The update
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class DistillationLoss:
     """A loss of ``Policy.step`` with the vectors of ``models.teaching.StudentHead``: the actor's,
     and the mean divergence over the tokens that have a teacher."""

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.preparation.journal import StageJournal
-from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     SplitShares,
@@ -25,6 +24,7 @@ from ctrl_megatron.preparation.selection import (
 )
 from ctrl_megatron.prompts import fence_code
 from ctrl_megatron.rewards.hints import execution_hint
+from ctrl_megatron.rewards.leaks import find_leak
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 FUNCTION = Problem(
