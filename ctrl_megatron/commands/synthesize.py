@@ -129,8 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.write(folder)
     if shares.val and not files.val:
         print(
-            f"there is no val.parquet, because no first solution of {len(problems)} problems is held "
-            "out: raise --val-share (a problem's part depends on its id), add problems, or train "
+            f"there is no val.parquet, because no first solution of {len(problems)} problems is "
+            "held out: raise --val-share (a problem's part depends on its id), add problems, or train "
             "with data.val_files=[]",
             file=sys.stderr,
         )
