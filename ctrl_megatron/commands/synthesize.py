@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shares.val and not files.val:
         print(
             f"there is no val.parquet, because no first solution of {len(problems)} problems is "
-            "held out: raise --val-share (a problem's part depends on its id), add problems, or train "
-            "with data.val_files=[]",
+            "held out: raise --val-share (a problem's part depends on its id), add problems, or "
+            "train with data.val_files=[]",
             file=sys.stderr,
         )
     counts = {"problems": {"kept": len(problems), "left out": len(left_out)}, **files.counts}
