@@ -8,7 +8,6 @@ estimator ``full`` needs the teacher's output layer too, on the student's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +126,3 @@ class StudentHead:
         """(N, ...): a field of the rows, of the micro-batch's response tokens."""
         places = micro.rows[micro.row_of.cpu()], micro.column_of.cpu()
         return self.rows[name][places].to(micro.targets.device)
-
-
-def has_teacher(fields: Mapping[str, Any]) -> bool:
-    """Whether a teacher has read the rows of these fields."""
-    return "teacher_log_probs" in fields

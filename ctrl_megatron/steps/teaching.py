@@ -125,8 +125,10 @@ def fields_of_teacher(config: Config) -> dict[str, str]:
 def read_as_teacher(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``models.teaching.TeacherFields`` of the responses, and ``distilled`` (B,) bool: the rows
     that have them. A row without a hint, or whose prompt with it is too long, has none; its numbers
-    are 0.
+    are 0. Nothing where the batch has the fields already, as that of a dumped step does.
     """
+    if "distilled" in batch:
+        return NodeOutput()
     keys = worker.config.algorithm.distillation
     teacher = _teacher(worker, keys)
     prompts = _teacher_prompts(worker, batch, keys)

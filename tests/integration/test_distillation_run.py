@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from forked_run import ForkedRun, run_forked
 from launched_run import Job
+from replayed import replay
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -21,7 +23,7 @@ def taught(job: Job, *more: str) -> tuple[str, ...]:
     return (
         *(f"{KEYS}teacher=reference", f"actor_rollout_ref.ref.model.path={job.proxy}"),
         *(f"{KEYS}top_k=5", "algorithm.filter_groups.enable=false", "trainer.save_freq=2"),
-        *more,
+        *("trainer.dump_steps=[3]", *more),
     )
 
 
@@ -50,16 +52,32 @@ def whole(job: Job) -> Steps:
     return finished(job, "taught", taught(job))
 
 
-def test_the_actor_learns_from_a_teacher_and_a_resumed_run_is_exact(job: Job, whole: Steps) -> None:
-    for step in whole.values():
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
+def test_the_actor_learns_from_a_teacher_and_a_resumed_run_is_exact(
+    job: Job, whole: Steps, engine: str
+) -> None:
+    extra = taught(job, f"actor_rollout_ref.rollout.name={engine}")
+    found = whole if engine == "hf" else finished(job, f"taught_{engine}", extra)
+    for step in found.values():
         assert step["distillation/row_rate"] == 1 and step["distillation/left_out_rate"] == 0
         assert "actor/kl_to_reference" not in step
     # The critic moves towards a model that says nothing else than "print(7)".
-    assert whole[1]["actor/divergence"] > whole[3]["actor/divergence"] > 0
-    finished(job, "taught_parts", taught(job), steps=2)
-    again = finished(job, "taught_parts", taught(job))
-    for step in whole:
-        assert lasting(again[step]) == lasting(whole[step]), step
+    assert found[1]["actor/divergence"] > found[3]["actor/divergence"] > 0
+    finished(job, f"taught_parts_{engine}", extra, steps=2)
+    again = finished(job, f"taught_parts_{engine}", extra)
+    for step in found:
+        assert lasting(again[step]) == lasting(found[step]), step
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
+def test_a_dumped_step_learns_the_same_again(
+    job: Job, whole: Steps, tmp_path: Path, ranks: int, tensor: int
+) -> None:
+    dump = job.folder / "taught/dumps/global_step_3"
+    arguments = [str(dump), "--update", "--tolerance=1e-5"]
+    codes, said = replay(arguments, tmp_path / "log", ranks=ranks, tensor=tensor)
+    assert codes == (0,) * ranks, said[-8000:]
+    assert "actor/divergence" in said
 
 
 def test_a_teacher_on_ranks_of_its_own_teaches_the_same(job: Job, whole: Steps) -> None:
