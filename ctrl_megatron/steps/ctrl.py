@@ -658,13 +658,13 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if not worker.actor_learns:
         return NodeOutput()
     actor, steps = worker.config.actor_rollout_ref.actor, []
+    if "old_log_probs" not in batch and needs_old_log_prob(worker.config):
+        raise ValueError(
+            "the batch has no old_log_probs, which this configuration needs before the update; "
+            "add the node old_log_prob to the pipeline"
+        )
     make_step, vectors = actor_step(worker, batch)
     if "old_log_probs" not in batch:
-        if needs_old_log_prob(worker.config):
-            raise ValueError(
-                "the batch has no old_log_probs, which this configuration needs before the update; "
-                "add the node old_log_prob to the pipeline"
-            )
         # The step's own forward pass computes what the node ``old_log_prob`` would.
         rows, policy = tensor_fields(batch_for_pass(batch, 0, worker.config)), worker.policy
         results = policy.allocate_results(rows, vectors)

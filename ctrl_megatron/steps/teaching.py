@@ -294,7 +294,7 @@ def actor_step(worker: DAGWorker, batch: TensorDict) -> tuple[Callable[..., dict
     )
     actor.check(batch)
     if not taught:
-        return partial(_plain_step, worker, actor), 2
+        return partial(policy.step, loss=actor, temperature=worker.temperature), 2
     loss = DistillationLoss(actor, keys, limit)
     weight = _teacher(worker, keys).output_weight() if keys.estimator == "full" else None
 
@@ -304,12 +304,6 @@ def actor_step(worker: DAGWorker, batch: TensorDict) -> tuple[Callable[..., dict
         return policy.step(rows, loss, worker.temperature, head=head, **options)
 
     return step, 3
-
-
-def _plain_step(
-    worker: DAGWorker, loss: ActorLoss, rows: dict[str, torch.Tensor], **options: Any
-) -> dict[str, float]:
-    return worker.policy.step(rows, loss, worker.temperature, **options)
 
 
 def _token_weights(worker: DAGWorker, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:

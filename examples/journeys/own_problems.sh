@@ -25,7 +25,6 @@ ctrl-train-rl --nproc-per-node "$RANKS" --config "$CONFIG" \
   "trainer.default_local_dir=$OUT" trainer.experiment_name=critic
 
 ctrl-convert-megatron-to-hf --checkpoint "$OUT/critic" --out "$OUT/exported"
-
 ctrl-evaluate --config "$CONFIG" "before=$MODEL" "after SFT=$OUT/sft/hf" "after RL=$OUT/exported" \
   --out "$OUT/evaluation" \
   --set "actor_rollout_ref.model.path=$MODEL" "actor_rollout_ref.rollout.name=$ENGINE" \

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.timeout(900)
 KEYS = "algorithm.distillation."
 NO_KL = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.entropy_coeff=0")
 Steps = dict[int, dict[str, float]]
-EQUAL = {"rel": 1e-5, "abs": 1e-7}
 
 
 def taught(job: Job, *more: str) -> tuple[str, ...]:
@@ -85,7 +84,7 @@ def test_a_teacher_on_ranks_of_its_own_teaches_the_same(job: Job, whole: Steps) 
     apart = finished(job, "taught_apart", extra, steps=2, ranks=3)
     for step, found in apart.items():
         for name in ("actor/divergence", "actor/loss", "actor/grad_norm"):
-            assert found[name] == pytest.approx(whole[step][name], **EQUAL), (step, name)
+            assert found[name] == pytest.approx(whole[step][name], rel=1e-5, abs=1e-7), (step, name)
 
 
 def test_a_policy_that_reads_no_hint_agrees_with_itself(job: Job) -> None:
