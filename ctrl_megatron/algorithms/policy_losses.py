@@ -243,7 +243,8 @@ def sapo_terms(
         raise ValueError(f"tau_pos and tau_neg must be above 0, got {tau_pos} and {tau_neg}")
     log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
     gains = zero_outside_mask(advantages, response_mask)
-    tau = torch.where(gains > 0, tau_pos, tau_neg)
+    # Of two numbers torch would choose in float32.
+    tau = torch.where(gains > 0, gains.new_tensor(tau_pos), gains.new_tensor(tau_neg))
     gate = torch.sigmoid(tau * (clamped_ratio(log_ratio) - 1)) * (4 / tau)
     return policy_loss_terms(
         apply_is_weights(-gains * gate, rollout_is_weights, response_mask), log_ratio

@@ -84,12 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_world_size(config, launch.world_size * options.nproc_per_node, options.purpose)
         sys.path.append(os.getcwd())
         {"rl": train_rl, "sft": train_sft}[options.purpose].check_inputs(config)
-    failed = False
+    failed = warned = 0
     for finding in environment_findings(launch, config, options.nproc_per_node or 1):
-        failed = failed or finding.status == "FAIL"
+        failed += finding.status == "FAIL"
+        warned += finding.status == "warn"
         if launch.local_rank == 0:
             print(finding, flush=True)
-    return int(failed)
+    if launch.local_rank == 0:
+        verdict = f"{failed} checks failed" if failed else "ready: no check failed"
+        print(f"{verdict}, {warned} warned", flush=True)
+    return int(bool(failed))
 
 
 def _config(path: str | None, overrides: Sequence[str], purpose: Purpose) -> Config | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ctrl_megatron.commands.hub import push_model, require_push_access
 from ctrl_megatron.commands.model_card import model_card
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
-from ctrl_megatron.config.flags import output_path
+from ctrl_megatron.config.flags import existing_path, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import byte_progress_bar
 
@@ -23,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Export the weights with one file in memory. Exit codes: 0 done, 2 wrong input."""
     parser = CommandParser(__doc__)
     parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="runs/NAME/checkpoints/global_step_N"
+        "--checkpoint",
+        required=True,
+        type=existing_path,
+        help="runs/NAME/checkpoints/global_step_N, or runs/NAME for its newest checkpoint",
     )
     parser.add_argument("--out", required=True, type=output_path, help="directory to write")
     parser.add_argument("--model", choices=("policy", "value", "agent1"), default="policy")
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--private", action="store_true", help="of --push: make it private")
     options = parser.parse_args(arguments)
+    options.checkpoint = _newest(options.checkpoint)
     if options.private and not options.push:
         raise UserError("--private is for --push", remedy="give --push OWNER/NAME too")
     card = ""
@@ -58,6 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.push:
         print(push_model(options.out, options.push, card, private=options.private))
     return 0
+
+
+def _newest(path: Path) -> Path:
+    """The newest finished checkpoint of a run's directory; any other path as it is. UserError for
+    a run without one."""
+    if not (folder := path / "checkpoints").is_dir():
+        return path
+    from ctrl_megatron.checkpoint.store import checkpoints_in
+
+    if not (found := checkpoints_in(folder)):
+        raise UserError(f"{path} has no finished checkpoint yet", remedy="see trainer.save_freq")
+    print(f"the newest checkpoint is {found[-1].path}")
+    return found[-1].path
 
 
 def _convert(options: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.hub import hub_directory, is_hub_id
@@ -261,11 +262,14 @@ def _compare(folders: Sequence[Path], out: Path, samples: int, confidence: Confi
 
 
 def _tell(results: Sequence[CriticResult]) -> None:
+    """A block of lines for every critic; the report has intervals and all critics side by side."""
     for result in results:
-        told = {name: round(rate.value, 4) for name, rate in result.last_turn_rates.items()}
+        told = {name: rate.value for name, rate in result.last_turn_rates.items()}
         before = result.curves[0].get("pass@1")
-        first = {} if before is None else {"pass@1 before": round(before.value, 4)}
-        print(result.critic, first | told)
+        first = {} if before is None else {"pass@1 before": before.value}
+        words = [f"{name} {value:.4g}" for name, value in (first | told).items()]
+        text = f"{result.critic}: {', '.join(words)}"
+        print(fill(text, 100, subsequent_indent="  "))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = asyncio.run(make_training_files(stages, problems, attempts, dropped, recipe))
         with tool_output_files(options.out, FILES, _TOOL, overwrite=True) as folder:
             files.write(folder)
+    if shares.val and not files.val:
+        print(
+            f"there is no val.parquet, because no first solution of {len(problems)} problems is "
+            "held out: raise --val-share (a problem's part depends on its id), add problems, or "
+            "train with data.val_files=[]",
+            file=sys.stderr,
+        )
     counts = {"problems": {"kept": len(problems), "left out": len(left_out)}, **files.counts}
     _show(options.out, counts)
     return 0

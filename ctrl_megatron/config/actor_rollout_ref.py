@@ -70,9 +70,14 @@ REVISIONS = Condition(
 )
 """The condition of keys that only a step with revisions reads."""
 REFERENCE = Condition(
-    ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
-    lambda in_loss, in_reward: in_loss or in_reward,
-    "{0}=true or {1}=true",
+    (
+        *("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
+        *("algorithm.distillation.teacher", "algorithm.distillation.coef"),
+    ),
+    lambda in_loss, in_reward, teacher, coef: (
+        in_loss or in_reward or (teacher == "reference" and coef > 0)
+    ),
+    "{0}=true, {1}=true or {2}=reference",
 )
 """The condition of keys of the frozen reference."""
 _AUTOREGRESSIVE = Condition(
@@ -307,7 +312,7 @@ _APART = Condition(("placement.reference",), bool, "{0}=RANKS")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
-    """The reference of the KL, which no update changes."""
+    """The reference of the KL and of distillation, which no update changes."""
 
     model: ModelFiles = group(ModelFiles)
     sync_steps: int | None = key(None, AT_LEAST_1)

@@ -14,6 +14,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     RoleLayout,
     ValueModelFiles,
 )
+from ctrl_megatron.config.distillation import Distillation
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -121,6 +122,7 @@ class Algorithm:
     kl_ctrl: KlControl = group(KlControl, read=_IN_REWARD)
     filter_groups: FilterGroups = group(FilterGroups)
     rollout_correction: RolloutCorrection = group(RolloutCorrection)
+    distillation: Distillation = group(Distillation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,8 +272,9 @@ class Reward:
 
     reward_funcs: tuple[str, ...] = ("critic",)
     """Functions whose weighted sum is the reward of a critique: critic (the pass rate of its
-    revision), delta (that less the first solution's), code, binary_code, code_format, ioi_code,
-    soft_overlong_punishment, module:function or FILE.py:function."""
+    revision), delta (that less the first solution's), leak (1 for a critique that quotes tests or
+    the reference program), code, binary_code, code_format, ioi_code, soft_overlong_punishment,
+    module:function or FILE.py:function."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty for 1 each."""
     schedule: tuple[dict[str, Any], ...] = ()

@@ -59,7 +59,7 @@ def check_key_relations(config: Config, purpose: Purpose, written: Mapping[str, 
     ]
     for relation in (
         *(_names, _parallelism, _proxy, _agents, _adapters, _quantisation, _ahead),
-        *(_objective, _coupled, _refreshed, _groups, _reward),
+        *(_objective, _coupled, _refreshed, _distillation, _groups, _reward),
     ):
         problems += relation(config)
     if problems:
@@ -652,6 +652,40 @@ def _refreshed(config: Config) -> Iterator[str]:
             f"{config.actor_rollout_ref.model.lora_rank} trains adapters beside them; set one of "
             "them only"
         )
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    keys, prefix = config.algorithm.distillation, "algorithm.distillation."
+    if not keys.is_on:
+        return
+    teacher = f"{prefix}teacher={keys.teacher}"
+    if keys.teacher == "policy" and keys.hint == "none":
+        yield f"{teacher} without a hint would teach the actor what it says; set {prefix}hint"
+    if keys.estimator == "token" and keys.divergence != "reverse_kl":
+        yield (
+            f"{prefix}estimator=token estimates reverse_kl only, and {prefix}divergence="
+            f"{keys.divergence}; set the estimator to top_k or full"
+        )
+    if keys.on != "all" and config.algorithm.filter_groups.enable:
+        yield (
+            f"{prefix}on={keys.on} teaches groups without spread, which "
+            f"algorithm.filter_groups.enable=true replaces; set {prefix}on to all"
+        )
+    if keys.has_hint and config.dag.custom_pipeline_fn in COMPLETION_PIPELINES:
+        yield (
+            f"{prefix}hint={keys.hint} is about the first solution that a critique is about, and "
+            f"dag.custom_pipeline_fn={config.dag.custom_pipeline_fn} has none; set it to none and "
+            f"{prefix}teacher to reference"
+        )
+    if config.dag.custom_pipeline_fn == COUPLED_GRPO_PIPELINE:
+        yield f"{teacher} reads tokens one after the other, which a masked-diffusion model does not"
+    for placed in _placed(config, "reference", "auto") if keys.estimator == "full" else ():
+        yield (
+            f"{prefix}estimator=full compares hidden states on the actor's ranks, and {placed} "
+            "puts the teacher on others; set the estimator to top_k, or leave the placement out"
+        )
+    if config.agent1.model.path is not None:
+        yield f"{teacher} teaches one policy, and agent1.model.path adds a second; leave one out"
 
 
 def _groups(config: Config) -> Iterator[str]:

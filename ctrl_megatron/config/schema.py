@@ -356,8 +356,13 @@ class Config:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the objective contains a KL to the reference."""
+        """True if the objective contains a KL to the reference, or learns from it."""
         return REFERENCE.is_met(self)
+
+    @property
+    def has_kl_to_reference(self) -> bool:
+        """True if the objective contains a KL to the reference."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def needs_reward_model(self) -> bool:

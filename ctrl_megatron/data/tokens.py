@@ -38,7 +38,14 @@ class TextCodec:
         if not self.path.is_dir():
             raise UserError(f"tokenizer directory {self.path} not found")
         if not any(self.path.glob("tokenizer*")):
-            raise UserError(f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)")
+            run = (self.path / "checkpoints").is_dir()
+            raise UserError(
+                f"{self.path} holds no tokenizer (tokenizer.json or tokenizer.model)",
+                remedy="it is a run's directory: export its weights with "
+                f"ctrl-convert-megatron-to-hf --checkpoint {self.path} --out DIR"
+                if run
+                else "",
+            )
         self._said_date = False
 
     @cached_property

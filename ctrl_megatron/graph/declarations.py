@@ -40,6 +40,7 @@ ADVANTAGES = (
     *("algorithm.gamma", "algorithm.lam"),
     *("algorithm.norm_adv_by_std_in_grpo", "algorithm.weight_factor_in_cpgd"),
 )
+DISTILLATION = ("algorithm.distillation",)
 REFRESH = tuple(f"actor_rollout_ref.ref.sync_{name}" for name in ("steps", "at", "mix"))
 LOSS = tuple(
     name
@@ -51,7 +52,8 @@ VALIDATION = (
 )
 KEYS_OF_NODES = (
     *(key for keys in KEYS_OF_SERVICES.values() for key in keys),
-    *(*REWARD_MODEL, *CORRECTION, *KL_IN_REWARD, *ADVANTAGES, *LOSS, *REFRESH, *VALIDATION),
+    *(*REWARD_MODEL, *CORRECTION, *KL_IN_REWARD, *ADVANTAGES, *LOSS, *DISTILLATION, *REFRESH),
+    *VALIDATION,
 )
 """Keys that a run refuses where no node of its graph, and no validation, reads them."""
 

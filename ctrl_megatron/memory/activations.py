@@ -56,6 +56,9 @@ class PassShape:
     """Whether a layer's experts are computed together (``models.grouped_experts``)."""
     fused_softmax: bool = False
     """Whether Triton's kernels compute the softmax over the vocabulary."""
+    divergence_matrices: int = 0
+    """Float32 matrices of a chunk's logits that a divergence over the whole vocabulary needs
+    (``OutputLayer.divergence_from``); 0 where an update computes none."""
 
     @property
     def decoder_shape(self) -> ModelShape:
@@ -311,7 +314,8 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
 def logits_workspace(p: PassShape, *, backward: bool) -> float:
     """Bytes of ``parallel.vocab`` on the last stage of a GPU at its peak: a chunk of logits, and
     without the kernels the same and its exponentials in float32; backwards the output weight's
-    gradient in float32, and a chunk's share of it, which adapters do without."""
+    gradient in float32, and a chunk's share of it, which adapters do without. A divergence over the
+    vocabulary has the teacher's hidden states and output weight beside these."""
     if p.shape.value_head:
         return 0
     e, hidden = p.dtype_size, p.shape.hidden_size
@@ -321,7 +325,11 @@ def logits_workspace(p: PassShape, *, backward: bool) -> float:
     if not backward:
         return (tile + powers) * logits + 2 * gathered
     weight = p.output_columns * hidden if p.shape.lora is None else 0
-    return gathered + max((tile + powers) * logits + 4 * weight, tile * logits + (4 + e) * weight)
+    moments = [(tile + powers) * logits + 4 * weight, tile * logits + (4 + e) * weight]
+    if p.divergence_matrices:
+        compared = 4 * p.divergence_matrices * logits + (4 + e) * weight
+        moments.append(compared + gathered + e * hidden * p.output_columns)
+    return gathered + max(moments)
 
 
 def inference_workspace(p: PassShape, *, pp: int) -> int:

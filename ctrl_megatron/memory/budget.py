@@ -501,6 +501,14 @@ class _Stage:
             budget = family.update_token_budget
         return self._rl_pass(name, budget, self.config.data.train_batch_size)
 
+    @property
+    def _divergence_matrices(self) -> int:
+        """``PassShape.divergence_matrices`` of the actor's update."""
+        keys = self.config.algorithm.distillation
+        if self.purpose != "rl" or not keys.is_on or keys.estimator != "full":
+            return 0
+        return 4 if keys.divergence == "jsd" else 3
+
     def _rl_pass(self, name: str, budget: int, prompts: int) -> PassShape:
         data, n = self.config.data, self.family.rollout.n
         if not self.config.shares_prefixes or n == 1:
@@ -543,6 +551,7 @@ class _Stage:
             recompute_modules=tuple(modules),
             gathered_keys=(tokens + copies * shared) // self.layout.context if shared else 0,
             fused_softmax=True,
+            divergence_matrices=self._divergence_matrices if name == "actor" else 0,
             grouped_experts=overrides.get("moe_grouped_gemm", True),
         )
 

@@ -54,6 +54,11 @@ METRICS: dict[str, Metric] = {
         "share of the lines of a revision's program that its critique contains (reward.copying)",
         "Program in the critique",
     ),
+    "critique/leaked_rate": Metric(
+        "share of critiques that quote a test, a value of one, or a line of the reference program "
+        "other than in the place of a line that they name (reward function leak)",
+        "Leaks in critiques",
+    ),
     "critique/length": Metric("tokens of a critique"),
     "critique/cut_rate": Metric("share of critiques cut at data.max_response_length"),
     "judgment/correct_rate": Metric("share of critiques with a judgment that say correct"),
@@ -92,6 +97,23 @@ METRICS: dict[str, Metric] = {
     "actor/loss": Metric("the minimised loss: policy loss, entropy bonus, KL"),
     "actor/pg_loss": Metric("the policy loss alone"),
     "actor/kl_loss": Metric("the KL term of the loss, before its coefficient"),
+    "actor/divergence": Metric(
+        "mean divergence from the teacher over the tokens that have one, before its coefficient "
+        "(algorithm.distillation)",
+        "Divergence from the teacher",
+    ),
+    "distillation/row_rate": Metric("share of responses from whose teacher the actor learns"),
+    "distillation/left_out_rate": Metric(
+        "share of responses without a teacher, because a part of the hint is unknown or the "
+        "prompt with it is too long"
+    ),
+    "distillation/teacher_entropy": Metric("mean entropy of the teacher's probabilities"),
+    "distillation/teacher_probability": Metric(
+        "mean probability that the teacher gives to the actor's tokens"
+    ),
+    "distillation/judgment_agreement": Metric(
+        "share of the actor's judgments to which the teacher gives more than one half"
+    ),
     "actor/ppo_kl_first": Metric("actor/ppo_kl of the step's first optimizer step; 0 is right"),
     "actor/pg_clipfrac_lower": Metric("share of tokens that the dual clip bounded"),
     "actor/lr": Metric("learning rate, the mean over the step's optimizer steps", "Learning rate"),

@@ -39,9 +39,9 @@ from ctrl_megatron.models.transformers_model import (
     longest_row_without_longrope,
     register_attention,
 )
+from ctrl_megatron.parallel.divergence import OutputLayer
 from ctrl_megatron.parallel.gloo import OrderedReduceScatter
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.vocab import linear_log_probs
 
 _log = logging.getLogger(__name__)
 _PACKED = "ctrl_packed"
@@ -247,21 +247,23 @@ class FsdpStrategy:
         capped = getattr(self._config, "attn_logit_softcapping", None) is not None
         return "eager" if capped else "sdpa"
 
-    def log_probs(
-        self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.packs_rows:
-            logs = (output.squeeze(0).float() / temperature).log_softmax(-1)
-            chosen = logs.gather(-1, micro.targets.unsqueeze(-1)).squeeze(-1)
-            return chosen, -(logs.exp() * logs).sum(-1)
-        return linear_log_probs(
-            output.squeeze(0)[micro.predictors],
-            self._head.weight,
-            micro.targets,
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def output_layer(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> OutputLayer:
+        vectors = output.squeeze(0)
+        return OutputLayer(
+            hidden=vectors[micro.predictors] if self.packs_rows else vectors,
+            weight=self._head.weight if self.packs_rows else None,
             vocab_size=self._shape.vocab_size,
-            temperature=temperature,
             chunk=self._options.logprob_chunk,
         )
+
+    def output_weight(self) -> torch.Tensor | None:
+        weight = self._head.weight.detach()
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
+        return whole.to(self._dtype)
 
     def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
         hidden = output.squeeze(0)[micro.predictors].float()
@@ -339,7 +341,7 @@ class FsdpStrategy:
                 hidden = output.squeeze(0)[micro.predictors].float()
                 numbers = hidden @ direction.to(hidden.device)
             else:
-                numbers, _ = self.log_probs(None, micro, output, 1.0)
+                numbers, _ = self.output_layer(None, micro, output).log_probs(micro.targets, 1.0)
             found[micro.rows] = micro.to_rows(numbers)
         self._module.reshard()
         return found

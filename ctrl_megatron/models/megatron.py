@@ -27,8 +27,8 @@ from ctrl_megatron.models.optimizer import ModelOptimizer, OptimizerOptions
 from ctrl_megatron.models.shape import ModelShape
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.models.strategy import ForwardStep, ModelOptions
+from ctrl_megatron.parallel.divergence import OutputLayer
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
 class MegatronStrategy:
@@ -151,9 +151,13 @@ class MegatronStrategy:
             pg_collection=self._groups.megatron,
         )
 
-    def log_probs(
-        self, module: GPTModel, micro: MicroBatch, output: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.params_dtype
+
+    def output_layer(
+        self, module: GPTModel, micro: MicroBatch, output: torch.Tensor
+    ) -> OutputLayer:
         # (1, T, H) -> (T, 1, H); under sequence parallelism a rank has T / tensor size of them.
         # In the backward pass both regions sum the gradients of the tensor ranks' vocabularies.
         hidden, tensor = output.transpose(0, 1), self._groups.tensor_group
@@ -163,18 +167,20 @@ class MegatronStrategy:
             )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, group=tensor)
-        return linear_log_probs(
-            hidden.squeeze(1)[micro.predictors],
-            output_weight(module),
-            micro.targets,
+        return OutputLayer(
+            hidden=hidden.squeeze(1)[micro.predictors],
+            weight=output_weight(module),
             vocab_size=self._shape.vocab_size,
-            temperature=temperature,
             chunk=self._options.logprob_chunk,
             tensor_rank=self._groups.place.tp,
             tensor_size=self._groups.layout.tensor,
             group=tensor,
             is_embedding=module.pre_process and module.share_embeddings_and_output_weights,
         )
+
+    def output_weight(self) -> torch.Tensor | None:
+        last = self.models[-1]
+        return output_weight(last).detach().clone() if last.post_process else None
 
     def values(self, module: GPTModel, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:
         values = output.transpose(0, 1)

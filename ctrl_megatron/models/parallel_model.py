@@ -230,12 +230,14 @@ class ParallelModel:
         loss: Callable[..., tuple[torch.Tensor, Scalars]],
         temperature: float = 1.0,
         *,
+        head: OutputHead | None = None,
         results: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the global mini-batch whose local rows are ``rows``; ``loss`` is a
         ``models.policy.LossFn``, or of a value model a ``models.value.ValueLossFn``.
 
         Rows count for the loss where ``loss_mask`` (B, R) is on, by default ``response_mask``.
+        ``head`` takes the place of the model's own; ``loss`` gets its vectors.
         ``results`` (``allocate_results``) is filled with the head's vectors on the last stage.
         Returns the loss function's scalars (global) and ``loss``, ``grad_norm`` (before clipping),
         ``lr``, and the loads of experts (``models.router.Routers.metrics``). If the loss or the
@@ -252,7 +254,7 @@ class ParallelModel:
         shares = self.strategy.run_passes(
             partial(
                 forward_with_loss,
-                head=partial(self._head, temperature=temperature),
+                head=head or partial(self._head, temperature=temperature),
                 loss=loss,
                 rows=rows,
                 counts=counts,

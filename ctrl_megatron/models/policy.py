@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ctrl_megatron.config.algorithm import Distillation
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
+from ctrl_megatron.models.teaching import StudentHead, TeacherFields, TeacherHead
 
 
 class LossFn(Protocol):
@@ -43,6 +45,22 @@ class BasePolicy:
         with self.policy.without_adapters():
             return self.policy.log_probs(rows, temperature, token_budget=token_budget)
 
+    def teacher_pass(
+        self,
+        rows: Fields,
+        keys: Distillation,
+        temperature: float = 1.0,
+        *,
+        token_budget: int | None = None,
+    ) -> TeacherFields:
+        """As ``Policy.teacher_pass``."""
+        with self.policy.without_adapters():
+            return self.policy.teacher_pass(rows, keys, temperature, token_budget=token_budget)
+
+    def output_weight(self) -> torch.Tensor | None:
+        """As ``Policy.output_weight``: adapters leave the output layer as it is."""
+        return self.policy.output_weight()
+
     def offload(self, *parts: OffloadPart) -> None:
         """Nothing: ``policy`` leaves the device by itself."""
 
@@ -69,6 +87,42 @@ class Policy(ParallelModel):
         log_probs, entropy = self.infer(rows, head, 2, token_budget)
         return log_probs, entropy
 
+    def teacher_pass(
+        self,
+        rows: Fields,
+        keys: Distillation,
+        temperature: float = 1.0,
+        *,
+        token_budget: int | None = None,
+    ) -> TeacherFields:
+        """What this policy, as a teacher, says about the response tokens of ``rows``, on the host;
+        otherwise as ``log_probs``."""
+        head = TeacherHead(strategy=self.strategy, keys=keys, temperature=temperature)
+        count = head.vector_count(self.shape.hidden_size)
+        return head.fields(self.infer(rows, head, count, token_budget))
+
+    def output_weight(self) -> torch.Tensor | None:
+        """A copy of this rank's rows of the output layer's weight; None on ranks without the last
+        stage. Collective."""
+        self.onload("weights")
+        return self.strategy.output_weight()
+
+    def student_head(
+        self,
+        rows: Fields,
+        keys: Distillation,
+        temperature: float,
+        teacher_weight: torch.Tensor | None,
+    ) -> StudentHead:
+        """The head of a ``step`` on ``rows`` that computes divergences from their teacher too."""
+        return StudentHead(
+            strategy=self.strategy,
+            keys=keys,
+            temperature=temperature,
+            rows=rows,
+            teacher_weight=teacher_weight,
+        )
+
     def _head(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,5 +131,6 @@ class Policy(ParallelModel):
         Where a masked-diffusion model predicts a token several times, the sums over its places are
         its score and its mean entropy.
         """
-        log_probs, entropy = self.strategy.log_probs(module, micro, output, temperature)
+        layer = self.strategy.output_layer(module, micro, output)
+        log_probs, entropy = layer.log_probs(micro.targets, temperature)
         return log_probs * micro.weights, entropy / micro.occurrences

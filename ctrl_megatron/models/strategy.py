@@ -17,6 +17,7 @@ from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.models.optimizer import OptimizerOptions, OwnedRange
 from ctrl_megatron.models.router import RouterOptions
 from ctrl_megatron.models.shards import ShardParam
+from ctrl_megatron.parallel.divergence import OutputLayer
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Any]]
 """A function of ``models.forward_step``, with all arguments but micro-batches and model."""
@@ -160,11 +161,19 @@ class Strategy(Protocol):
         stage. Collective."""
         ...
 
-    def log_probs(
-        self, module: Any, micro: MicroBatch, output: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs, entropies) of the micro-batch's N response tokens, both (N,) float32, from
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes."""
+        ...
+
+    def output_layer(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> OutputLayer:
+        """The output layer over the vectors that predict the micro-batch's N response tokens, from
         ``output`` of the last stage."""
+        ...
+
+    def output_weight(self) -> torch.Tensor | None:
+        """A copy of this rank's rows of the output layer's weight; None on ranks without the last
+        stage. Collective."""
         ...
 
     def values(self, module: Any, micro: MicroBatch, output: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,8 @@ def vocab_range(vocab_size: int, tensor_rank: int, tensor_size: int) -> tuple[in
     return first, max(0, min(share, vocab_size - first)), share
 
 
-def _all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+    """The tensor, combined in place over the ranks of ``group``; as it is where that is None."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
@@ -120,11 +121,10 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _inside(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T,) whether the target is in these columns; (T, 1) its column there, clamped."""
-    mine = (targets >= columns.start) & (targets < columns.stop)
-    column = (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
-    return mine, column.unsqueeze(-1)
+def _inside(targets_TK: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, K) whether a target is in these columns; (T, K) its column there, clamped."""
+    mine = (targets_TK >= columns.start) & (targets_TK < columns.stop)
+    return mine, (targets_TK - columns.start).clamp(0, columns.stop - columns.start - 1)
 
 
 class _Softmax:
@@ -167,9 +167,9 @@ class _Softmax:
 
     def over_ranks(self, group: Any) -> None:
         """Combine the columns of all tensor ranks."""
-        self.raise_to(_all_reduce(self.peak_T.clone(), dist.ReduceOp.MAX, group))
+        self.raise_to(all_reduce(self.peak_T.clone(), dist.ReduceOp.MAX, group))
         sums = torch.stack([self.sum_T, self.weighted_T])
-        self.sum_T, self.weighted_T = _all_reduce(sums, dist.ReduceOp.SUM, group)
+        self.sum_T, self.weighted_T = all_reduce(sums, dist.ReduceOp.SUM, group)
 
 
 def _softmax_gradient(
@@ -177,13 +177,13 @@ def _softmax_gradient(
     peak_T: torch.Tensor,
     constant_T: torch.Tensor,
     slope_T: torch.Tensor | None,
-    targets_T: torch.Tensor,
-    hit_T: torch.Tensor,
+    targets_TK: torch.Tensor,
+    hit_TK: torch.Tensor,
     scale: float,
     tile: _Tile,
 ) -> torch.Tensor:
-    """2^b (constant + slope b) of the logits, plus ``hit_T`` in the column ``targets_T``, in their
-    dtype; b = (z - peak) ``scale``."""
+    """2^b (constant + slope b) of the logits, plus ``hit_TK`` in the columns ``targets_TK``, in
+    their dtype; b = (z - peak) ``scale``."""
     grad_TV = tile.wide(logits_TV).sub_(peak_T.unsqueeze(-1)).mul_(scale)
     if slope_T is None:
         grad_TV.exp2_().mul_(constant_T.unsqueeze(-1))
@@ -191,8 +191,8 @@ def _softmax_gradient(
         powers_TV = tile.powers(grad_TV)
         grad_TV.mul_(slope_T.unsqueeze(-1)).add_(constant_T.unsqueeze(-1))
         grad_TV.mul_(powers_TV)
-    inside, column = _inside(targets_T, slice(0, grad_TV.shape[1]))
-    grad_TV.scatter_add_(-1, column, torch.where(inside, hit_T, 0.0).unsqueeze(-1))
+    inside, column = _inside(targets_TK, slice(0, grad_TV.shape[1]))
+    grad_TV.scatter_add_(-1, column, torch.where(inside, hit_TK, 0.0))
     low_TV = tile.low(*grad_TV.shape)
     return low_TV if low_TV.data_ptr() == grad_TV.data_ptr() else low_TV.copy_(grad_TV)
 
@@ -213,28 +213,30 @@ class _LinearLogProb(torch.autograd.Function):
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         targets = targets - first
-        log_probs = hidden.new_empty(len(targets), dtype=torch.float32)
-        entropy, peak, total = (torch.empty_like(log_probs) for _ in range(3))
+        log_probs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        entropy, peak, total = (log_probs.new_empty(len(targets)) for _ in range(3))
         tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         kept = hidden.new_empty(len(targets) * real if keep else 0)
         tile = _Tile(tokens, columns, kept)
         for part in _ranges(len(targets), tokens):
             stats = _Softmax(hidden, len(targets[part]), temperature)
-            picked_T = torch.zeros_like(stats.peak_T)
+            picked_TK = torch.zeros_like(log_probs[part])
             for block in _ranges(real, columns):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 torch.mm(hidden[part], weight[block].t(), out=logits_TV)
                 inside, column = _inside(targets[part], block)
-                picked_T = torch.where(inside, logits_TV.gather(-1, column).squeeze(-1), picked_T)
+                picked_TK = torch.where(inside, logits_TV.gather(-1, column), picked_TK)
                 stats.add(logits_TV, tile)
             stats.over_ranks(group)
             log_sum_T = stats.sum_T.log()
             entropy[part] = log_sum_T - stats.weighted_T / stats.sum_T / _BITS
             peak[part], total[part] = stats.peak_T, stats.sum_T
             # Exactly one rank has the target's logit.
-            own_T = (targets[part] >= 0) & (targets[part] < real)
-            picked_T = torch.where(own_T, (picked_T - stats.peak_T) / temperature, 0.0)
-            log_probs[part] = _all_reduce(picked_T, dist.ReduceOp.SUM, group) - log_sum_T
+            own_TK = (targets[part] >= 0) & (targets[part] < real)
+            picked_TK = (picked_TK - stats.peak_T.unsqueeze(-1)) / temperature
+            picked_TK = torch.where(own_TK, picked_TK, 0.0)
+            picked_TK = all_reduce(picked_TK, dist.ReduceOp.SUM, group)
+            log_probs[part] = picked_TK - log_sum_T.unsqueeze(-1)
         ctx.save_for_backward(hidden, weight, targets, peak, total, entropy, kept)
         ctx.arguments = (real, temperature, chunk, is_embedding)
         ctx.set_materialize_grads(False)
@@ -246,18 +248,18 @@ class _LinearLogProb(torch.autograd.Function):
         real, temperature, chunk, is_embedding = ctx.arguments
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(peak)
+            grad_log_probs = torch.zeros_like(targets, dtype=torch.float32)
         tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         tile = _Tile(tokens, columns, kept)
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = _WeightGradient(weight, in_one_piece=tokens >= len(targets))
+            grad_weight = WeightGradient(weight, in_one_piece=tokens >= len(targets))
         scale = _BITS / temperature
         for part in _ranges(len(targets), tokens):
             # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = 2^b / sum
-            hit_T = grad_log_probs[part] / temperature
-            constant_T, slope_T = -hit_T / total[part], None
+            hit_TK = grad_log_probs[part] / temperature
+            constant_T, slope_T = -hit_TK.sum(dim=-1) / total[part], None
             if grad_entropy is not None:
                 slope_T = -grad_entropy[part] / temperature / total[part]
                 constant_T = constant_T + slope_T * (entropy[part] - total[part].log())
@@ -267,13 +269,16 @@ class _LinearLogProb(torch.autograd.Function):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 if not len(kept):
                     torch.mm(hidden[part], weight[block].t(), out=logits_TV)
-                own_T = targets[part] - block.start
-                vectors = (peak[part], constant_T, slope_T, own_T, hit_T)
+                own_TK = targets[part] - block.start
+                vectors = (peak[part], constant_T, slope_T)
                 if kernels := _kernels(hidden.device.type):
-                    kernels.write_softmax_gradient(logits_TV, *vectors, scale)
-                    low_TV = logits_TV
+                    first = (own_TK[:, 0].contiguous(), hit_TK[:, 0].contiguous())
+                    kernels.write_softmax_gradient(logits_TV, *vectors, *first, scale)
+                    inside, column = _inside(own_TK[:, 1:], slice(0, logits_TV.shape[1]))
+                    others_TK = torch.where(inside, hit_TK[:, 1:], 0.0)
+                    low_TV = logits_TV.scatter_add_(-1, column, others_TK.to(logits_TV.dtype))
                 else:
-                    low_TV = _softmax_gradient(logits_TV, *vectors, scale, tile)
+                    low_TV = _softmax_gradient(logits_TV, *vectors, own_TK, hit_TK, scale, tile)
                 grad_TH += low_TV @ weight[block]
                 if grad_weight is not None:
                     grad_weight.add(block, low_TV.t() @ hidden[part])
@@ -284,7 +289,7 @@ class _LinearLogProb(torch.autograd.Function):
         return grad_hidden, given, None, None, None, None, None, None, None, None
 
 
-class _WeightGradient:
+class WeightGradient:
     """Collects the gradient of the output weight.
 
     On a CPU it is added to Megatron's float32 buffer (``main_grad``) if the weight has one, and
@@ -300,6 +305,13 @@ class _WeightGradient:
     def add(self, rows: slice, grad: torch.Tensor) -> None:
         """Add the contribution of some tokens to the gradient of some rows."""
         self._sum[rows] += grad
+
+    def add_product(self, rows: slice, slopes: torch.Tensor, hidden: torch.Tensor) -> None:
+        """``add`` of ``slopes`` (T, rows) times ``hidden`` (T, H), in place where dtypes allow."""
+        if self._sum.dtype == slopes.dtype:
+            self._sum[rows].addmm_(slopes.t(), hidden)
+        else:
+            self._sum[rows] += slopes.t() @ hidden
 
     def result(self, *, is_embedding: bool) -> torch.Tensor | None:
         """The gradient for autograd. If the weight is also the embedding's, the embedding's part is
@@ -329,7 +341,9 @@ def linear_log_probs(
     """Log-probability of ``targets`` and entropy of softmax(hidden @ weight.T / temperature).
 
     hidden (T, H) in the compute dtype, equal on all tensor ranks; weight (V / tensor size, H), this
-    rank's rows; targets (T,) int64 token ids. Returns two (T,) float32 tensors, equal on all ranks.
+    rank's rows; targets (T,) int64 token ids, or (T, K) of them, which may repeat one. Returns the
+    log-probabilities in the shape of the targets and the entropy (T,), both float32 and equal on
+    all ranks.
     The gradient of ``hidden`` is this rank's share of the sum over tensor ranks. ``is_embedding``
     says that the weight is also the embedding's in the same pass.
     """
@@ -350,5 +364,7 @@ def linear_log_probs(
     # backward pass; on a GPU one tile already fills the budget.
     fit = len(targets) * hidden.element_size() <= chunk * torch.float32.itemsize
     keep = torch.is_grad_enabled() and fit and _on_cpu(hidden.device)
-    arguments = (targets, first, real, temperature, chunk, group, is_embedding, keep)
-    return _LinearLogProb.apply(hidden, weight, *arguments)  # type: ignore[return-value]
+    columns = targets.unsqueeze(-1) if targets.ndim == 1 else targets
+    arguments = (columns, first, real, temperature, chunk, group, is_embedding, keep)
+    log_probs, entropy = _LinearLogProb.apply(hidden, weight, *arguments)  # type: ignore[misc]
+    return log_probs.view(targets.shape), entropy

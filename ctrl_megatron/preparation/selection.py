@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 from zlib import crc32
 
-from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.near_duplicates import NearDuplicates
 from ctrl_megatron.preparation.published import DroppedItems
 from ctrl_megatron.prompts import critique_messages, extract_code, parse_judgment
+from ctrl_megatron.rewards.leaks import find_leak
 from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sft.examples import SftExample
 from ctrl_megatron.types import Attempt, Verdict

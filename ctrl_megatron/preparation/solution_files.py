@@ -22,9 +22,12 @@ def read_solutions(
     used, seen = {problem.id: problem for problem in problems}, dict[str, str]()
     attempts, dropped = list[Attempt](), DroppedItems()
     for place, entry in read_json_lines_with_places(path):
-        for key in ("id", "problem_id", "solution"):
-            if not isinstance(entry.get(key), str):
-                raise UserError(f"{place}: key {key!r} is missing or no text")
+        keys = ("id", "problem_id", "solution")
+        if wrong := [key for key in keys if not isinstance(entry.get(key), str)]:
+            raise UserError(
+                f"{place}: of the keys {', '.join(keys)}, {' and '.join(wrong)} "
+                f"{'is' if len(wrong) == 1 else 'are'} missing or no text"
+            )
         name, problem_id = entry["id"], entry["problem_id"]
         if name in seen:
             raise UserError(f"{place}: key 'id' repeats {name!r} of {seen[name]}")

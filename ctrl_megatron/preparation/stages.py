@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ctrl_megatron.generation.chat import Chat
 from ctrl_megatron.generation.solutions import Fate, draw_first_solutions, judge_attempts
-from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import Records, StageJournal
 from ctrl_megatron.preparation.selection import CritiqueDraft, critique_fault
 from ctrl_megatron.preparation.synthesis import synthesise_critique
@@ -25,6 +24,7 @@ from ctrl_megatron.prompts import (
     sanitized_answer,
 )
 from ctrl_megatron.rewards.grading import Judge
+from ctrl_megatron.rewards.hints import execution_hint
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
 from ctrl_megatron.types import Attempt, Message, Problem, SamplingParams, Verdict
 

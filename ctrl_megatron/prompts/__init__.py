@@ -19,6 +19,7 @@ from ctrl_megatron.prompts.messages import (
     judging_messages,
     parse_choice,
     parse_judgment,
+    reference_hint,
     revision_messages,
     revision_request,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "normalise_answer",
     "parse_choice",
     "parse_judgment",
+    "reference_hint",
     "revision_messages",
     "revision_request",
     "sanitize",

@@ -9,9 +9,10 @@ no judgment.
 from __future__ import annotations
 
 import re
+from difflib import unified_diff
 from typing import get_args
 
-from ctrl_megatron.prompts.code_block import sanitized_answer
+from ctrl_megatron.prompts.code_block import extract_code, fence_code, sanitized_answer
 from ctrl_megatron.types import Message, Problem, PrompterType, Verdict
 
 REVISION_SENTENCE = "Please finalize your answer accordingly using the same format."
@@ -80,6 +81,18 @@ def hint_messages(problem: Problem, solution: str, hint: str) -> list[Message]:
     task = f"{_CRITIQUE_TASK} {_HINT_TASK}"
     parts = (task, *_subject(problem, solution), _tagged("hint", hint), _CRITIQUE_FORMAT)
     return [_user("\n".join(parts))]
+
+
+def reference_hint(solution: str, reference: str, *, changes: bool) -> str:
+    """A hint with a program that passes every test, whole or, for ``changes``, as its difference
+    from the program of ``solution``."""
+    if not changes:
+        return f"This program passes every test:\n{fence_code(reference.strip())}"
+    sides = (extract_code(solution).splitlines(), reference.splitlines())
+    lines = [*unified_diff(*sides, lineterm="", n=1)][2:]
+    if not lines:
+        return "The answer equals a program that passes every test."
+    return "These changes make a program of it that passes every test:\n" + "\n".join(lines)
 
 
 def revision_request(critique: str) -> Message:

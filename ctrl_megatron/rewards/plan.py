@@ -44,7 +44,7 @@ class RewardPlan:
     """Name -> function, in the order of the sum: ``critic``, the others of ``reward.reward_funcs``,
     ``overlong`` (``reward.overlong_buffer``), ``judge`` (``reward.judge.weight``), ``judge_gate``
     (``reward.judge.gate``), ``transition`` (``reward.transition``), ``reward_model``
-    (``reward_model``)."""
+    (``reward_model``), ``leak`` (``algorithm.distillation`` with a hint)."""
     gate: float | None = None
     """The total of a critique whose ``judge_gate`` is 1; None without a gate."""
     stages: tuple[RewardStage, ...] = ()
@@ -96,6 +96,9 @@ def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPla
         terms["transition"] = 1.0
     if judged:
         terms[MODEL_REWARD] = config.reward_model.weight
+    if config.algorithm.distillation.has_hint and "leak" not in reward.weights:
+        # What a teacher knows beyond the critic must not get into critiques unseen.
+        terms["leak"] = 0.0
     configured = {**reward.weights, **terms}
     needed = (*always, *(("critic",) if configured.keys() & OF_CRITIQUES else ()))
     weights = {**dict.fromkeys(needed, 0.0), **configured}

@@ -24,6 +24,7 @@ from ctrl_megatron.rewards.code_rewards import (
 )
 from ctrl_megatron.rewards.critic import RewardModelForCritic
 from ctrl_megatron.rewards.items import RewardFunction
+from ctrl_megatron.rewards.leaks import LeakReward
 from ctrl_megatron.rewards.score_function import as_item_reward, is_score_function
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
@@ -48,6 +49,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(OVERLONG, SoftOverlongPunishment),
     "delta": DeltaReward,
     "judge": JudgeReward,
+    "leak": LeakReward,
     "judge_gate": JudgeGate,
     "transition": TransitionReward,
 }

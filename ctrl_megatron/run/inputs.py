@@ -292,7 +292,8 @@ def require_enough_rows(count: int, dropped: int, bad: int, config: Config) -> N
         left_out = f" ({why})" if why else ""
         raise UserError(
             f"data.train_files has {count} usable rows{left_out}, fewer than data.{key}={size}",
-            remedy="lower it, or add rows",
+            remedy="lower it, with a divisor in actor_rollout_ref.actor.ppo_mini_batch_size, or "
+            "add rows",
         )
 
 

@@ -56,9 +56,14 @@ def _faster(config: Config) -> Dtype:
             key=f"{KEY}=auto",
             remedy=f"set it to {' or '.join(DTYPES)}",
         )
+    # In turns, and the best of each: other work on the machine comes and goes.
+    turns = [
+        {dtype: measure_matmul_rates(dtype, sizes=sizes, seconds=0.05) for dtype in DTYPES}
+        for _ in range(3)
+    ]
     # The three products of a layer have equally many operations.
     rates = {
-        dtype: 3 / sum(1 / rate for rate in measure_matmul_rates(dtype, sizes=sizes))
+        dtype: 3 / sum(1 / max(best) for best in zip(*(turn[dtype] for turn in turns), strict=True))
         for dtype in DTYPES
     }
     chosen = max(DTYPES, key=rates.__getitem__)

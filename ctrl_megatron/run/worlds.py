@@ -40,7 +40,7 @@ from ctrl_megatron.parallel.layout import World, world_of_role
 from ctrl_megatron.parallel.signed_objects import signed_pickle, verified_unpickle
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
 from ctrl_megatron.parallel.waiting import WaitRules
-from ctrl_megatron.steps.batch import join_samples, sample_sizes
+from ctrl_megatron.steps.batch import OF_SAMPLES, join_samples, pad_columns, sample_sizes
 from ctrl_megatron.steps.sampling import deal_rows
 
 T = TypeVar("T")
@@ -256,8 +256,9 @@ class MultiWorldLink:
     def send(self, message: WorldMessage, batch: TensorDict) -> None:
         if self.has_rank_zero:
             self._deal = self._deal or self._dealt(batch)
-        deal, names = self._deal, message.fields
-        assert deal is not None
+        assert self._deal is not None
+        # Tokens come with the deal.
+        deal, names = self._deal, tuple(n for n in message.fields if n not in OF_SAMPLES)
         if not self._groups.is_leader:
             return
         new = self.has_rank_zero and message.to not in self._informed
@@ -421,9 +422,7 @@ def _joined(
         every = [text for value in values for text in value]
         return NonTensorStack(*[every[row] for row in rows])
     values = [
-        value
-        if value.dim() == 1 or value.shape[1] == width
-        else torch.nn.functional.pad(value, (0, width - value.shape[1]))
+        value if value.dim() == 1 or value.shape[1] == width else pad_columns(value, width)
         for value in values
     ]
     whole = values[0] if len(values) == 1 else torch.cat(values)

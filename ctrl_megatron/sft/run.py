@@ -124,7 +124,9 @@ def train_sft(config: Config) -> bool:
         loop.resume()
         finished = loop.run()
         if finished:
-            save_hf(policy, Path(config.trainer.run_dir) / "hf", side_files=path)
+            weights = Path(config.trainer.run_dir) / "hf"
+            save_hf(policy, weights, side_files=path)
+            recorder.show_line(f"wrote {weights}; report: {config.trainer.run_dir}/report.html")
         recorder.close(report=True)
         run.watch.stop_watching_others()
     return finished
@@ -200,7 +202,8 @@ def sft_total_steps(config: Config, rows: int) -> int:
     if per_epoch == 0:
         raise UserError(
             f"sft.train_files has {rows} usable rows, fewer than "
-            f"sft.train_batch_size={config.sft.train_batch_size}"
+            f"sft.train_batch_size={config.sft.train_batch_size}",
+            remedy="lower it, or add rows",
         )
     wanted = config.sft.total_training_steps
     return per_epoch * config.sft.total_epochs if wanted is None else wanted

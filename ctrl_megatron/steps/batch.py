@@ -17,7 +17,7 @@ from ctrl_megatron.data.rows import Row
 from ctrl_megatron.graph.columns import select_rows, texts
 from ctrl_megatron.steps.sample import ColumnMaker, Fields, Sample, SampleSize, weight_versions_text
 
-_TOKENS = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
+OF_SAMPLES = ("prompts", "responses", "attention_mask", "input_ids", "position_ids")
 """Fields that follow from the tokens of the samples."""
 
 
@@ -146,9 +146,9 @@ def join_samples(
         [responses[row] for row in taken],
         pad_token_id=pad_token_id,
     )
-    others = [{n: v for n, v in part.items() if n not in _TOKENS} for part in parts]
+    others = [{n: v for n, v in part.items() if n not in OF_SAMPLES} for part in parts]
     for name, value in select_rows([join_tensors(others, widths)], taken).items():
-        batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() == 2 else value
+        batch[name] = value[:, : batch["responses"].shape[1]] if value.dim() > 1 else value
     said = [{n: v for n, v in p.items() if not isinstance(v, torch.Tensor)} for p in parts]
     for name, value in select_rows(said, taken).items():
         batch[name] = value
@@ -158,8 +158,8 @@ def join_samples(
 def join_tensors(
     parts: Sequence[Mapping[str, Any]], widths: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """Tensors (B,) and (B, R) of all parts, the latter filled up with zeros; others are left out,
-    because their padding is unknown. ``widths`` is R of each part.
+    """Tensors (B,), and (B, R) or (B, R, K), of all parts, the latter filled up with zeros; others
+    are left out, because their padding is unknown. ``widths`` is R of each part.
     """
     longest, joined = max(widths, default=0), dict[str, torch.Tensor]()
     for name, first in parts[0].items() if parts else ():
@@ -168,13 +168,16 @@ def join_tensors(
             continue
         if all(value.dim() == 1 for value in values):
             joined[name] = torch.cat(values)
-        elif all(v.dim() == 2 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
-            filled = [
-                torch.nn.functional.pad(value, (0, longest - width))
-                for value, width in zip(values, widths, strict=True)
-            ]
+        elif all(v.dim() > 1 and v.shape[1] == w for v, w in zip(values, widths, strict=True)):
+            filled = [pad_columns(value, longest) for value in values]
             joined[name] = torch.cat(filled)
     return joined
+
+
+def pad_columns(values: torch.Tensor, width: int) -> torch.Tensor:
+    """``values`` (B, R) or (B, R, K) with zeros behind, up to ``width`` columns."""
+    behind = (0, 0) * (values.dim() - 2)
+    return torch.nn.functional.pad(values, (*behind, 0, width - values.shape[1]))
 
 
 def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:

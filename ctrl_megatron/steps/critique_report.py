@@ -52,6 +52,7 @@ def critique_metrics(worker: DAGWorker, batch: TensorDict) -> dict[str, float]:
             "pass_rate/before": torch.tensor([rate for rate in before if rate is not None]),
             "pass_rate/after": batch["pass_rate"][batch["rewarded"] & batch["valid"]],
             "critique/copied_rate": batch["copied"][~batch["copied"].isnan()],
+            "critique/leaked_rate": batch.get("reward/leak", torch.zeros(0)),
             "reward/cached_rate": batch["cached"][~batch["reward/critic"].isnan()].float(),
             **reward_signal_metrics(batch["reward/critic"], texts(batch["uid"]), every),
             **critique_judgment_metrics(critiques),

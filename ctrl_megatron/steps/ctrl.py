@@ -42,6 +42,7 @@ from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import (
     ADVANTAGES,
     CORRECTION,
+    DISTILLATION,
     DRAWN,
     KL_IN_REWARD,
     LOSS,
@@ -72,7 +73,6 @@ from ctrl_megatron.steps.greedy_baseline import (
     revise_greedy_critiques,
 )
 from ctrl_megatron.steps.losses import (
-    ActorLoss,
     ValueLoss,
     means_over_steps,
     mini_batches,
@@ -98,6 +98,13 @@ from ctrl_megatron.steps.sampling import (
     draw_samples,
     node_output_of_samples,
     sync_weights,
+)
+from ctrl_megatron.steps.teaching import (
+    actor_step,
+    fields_of_teacher,
+    read_as_teacher,
+    write_feedback_hints,
+    write_program_hints,
 )
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -212,7 +219,7 @@ def add_update_nodes(
     actor, advantage, reward = NodeRole.ACTOR, NodeRole.ADVANTAGE, NodeRole.REWARD
     added: dict[str, str] = {}
 
-    def add(name: str, function: Callable[..., NodeOutput], after: list[str], **kinds: Any) -> None:
+    def add(name: str, function: Callable[..., Any], after: list[str], **kinds: Any) -> None:
         added[name] = policy_node_id(name, agent_group)
         deps = [added.get(node, node) for node in after]
         pipeline.add_node(added[name], function, deps, agent_group=agent_group, **kinds)
@@ -222,6 +229,15 @@ def add_update_nodes(
         add("old_log_prob", old_log_prob, [drawn], node_role=actor, **forward)
         drawn = "old_log_prob"
     add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
+    hinted = list[str]()
+    if config.algorithm.distillation.has_hint:
+        if config.algorithm.distillation.hint in ("feedback", "both"):
+            add("hints", write_feedback_hints, [drawn_last], **JUDGES)
+            # The scores report how the judge fared with all programs of the step.
+            judged = [*judged, "hints"]
+        else:
+            add("hints", write_program_hints, [drawn_last], node_role=reward)
+        hinted = ["hints"]
     if config.needs_value_model:
         add("values", compute_values, [drawn_last], node_role=NodeRole.CRITIC, **forward)
     if config.needs_reward_model and not config.algorithm.filter_groups.enable:
@@ -237,6 +253,11 @@ def add_update_nodes(
     add("token_rewards", token_rewards, inputs, node_role=reward)
     inputs = ["token_rewards", "values"] if config.needs_value_model else ["token_rewards"]
     add("advantages", advantages, inputs, node_role=advantage)
+    if (taught := config.algorithm.distillation).is_on:
+        role = NodeRole.REFERENCE if taught.teacher == "reference" else actor
+        after = [*hinted, *(["scores"] if taught.on != "all" else []), drawn_last]
+        add("teacher", read_as_teacher, after, node_role=role, **forward)
+        ready.append("teacher")
     if config.needs_value_model:
         add("critic_update", update_critic, ready, node_role=NodeRole.CRITIC, **train)
     add("actor_update", update_actor, ready, node_role=actor, **train)
@@ -321,7 +342,7 @@ def _needs_of_update(config: Config) -> dict[str, str]:
     correcting = _correcting(config)
     if correcting is not None:
         needs["loss_mask"] = correcting
-    return needs
+    return needs | fields_of_teacher(config)
 
 
 # Critiques, revisions and their verdicts
@@ -391,7 +412,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``ref_log_prob`` (B, R) float32: the reference's log-probs; no field where the objective has
     no KL. A masked-diffusion model has scores for every pass, as in ``old_log_prob``.
     """
-    if worker.reference is None:
+    if worker.reference is None or not worker.config.has_kl_to_reference:
         return NodeOutput()
     fields = {}
     for number in scored_passes(batch, worker.config):
@@ -624,7 +645,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(metrics=metrics)
 
 
-@node(reads=LOSS, needs=_needs_of_update, writes=("old_log_probs",))
+@node(reads=(*LOSS, *DISTILLATION), needs=_needs_of_update, writes=("old_log_probs",))
 def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Train the actor for ``ppo_epochs`` passes over the mini-batches; metrics are means over the
     optimizer steps.
@@ -637,19 +658,18 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     if not worker.actor_learns:
         return NodeOutput()
     actor, steps = worker.config.actor_rollout_ref.actor, []
-    loss = ActorLoss(actor, response_limit=worker.config.data.max_response_length)
-    loss.check(batch)
+    if "old_log_probs" not in batch and needs_old_log_prob(worker.config):
+        raise ValueError(
+            "the batch has no old_log_probs, which this configuration needs before the update; "
+            "add the node old_log_prob to the pipeline"
+        )
+    make_step, vectors = actor_step(worker, batch)
     if "old_log_probs" not in batch:
-        if needs_old_log_prob(worker.config):
-            raise ValueError(
-                "the batch has no old_log_probs, which this configuration needs before the update; "
-                "add the node old_log_prob to the pipeline"
-            )
         # The step's own forward pass computes what the node ``old_log_prob`` would.
         rows, policy = tensor_fields(batch_for_pass(batch, 0, worker.config)), worker.policy
-        results = policy.allocate_results(rows, 2)
-        step = policy.step(rows, loss, worker.temperature, results=results)
-        log_probs, entropy = policy.broadcast_results(results)
+        results = policy.allocate_results(rows, vectors)
+        step = make_step(rows, results=results)
+        log_probs, entropy, *_ = policy.broadcast_results(results)
         metrics = means_over_steps([step], "actor") | first_step_kl_metric([step])
         metrics |= worker.global_means({"actor/entropy": entropy[batch["response_mask"]]})
         if "ref_log_prob" in batch:
@@ -659,7 +679,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         seen = batch_for_pass(batch, number, worker.config)
         for rows in mini_batches(seen, worker.groups):
             rows |= select_tokens(worker, batch, rows, draw=len(steps))
-            steps.append(worker.policy.step(rows, loss, worker.temperature))
+            steps.append(make_step(rows))
     metrics = means_over_steps(steps, "actor")
     return NodeOutput(metrics=metrics | first_step_kl_metric(steps))
 

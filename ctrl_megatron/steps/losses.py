@@ -47,11 +47,13 @@ class ActorLoss:
     Rows without ``old_log_probs`` are used for one optimizer step, by the weights that drew them:
     then the old log-probs are the new ones, without a gradient.
     ``response_limit`` is the constant of ``seq-mean-token-sum-norm``: the width of a batch is its
-    longest response, which differs between ranks and steps.
+    longest response, which differs between ranks and steps. The policy loss, not the bonus and the
+    KL beside it, is multiplied by ``policy_loss_coef``.
     """
 
-    def __init__(self, actor: Actor, *, response_limit: int) -> None:
+    def __init__(self, actor: Actor, *, response_limit: int, policy_loss_coef: float = 1.0) -> None:
         self._actor, self._response_limit = actor, response_limit
+        self._policy_loss_coef = policy_loss_coef
         self._function = POLICY_LOSS_REGISTRY.get(actor.policy_loss).function
         self._options = function_options(
             self._function,
@@ -108,7 +110,7 @@ class ActorLoss:
             "actor/pg_clipfrac": clipped,
             "actor/pg_clipfrac_lower": clipped_lower,
         }
-        loss = policy
+        loss = policy if self._policy_loss_coef == 1 else policy * self._policy_loss_coef
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * whole(entropy, mode)
         if actor.use_kl_loss:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A critic for your own problems: training files, fine-tuning, reinforcement learning, evaluation.
+# A critic for your own problems: training files, fine-tuning, reinforcement learning, export,
+# evaluation.
 # From the root of the checkout, with your files:
 #   MODEL=DIR PROBLEMS=FILE OUT=DIR examples/journeys/own_problems.sh
 set -euo pipefail
@@ -23,7 +24,8 @@ ctrl-train-rl --nproc-per-node "$RANKS" --config "$CONFIG" \
   "data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet" \
   "trainer.default_local_dir=$OUT" trainer.experiment_name=critic
 
-ctrl-evaluate --config "$CONFIG" "before=$MODEL" "after SFT=$OUT/sft/hf" \
+ctrl-convert-megatron-to-hf --checkpoint "$OUT/critic" --out "$OUT/exported"
+ctrl-evaluate --config "$CONFIG" "before=$MODEL" "after SFT=$OUT/sft/hf" "after RL=$OUT/exported" \
   --out "$OUT/evaluation" \
   --set "actor_rollout_ref.model.path=$MODEL" "actor_rollout_ref.rollout.name=$ENGINE" \
   "data.train_files=$OUT/data/train.parquet" "data.val_files=$OUT/data/val.parquet"

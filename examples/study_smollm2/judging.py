@@ -2,8 +2,8 @@
 
 ``python examples/study_smollm2/judging.py`` makes data, fine-tunes one model for critic and proxy,
 trains every arm of ``ARMS``, evaluates all of them on test sets of as many right programs as wrong
-ones, and writes ``runs/judging/tables.md``. Pieces that are there are not made again; ``--people
-FILE`` adds a test set of people's programs (``right_and_wrong.parquet`` of
+ones, and writes ``runs/judging/tables.md`` and curves. Pieces that are there are not made again;
+``--people FILE`` adds a test set of people's programs (``right_and_wrong.parquet`` of
 ``prepare_real_faults.py``). The setting is ``examples/ctrl_judge.yaml``; docs/judging.md has the
 tables.
 
@@ -194,6 +194,26 @@ def _program(request: str) -> str:
     return extract_code(request.partition("<answer>")[2].partition("</answer>")[0])
 
 
+# Curves
+
+
+def write_curves(folder: Path) -> None:
+    """``judgment.svg`` and ``repair.svg``: the rewards by training step of the first seed of every
+    arm that rewards judgments."""
+    from ctrl_megatron.metrics import read_json_lines
+    from ctrl_megatron.metrics.report.figures import curve_svg
+
+    for picture, metric in (("judgment", "reward/judge"), ("repair", "reward/mean")):
+        curves = {}
+        for arm, (seeds, keys) in ARMS.items():
+            if "reward.judge.weight=0" in keys:
+                continue
+            records = read_json_lines(Path("runs", _run(arm, seeds[0]), "metrics.jsonl"))
+            points = [(r["step"], r["metrics"][metric]) for r in records if metric in r["metrics"]]
+            curves[arm] = points
+        write_text_atomically(folder / f"{picture}.svg", curve_svg(curves))
+
+
 # Tables
 
 
@@ -265,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parts += [f"Gains over {base}, of the same seed.", "\n".join(rows)]
     RUNS.mkdir(parents=True, exist_ok=True)
     write_text_atomically(RUNS / "tables.md", "\n\n".join(parts) + "\n")
+    write_curves(RUNS)
     print(f"wrote {RUNS / 'tables.md'}")
     return 0
 

@@ -1,6 +1,8 @@
-"""Every command of README and docs works as it is printed: its arguments are parsed, and the
-configuration that it names is loaded and checked. What is cheap runs; the journeys run whole
-(``tests/integration/test_journeys.py``), the rest where this file says.
+"""Every command of README, docs and the first comments of configurations works as it is printed:
+its arguments are parsed, and the configuration that it names is loaded and checked. What is cheap
+runs. The journeys run whole (``tests/integration/test_journeys.py``), as do README's commands and
+those of the configurations (``tests/integration/test_shown_commands.py``), the rest where this file
+says.
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from shown_commands import CONFIGS, ROOT, blocks
 
 from ctrl_megatron.config import check_world_size, load_config
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRAINING = {"train_rl": "rl", "train_sft": "sft"}
 NOT_HERE = {
     "tools/check_gpu.py": "a GPU",
@@ -28,12 +29,17 @@ NOT_HERE = {
     "docker": "Docker; tools/check/container.py",
     "hf": "a model hub",
     "tensorboard": "a browser; tests/integration/test_journeys.py looks for its files",
+    "tools/demo_diffusion.py": "minutes; tests/tools/test_demo_diffusion.py",
     "examples/study_smollm2/study.py": "hours; tests/tools/test_study.py",
     "examples/journeys/mbpp_to_critic.sh": "MBPP's own file, and an hour",
 }
 """Commands that these tests do not run, with what they need."""
 SHELL = {"export", "mv", "ln", "mkdir", "source"}
-CONFIG_OF = {"ctrl_7b": "ctrl_7b", "ctrl_70b": "ctrl_70b", "sft_70b": "ctrl_70b"}
+CONFIG_OF = {
+    "ctrl_7b": "examples/ctrl_7b.yaml",
+    "ctrl_70b": "examples/ctrl_70b.yaml",
+    "sft_70b": "examples/ctrl_70b.yaml",
+}
 JOURNEYS = {
     "own_problems": "docs/own_problems.md",
     "own_reward": "docs/own_reward.md",
@@ -44,15 +50,10 @@ JOURNEYS = {
     "export_and_load": "docs/checkpoints.md",
 }
 SAY_WORDS = """
-command_not_found_handle() { printf '%s\\0' "$@"; printf '\\n'; }
+command_not_found_handle() { printf '%s\\0' ${CONFIG:+"CONFIG=$CONFIG"} "$@"; printf '\\n'; }
 source() { :; }
 PATH=/nowhere
 """
-
-
-def blocks(page: Path) -> list[str]:
-    text = page.read_text(encoding="utf-8")
-    return [body.strip() for kind, body in FENCE.findall(text) if kind == "bash"]
 
 
 def words_of(block: str, folder: Path) -> list[list[str]]:
@@ -72,9 +73,9 @@ def paragraphs(script: str) -> list[str]:
 
 
 def shown() -> Iterator[tuple[str, str]]:
-    """(page, block) of every block that is no part of a journey."""
+    """(page or configuration, block) of every block that is no part of a journey."""
     parts = {part for script in JOURNEYS for part in paragraphs(script)}
-    for page in PAGES:
+    for page in (*PAGES, *CONFIGS):
         for block in blocks(page):
             if block not in parts:
                 yield page.relative_to(ROOT).as_posix(), block
@@ -109,7 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for place in (
         *(
-            "ctrl_megatron.commands.synthesize.make_training_files",
+            "ctrl_megatron.commands.synthesize.select_judgeable_problems",
             "ctrl_megatron.commands.prepare_data.write_text_atomically",
         ),
         *(
@@ -146,7 +147,8 @@ def check(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
         config = CONFIG_OF.get(Path(tool).stem)
         if config is not None:
             purpose = "sft" if "sft" in tool else "rl"
-            load_config(ROOT / f"examples/{config}.yaml", given, purpose)
+            file = words[0].removeprefix("CONFIG=") if "CONFIG=" in words[0] else config
+            load_config(ROOT / file, given, purpose)
     elif tool in TRAINING:
         train(tool, words[:place], given)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from world import run_world
 
+from ctrl_megatron.algorithms.distillation import token_divergence
 from ctrl_megatron.parallel.vocab import vocab_range
 
 # 101 over 2 and 3 needs padding; of 4 over 3, the last rank holds no real column at all. Tiles by
@@ -39,3 +40,18 @@ def test_split_vocabularies_give_the_values_and_gradients_of_whole_ones() -> Non
             assert torch.all(own["grad_weight"][real:] == 0)
         total = sum(own["grad_hidden"].double() for own in found)
         torch.testing.assert_close(total, hidden.grad, rtol=1e-4, atol=1e-5)
+        theirs = log_p.detach().flip(0)
+        for own in found:
+            assert torch.equal(own["likeliest"], theirs.topk(3, dim=-1).indices)
+            highest = theirs.gather(-1, own["likeliest"])
+            torch.testing.assert_close(own["highest"].double(), highest, rtol=1e-5, atol=1e-5)
+        for name in ("reverse_kl", "forward_kl", "jsd"):
+            leaf = found[0]["hidden"].double().requires_grad_()
+            logs = torch.log_softmax(leaf @ weight.detach().t() / 0.7, dim=-1)
+            divergence = token_divergence(logs, theirs, name)
+            (divergence * upstream[0]).sum().backward()
+            for own in found:
+                torch.testing.assert_close(own[name].double(), divergence, rtol=1e-5, atol=1e-5)
+                assert torch.equal(own[name], found[0][name])
+            total = sum(own[f"grad_{name}"].double() for own in found)
+            torch.testing.assert_close(total, leaf.grad, rtol=1e-4, atol=1e-5)

@@ -579,6 +579,58 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
             save_gradients(policy, f"{out}/{way}/{family}", directory)
 
 
+def taught_gradients(
+    rank: int,
+    layout: dict,
+    student: str,
+    teacher: str,
+    batch: dict,
+    other: dict,
+    cases: dict[str, dict[str, Any]],
+    apart: tuple[str, ...],
+    temperature: float,
+    strategy: str,
+    out: str,
+) -> None:
+    """The gradients of the divergences of ``batch``, weighted by its advantages, from a teacher
+    that reads the rows ``other``; saved as models below ``out``, per case. Those named in ``apart``
+    are computed a second time, without shared prompts."""
+    from ctrl_megatron.config.distillation import Distillation
+
+    def loss(log_probs, entropy, divergence, rows, counts):
+        return (divergence * rows["advantages"]).sum() / counts.tokens, {}
+
+    groups = start(layout)
+    # Tokens that were drawn with the weights that learn have no other log-probs.
+    drawn = {name: values for name, values in batch.items() if name != "old_log_probs"}
+    mine, read = (
+        {name: values[groups.place.dp :: groups.layout.data] for name, values in rows.items()}
+        for rows in (drawn, other)
+    )
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    frozen = make_policy(groups, teacher, strategy=strategy, token_budget=80, logprob_chunk=7)
+    for case, given in cases.items():
+        keys = Distillation(teacher="reference", **given)
+        fields = frozen.teacher_pass(read, keys, temperature)
+        weight = frozen.output_weight() if keys.estimator == "full" else None
+        for shared in (True, False) if case in apart else (True,):
+            policy = make_policy(
+                groups,
+                student,
+                strategy=strategy,
+                optimizer=optimizer,
+                token_budget=64,
+                logprob_chunk=7,
+                shared_prefix=shared,
+            )
+            rows = {**mine, **fields}
+            head = policy.student_head(rows, keys, temperature, weight)
+            if strategy == "fsdp":
+                _keep_gradients(policy)
+            policy.step(rows, loss, temperature, head=head)
+            save_gradients(policy, f"{out}/{'shared' if shared else 'apart'}/{case}", student)
+
+
 def coupled(
     rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
 ) -> dict[str, Any]:
@@ -604,6 +656,18 @@ def coupled(
         policy.step(mine, weighted_loss, temperature)
         save_gradients(policy, f"{out}/{name}_gradients", directory)
     return results
+
+
+def _keep_gradients(policy: Any) -> None:
+    """Keep the gradients of the next step of a model that frees them."""
+    norm = policy.optimization.grad_norm
+
+    def kept() -> float:
+        for weight in policy.models[0].parameters():
+            weight.main_grad = weight.grad.clone()
+        return norm()
+
+    policy.optimization.grad_norm = kept
 
 
 def save_gradients(policy: Any, out: str, directory: str) -> None:
@@ -1163,6 +1227,7 @@ def vocab_log_probs(
     """Per (vocabulary, tensor size) what the first ``tensor size`` ranks compute together."""
     import torch.distributed as dist
 
+    from ctrl_megatron.parallel.divergence import OutputLayer
     from ctrl_megatron.parallel.vocab import linear_log_probs, vocab_range
 
     dist.init_process_group("gloo")
@@ -1194,9 +1259,22 @@ def vocab_log_probs(
             group=group,
         )
         (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+        split = {"tensor_rank": rank, "tensor_size": size, "group": group, "chunk": chunk}
+        of_teacher = OutputLayer(hidden=hidden.flip(0), weight=weight, vocab_size=vocab, **split)
+        divergences: dict[str, torch.Tensor | None] = {}
+        for name in ("reverse_kl", "forward_kl", "jsd"):
+            leaf = hidden.clone().requires_grad_()
+            student = OutputLayer(hidden=leaf, weight=weight.detach(), vocab_size=vocab, **split)
+            divergence = student.divergence_from(of_teacher, name, temperature)
+            (divergence * upstream[0]).sum().backward()
+            divergences |= {name: divergence.detach(), f"grad_{name}": leaf.grad}
+        likeliest, highest = of_teacher.likeliest(3, temperature)
         found.append(
             {
                 "hidden": hidden,
+                "likeliest": likeliest,
+                "highest": highest,
+                **divergences,
                 "weight": whole,
                 "targets": targets,
                 "upstream": upstream,

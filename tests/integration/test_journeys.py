@@ -106,7 +106,8 @@ def test_own_problems(shell: Shell, actor_path: Path, solved: dict[str, str]) ->
     assert steps(out / "sft")[0]["sft/loss"] > 0
     trained = steps(out / "critic")
     assert len(trained) == 2 and all("critique/valid_rate" in step for step in trained)
-    assert set(table(out / "evaluation")) == {"before", "after SFT"}
+    assert set(table(out / "evaluation")) == {"before", "after SFT", "after RL"}
+    assert "the newest checkpoint is own_problems/critic/checkpoints/global_step_2" in said
     assert (out / "critic/report.html").is_file()
 
 

@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *(ACTOR + "policy_loss=clip_cov", "reward.judge.weight=0.1", "reward.judge.gate=-9"),
         *("reward.transition.wrong_to_right=0.1", "reward.reward_funcs=[critic,code_format]"),
         *(f"{ACTOR}optim.lr_scheduler_type=cosine", "trainer.test_freq=1"),
+        *("algorithm.distillation.teacher=policy", "algorithm.distillation.divergence=jsd"),
         "trainer.total_training_steps=null",
     ),
 }

@@ -143,6 +143,16 @@ def test_a_second_policy_takes_what_the_actor_takes() -> None:
     assert shapes.trained_shapes == (shapes.actor, shapes.actor)
 
 
+def test_a_divergence_over_the_vocabulary_is_in_the_update() -> None:
+    keys = "algorithm.distillation."
+    taught = (f"{keys}teacher=policy", f"{keys}divergence=jsd")
+    updates = [
+        totals(memory_budget(*example("ctrl_7b.yaml", *extra), gpu_memory=MEMORY))["update"]
+        for extra in ((), taught, (*taught, f"{keys}estimator=full"))
+    ]
+    assert updates[0] == updates[1] < updates[2]
+
+
 def test_an_engine_that_fills_its_gpu_has_no_room_for_the_proxys_tensors() -> None:
     config, shapes = example("ctrl_70b.yaml", f"{R}gpu_memory_utilization=0.87")
     assert re.search(r"^sync proxy needs 7\d\.\d GiB .* fits with .*0\.85", fault(config, shapes))

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.preparation.journal import StageJournal
-from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.preparation.selection import (
     CritiqueDraft,
     SplitShares,
@@ -25,6 +23,8 @@ from ctrl_megatron.preparation.selection import (
     round_robin_by_problem,
 )
 from ctrl_megatron.prompts import fence_code
+from ctrl_megatron.rewards.hints import execution_hint
+from ctrl_megatron.rewards.leaks import find_leak
 from ctrl_megatron.types import Attempt, Problem, Verdict
 
 FUNCTION = Problem(

@@ -18,8 +18,6 @@ from sandbox_talk import BackgroundLoop, submission
 from ctrl_megatron.data.json_lines import read_json_lines_with_places
 from ctrl_megatron.data.rows import row_from_record
 from ctrl_megatron.data.verl_form import columns_of_verl_row
-from ctrl_megatron.preparation.hints import execution_hint
-from ctrl_megatron.preparation.leaks import find_leak
 from ctrl_megatron.problems.long_integers import (
     INTEGER_DIGITS,
     LONG_DIGITS,
@@ -28,6 +26,8 @@ from ctrl_megatron.problems.long_integers import (
     load_long_integer_json,
 )
 from ctrl_megatron.problems.tests import decode_tests
+from ctrl_megatron.rewards.hints import execution_hint
+from ctrl_megatron.rewards.leaks import find_leak
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.wire import EvalResult

@@ -11,8 +11,8 @@ import pytest
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.data.rows import Row
-from ctrl_megatron.preparation.hints import execution_hint
 from ctrl_megatron.rewards.grading import descriptions_of_tests, grading_job
+from ctrl_megatron.rewards.hints import execution_hint
 from ctrl_megatron.sandbox import SandboxClient
 from ctrl_megatron.sandbox.datasets.functions import read_function_tests
 from ctrl_megatron.sandbox.jail import pytest_stand_in

@@ -1,5 +1,5 @@
-"""Measure memory and time of log-probs and entropies over a vocabulary, forward and backward:
-``python tools/bench/log_probs.py``.
+"""Measure memory and time of log-probs and entropies over a vocabulary, or of the divergence from a
+teacher (``--divergence``), forward and backward: ``python tools/bench/log_probs.py``.
 
 Memory is the process's largest resident size during the computation, minus its size when hidden
 states, output weight and the weight's float32 gradient exist.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -17,6 +18,7 @@ import torch
 
 from ctrl_megatron.config.flags import ToolParser
 from ctrl_megatron.parallel import host_memory
+from ctrl_megatron.parallel.divergence import OutputLayer
 from ctrl_megatron.parallel.vocab import linear_log_probs
 
 
@@ -41,6 +43,7 @@ def main() -> None:
         "--chunk", type=int, default=1024, help="tokens whose logits are computed together"
     )
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--divergence", choices=("reverse_kl", "forward_kl", "jsd"))
     options = parser.parse_args()
     host_memory.keep_freed_memory()
     dtype = getattr(torch, options.dtype)
@@ -53,11 +56,19 @@ def main() -> None:
     host_memory.return_freed_memory()
     forget_peak()
     before, began = resident("VmRSS"), time.perf_counter()
-    log_probs, entropy = linear_log_probs(
-        hidden, weight, targets, vocab_size=options.vocabulary, chunk=options.chunk
+    layer = OutputLayer(
+        hidden=hidden, weight=weight, vocab_size=options.vocabulary, chunk=options.chunk
     )
+    if options.divergence:
+        # The teacher's hidden states are inputs, which were there before.
+        teacher = replace(layer, hidden=hidden.detach().flip(1), weight=weight.detach())
+        before = resident("VmRSS")
+        loss = layer.divergence_from(teacher, options.divergence, 1.0).sum()
+    else:
+        log_probs, entropy = layer.log_probs(targets, 1.0)
+        loss = log_probs.sum() + 0.01 * entropy.sum()
     forward = time.perf_counter()
-    (log_probs.sum() + 0.01 * entropy.sum()).backward()
+    loss.backward()
     took = forward - began, time.perf_counter() - forward
     peak = resident("VmHWM") - before
     states = hidden.numel() * hidden.element_size()
@@ -66,7 +77,8 @@ def main() -> None:
     print(
         f"peak {peak / 2**20:.0f} MiB; hidden states {states / 2**20:.0f} MiB, a chunk of logits "
         f"{chunk / 2**20:.0f} MiB; the peak is {peak / states:.2f} times the hidden states, "
-        f"{(peak - chunk) / states:.2f} times without the chunk"
+        f"{(peak - chunk) / states:.2f} times without the chunk; without the hidden states' "
+        f"gradient it is {(peak - states) / chunk:.2f} chunks"
     )
 
 

@@ -129,11 +129,11 @@ def _not_compared(series: Mapping[str, Series]) -> list[str]:
 
 def run_facts(run: RunFiles) -> dict[str, str]:
     tree = parse_yaml(run.config, "config.yaml")[0] if run.config else None
-    data = [_value(tree, f"{key}.train_files") for key in ("data", "sft")]
-    validated = [_value(tree, f"{key}.val_files") for key in ("data", "sft")]
+    tuned = any(name.startswith("sft/") for name in run.series or ())
+    of = "sft" if tuned else "data"
     return {
-        "data": next(filter(None, data), ""),
-        "validated on": next(filter(None, validated), ""),
+        "data": _value(tree, f"{of}.train_files"),
+        "validated on": _value(tree, f"{of}.val_files"),
         "model": _value(tree, "actor_rollout_ref.model.path"),
         "proxy": _value(tree, "actor_rollout_ref.proxy.model.path")
         or _value(tree, "actor_rollout_ref.proxy.api.model"),

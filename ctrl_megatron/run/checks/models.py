@@ -134,6 +134,13 @@ def _check_role(
             "actor_rollout_ref.ref.sync_steps or sync_at",
             remedy="use a model of the actor's shape, or leave both keys out",
         )
+    teaches = key == "actor_rollout_ref.ref.model.path" and config.algorithm.distillation.is_on
+    if teaches and actor is not None and shape.vocab_size != actor.vocab_size:
+        raise UserError(
+            f"{path} has a vocabulary of {shape.vocab_size} and the actor one of "
+            f"{actor.vocab_size}; a teacher scores the actor's own tokens",
+            remedy="name a teacher with the actor's tokenizer",
+        )
     if not trained and actor is not None and shape != actor:
         raise UserError(
             f"{path} has another architecture than the actor; the same engines generate with both",

@@ -105,13 +105,23 @@ def _remedy(field: str) -> str:
 
 def _unused_models(config: Config, graph: TaskGraph, nodes: Sequence[Node]) -> list[UserError]:
     problems = []
-    if config.needs_reference and not any(node.may_write("ref_log_prob") for node in nodes):
+    if config.has_kl_to_reference and not any(node.may_write("ref_log_prob") for node in nodes):
         on = config.actor_rollout_ref.actor.use_kl_loss
         key = "actor_rollout_ref.actor.use_kl_loss" if on else "algorithm.use_kl_in_reward"
         problems.append(
             UserError(
                 f"{key}=true: no node of the pipeline {graph.graph_id} uses the reference",
                 remedy=_remedy("ref_log_prob"),
+            )
+        )
+    taught = config.algorithm.distillation
+    if taught.is_on and not any("distilled" in node.written_fields for node in nodes):
+        problems.append(
+            UserError(
+                f"algorithm.distillation.teacher={taught.teacher}: no node of the pipeline "
+                f"{graph.graph_id} reads as a teacher",
+                remedy="end the pipeline with add_update_nodes, or add read_as_teacher of "
+                "ctrl_megatron.steps.teaching before update_actor",
             )
         )
     if config.needs_reward_model and not any(node.may_write(OF_REWARD_MODEL) for node in nodes):
