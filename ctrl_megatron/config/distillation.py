@@ -63,6 +63,6 @@ class Distillation:
         return self.is_on and self.hint != "none"
 
     @property
-    def reads_reference_program(self) -> bool:
-        """Whether its hints are made from the rows' column ``reference``."""
-        return self.has_hint and self.hint != "feedback"
+    def tells_feedback(self) -> bool:
+        """Whether hints need a verdict on the first solution."""
+        return self.has_hint and self.hint in ("feedback", "both")

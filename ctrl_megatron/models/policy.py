@@ -12,7 +12,7 @@ from ctrl_megatron.config.algorithm import Distillation
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import Fields, MicroBatch
 from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
-from ctrl_megatron.models.teaching import StudentHead, TeacherFields, TeacherHead
+from ctrl_megatron.models.teaching import TeacherFields, TeacherHead
 
 
 class LossFn(Protocol):
@@ -106,22 +106,6 @@ class Policy(ParallelModel):
         stage. Collective."""
         self.onload("weights")
         return self.strategy.output_weight()
-
-    def student_head(
-        self,
-        rows: Fields,
-        keys: Distillation,
-        temperature: float,
-        teacher_weight: torch.Tensor | None,
-    ) -> StudentHead:
-        """The head of a ``step`` on ``rows`` that computes divergences from their teacher too."""
-        return StudentHead(
-            strategy=self.strategy,
-            keys=keys,
-            temperature=temperature,
-            rows=rows,
-            teacher_weight=teacher_weight,
-        )
 
     def _head(
         self, module: Any, micro: MicroBatch, output: torch.Tensor, *, temperature: float = 1.0

@@ -7,7 +7,6 @@ the other, and again in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,13 @@ import torch
 import torch.distributed as dist
 
 from ctrl_megatron.algorithms.distillation import DivergenceName, mixture_log_probs
-from ctrl_megatron.parallel.vocab import WeightGradient, all_reduce, linear_log_probs, vocab_range
+from ctrl_megatron.parallel.vocab import (
+    WeightGradient,
+    all_reduce,
+    linear_log_probs,
+    slices_of,
+    vocab_range,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,7 @@ class OutputLayer:
         first, real, _ = vocab_range(self.vocab_size, self.tensor_rank, self.tensor_size)
         ids = self.hidden.new_empty((len(self.hidden), count), dtype=torch.int64)
         log_probs = torch.empty_like(ids, dtype=torch.float32)
-        for part in _parts(len(self.hidden), self.chunk):
+        for part in slices_of(len(self.hidden), self.chunk):
             logs = self._log_softmax(part, real, temperature)
             own, columns = logs.topk(min(count, real), dim=-1)
             found, tokens = _from_all_ranks(own, columns + first, count, self.group)
@@ -134,7 +139,7 @@ class _Divergence(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, given: _Given
     ) -> torch.Tensor:
         found = hidden.new_empty(len(hidden), dtype=torch.float32)
-        for part in _parts(len(hidden), given.student.chunk):
+        for part in slices_of(len(hidden), given.student.chunk):
             found[part] = _values_and_slopes(given, part, slopes=False)[0]
         ctx.save_for_backward(hidden, weight)
         ctx.given = given
@@ -148,7 +153,7 @@ class _Divergence(torch.autograd.Function):
         chunk, real = given.student.chunk, _real(given.student)
         if ctx.needs_input_grad[1]:
             grad_weight = WeightGradient(weight, in_one_piece=chunk >= len(hidden))
-        for part in _parts(len(hidden), chunk):
+        for part in slices_of(len(hidden), chunk):
             _, slopes = _values_and_slopes(given, part, slopes=True)
             slopes.mul_((grads[0][part] / given.temperature).unsqueeze(-1))
             low = slopes.to(hidden.dtype)
@@ -212,11 +217,6 @@ def _sum_of_exp(logits: torch.Tensor) -> torch.Tensor:
         (block.exp().sum(dim=-1, keepdim=True) for block in blocks),
         start=logits.new_zeros((len(logits), 1)),
     )
-
-
-def _parts(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
 
 
 def _from_all_ranks(

@@ -116,7 +116,8 @@ class _Tile:
         return torch.empty_like(self._wide)
 
 
-def _ranges(total: int, size: int) -> Iterator[slice]:
+def slices_of(total: int, size: int) -> Iterator[slice]:
+    """Consecutive slices of ``size`` that cover ``total``; the last may be shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -218,10 +219,10 @@ class _LinearLogProb(torch.autograd.Function):
         tokens, columns = _tiles(len(targets), len(weight), chunk, hidden.device)
         kept = hidden.new_empty(len(targets) * real if keep else 0)
         tile = _Tile(tokens, columns, kept)
-        for part in _ranges(len(targets), tokens):
+        for part in slices_of(len(targets), tokens):
             stats = _Softmax(hidden, len(targets[part]), temperature)
             picked_TK = torch.zeros_like(log_probs[part])
-            for block in _ranges(real, columns):
+            for block in slices_of(real, columns):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 torch.mm(hidden[part], weight[block].t(), out=logits_TV)
                 inside, column = _inside(targets[part], block)
@@ -256,7 +257,7 @@ class _LinearLogProb(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = WeightGradient(weight, in_one_piece=tokens >= len(targets))
         scale = _BITS / temperature
-        for part in _ranges(len(targets), tokens):
+        for part in slices_of(len(targets), tokens):
             # d log p(y) / d z = 1[y] - p ;  d H / d z = -p (log p + H) ;  p = 2^b / sum
             hit_TK = grad_log_probs[part] / temperature
             constant_T, slope_T = -hit_TK.sum(dim=-1) / total[part], None
@@ -265,7 +266,7 @@ class _LinearLogProb(torch.autograd.Function):
                 constant_T = constant_T + slope_T * (entropy[part] - total[part].log())
                 slope_T = slope_T / _BITS
             grad_TH = torch.zeros_like(hidden[part], dtype=torch.float32)
-            for block in _ranges(real, columns):
+            for block in slices_of(real, columns):
                 logits_TV = tile.logits(len(targets[part]), len(weight[block]))
                 if not len(kept):
                     torch.mm(hidden[part], weight[block].t(), out=logits_TV)

@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+from functools import cached_property
 from itertools import groupby
 
 from ctrl_megatron.data.rows import ATTEMPT_COLUMNS, Row
@@ -50,7 +51,7 @@ def find_leak(critique: str, attempt: Attempt) -> str:
         return "mentions the hint or tests"
     if _writes_code(critique):
         return "writes out code"
-    return Secrets(attempt, attempt.problem.reference).quoted_in(critique)
+    return Secrets(attempt, attempt.problem.reference).quoted_in(critique, strict=True)
 
 
 class Secrets:
@@ -66,20 +67,25 @@ class Secrets:
             words = dict.fromkeys(map(_squeezed, texts))
             return tuple(w for w in words if len(w) >= shortest and w not in known)
 
-        self._tests = hidden(_tests(attempt), 1)
+        self._tests = tuple(dict.fromkeys(map(_squeezed, _tests(attempt))))
+        self._shown = frozenset(test for test in self._tests if test in known)
         self._values = hidden(_values(attempt), _SHORTEST)
         self._lines = hidden(reference.splitlines(), _SHORTEST_LINE)
-        self._replaced = _replaced_lines(program, reference)
+        self._sides = program, reference
 
-    def quoted_in(self, critique: str, *, changes_are_known: bool = False) -> str:
+    @cached_property
+    def _replaced(self) -> dict[str, tuple[str, ...]]:
+        return _replaced_lines(*self._sides)
+
+    def quoted_in(self, critique: str, *, strict: bool = False) -> str:
         """The first kind of secret in ``critique``, in words; empty if there is none.
 
-        ``changes_are_known`` allows a critique that quotes lines of the attempt, or in backticks
-        parts of them, to say which lines of the reference replace them: a critic may find these
-        itself.
+        A critique that quotes lines of the attempt, or in backticks parts of them, may say which
+        lines of the reference replace them: a critic may find these itself. ``strict`` counts these
+        lines all the same, and tests that the statement or the attempt contains.
         """
         squeezed = _squeezed(critique)
-        if any(test in squeezed for test in self._tests):
+        if any(test in squeezed and (strict or test not in self._shown) for test in self._tests):
             return "quotes a test"
         if any(value in squeezed and _stands_alone(value, critique) for value in self._values):
             return "quotes a value of a test"
@@ -89,7 +95,7 @@ class Secrets:
             return old in squeezed or any(len(q) >= _SHORTEST and q in old for q in quoted)
 
         for line in self._lines:
-            named = changes_are_known and any(map(is_named, self._replaced.get(line, ())))
+            named = not strict and any(map(is_named, self._replaced.get(line, ())))
             if line in squeezed and not named:
                 return "quotes the solution"
         return ""
@@ -129,7 +135,7 @@ class LeakReward:
             return 0.0
         if row.id not in self._secrets:
             self._secrets[row.id] = Secrets(row.attempt(), row.reference)
-        return float(bool(self._secrets[row.id].quoted_in(item.critique, changes_are_known=True)))
+        return float(bool(self._secrets[row.id].quoted_in(item.critique)))
 
 
 def _writes_code(critique: str) -> bool:

@@ -231,7 +231,7 @@ def add_update_nodes(
     add("ref_log_prob", ref_log_prob, [drawn_last], node_role=NodeRole.REFERENCE, **forward)
     hinted = list[str]()
     if config.algorithm.distillation.has_hint:
-        if config.algorithm.distillation.hint in ("feedback", "both"):
+        if config.algorithm.distillation.tells_feedback:
             add("hints", write_feedback_hints, [drawn_last], **JUDGES)
             # The scores report how the judge fared with all programs of the step.
             judged = [*judged, "hints"]

@@ -27,6 +27,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import split_attended_values
 from ctrl_megatron.models.policy import BasePolicy, Policy
+from ctrl_megatron.models.teaching import StudentHead
 from ctrl_megatron.prompts import hint_messages, reference_hint
 from ctrl_megatron.prompts.confidence import judgment_confidence
 from ctrl_megatron.rewards.hints import execution_hint
@@ -300,7 +301,13 @@ def actor_step(worker: DAGWorker, batch: TensorDict) -> tuple[Callable[..., dict
 
     def step(rows: dict[str, torch.Tensor], **options: Any) -> dict[str, float]:
         rows = rows | {"teacher_weight": _token_weights(worker, rows)}
-        head = policy.student_head(rows, keys, worker.temperature, weight)
+        head = StudentHead(
+            strategy=policy.strategy,
+            keys=keys,
+            temperature=worker.temperature,
+            rows=rows,
+            teacher_weight=weight,
+        )
         return policy.step(rows, loss, worker.temperature, head=head, **options)
 
     return step, 3

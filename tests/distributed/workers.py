@@ -596,6 +596,7 @@ def taught_gradients(
     that reads the rows ``other``; saved as models below ``out``, per case. Those named in ``apart``
     are computed a second time, without shared prompts."""
     from ctrl_megatron.config.distillation import Distillation
+    from ctrl_megatron.models.teaching import StudentHead
 
     def loss(log_probs, entropy, divergence, rows, counts):
         return (divergence * rows["advantages"]).sum() / counts.tokens, {}
@@ -624,7 +625,13 @@ def taught_gradients(
                 shared_prefix=shared,
             )
             rows = {**mine, **fields}
-            head = policy.student_head(rows, keys, temperature, weight)
+            head = StudentHead(
+                strategy=policy.strategy,
+                keys=keys,
+                temperature=temperature,
+                rows=rows,
+                teacher_weight=weight,
+            )
             if strategy == "fsdp":
                 _keep_gradients(policy)
             policy.step(rows, loss, temperature, head=head)

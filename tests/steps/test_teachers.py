@@ -16,7 +16,7 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.rewards.items import RewardItem
-from ctrl_megatron.rewards.leaks import LeakReward
+from ctrl_megatron.rewards.leaks import LeakReward, find_leak
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.steps.batch import pad_rows
 from ctrl_megatron.steps.ctrl import ctrl_pipeline
@@ -166,6 +166,14 @@ def test_what_does_not_fit_together_is_refused(overrides: tuple[str, ...], compl
     }
     with pytest.raises(UserError, match=complaint):
         config_of(*(others.get(one, KEYS + one) for one in overrides))
+
+
+def test_a_test_that_the_statement_shows_is_no_leak_but_no_example_either() -> None:
+    shown = replace(ROW, problem=f"{ROW.problem} For example: assert total([]) == 0")
+    said = "It fails total([]) == 0.\nOverall judgment: Incorrect"
+    item = RewardItem(text="", critique=said, judgment=False, row=shown)
+    assert asyncio.run(LeakReward()([item])) == [0]
+    assert find_leak(said, shown.attempt()) == "quotes a test"
 
 
 @pytest.mark.parametrize(
