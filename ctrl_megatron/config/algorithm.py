@@ -141,9 +141,9 @@ Where = tuple[int, ...] | dict[str, Any]
 class RolePlacement:
     """The ranks of roles: a list of ranks, `{hosts: [1]}` for all ranks of hosts, or `{share:
     0.25}` for the last ranks of the run. Roles that are not named here share the other ranks, among
-    them rank 0, with the engines and the sandbox. Two roles may name the same ranks. On every host
-    the ranks of these roles follow the others. `placement: auto` is short for `placement.auto:
-    true`."""
+    them rank 0. Two roles may name the same ranks; engines share theirs with sandboxes only. On
+    every host the ranks of these roles follow the others. `placement: auto` is short for
+    `placement.auto: true`."""
 
     auto: bool = False
     """Let the memory plan choose the ranks of these roles when the run starts, as ctrl-plan
@@ -158,6 +158,11 @@ class RolePlacement:
     """Ranks that have the frozen reference; empty: with the actor."""
     reward_model: Where = key((), read=REWARD_MODEL)
     """Ranks that have the reward model; empty: with the actor."""
+    rollout: Where = ()
+    """Ranks without a model, whose devices belong to the engines of actor and proxy; empty: the
+    hosts of the actor have the engines."""
+    sandbox: Where = key((), read=_EMBEDDED)
+    """Ranks whose hosts have a sandbox each; empty: the hosts of the actor."""
 
 
 _APART = Condition(("placement.critic",), bool, "{0}=RANKS")

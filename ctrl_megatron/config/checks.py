@@ -19,7 +19,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
 from ctrl_megatron.config.keys import Condition, value_at_key
-from ctrl_megatron.config.placement import ROLES, separate_role_ranks
+from ctrl_megatron.config.placement import ROLES, SERVICES, separate_role_ranks
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -325,8 +325,10 @@ def _parallelism(config: Config) -> Iterator[str]:
     nodes, fewest = config.trainer.nnodes, config.trainer.min_nnodes
     if fewest is not None and fewest > nodes:
         yield f"trainer.min_nnodes={fewest} is larger than trainer.nnodes={nodes}; lower it"
-    if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None:
+    apart = config.placement.rollout
+    if rollout.placement == "dedicated" and rollout.n_gpus_per_node is None and not apart:
         yield f"{_R}placement=dedicated needs {_R}n_gpus_per_node, the engines' GPUs of a host"
+    yield from _engines_apart(config) if apart else ()
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
     if rollout.engine_kwargs.get("ep_size", 1) not in (1, rollout.tensor_model_parallel_size):
         others.append("ep_size")
@@ -348,7 +350,7 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_R}placement=dedicated"
         )
     placement = config.placement
-    given = _placed(config, *ROLES)
+    given = _placed(config, *ROLES, *SERVICES)
     if placement.auto and given:
         yield (
             f"placement.auto=true chooses the ranks of all roles; leave {' and '.join(given)} out, "
@@ -358,6 +360,27 @@ def _parallelism(config: Config) -> Iterator[str]:
         yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"
     yield from _engine(config, _R, rollout)
     yield from _engine(config, _PE, config.actor_rollout_ref.proxy.engine)
+
+
+def _engines_apart(config: Config) -> Iterator[str]:
+    """Settings that engines on ranks of their own (``placement.rollout``) need."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.placement != "dedicated":
+        yield (
+            "placement.rollout gives the engines devices that no model has; set "
+            f"{_R}placement=dedicated"
+        )
+    if rollout.weight_transport != "nccl" and ":" not in rollout.weight_transport:
+        yield (
+            f"{_R}weight_transport={rollout.weight_transport} ends in the memory of a trainer's "
+            "host, where placement.rollout starts no engine; set it to nccl"
+        )
+    if config.shares_engines_with_frozen_proxy:
+        yield (
+            "actor_rollout_ref.proxy.kind=shared sends the proxy's weights through the memory of a "
+            "host, and the hosts of placement.rollout have no trainer; give the proxy engines of "
+            "its own (kind=engine) or servers (kind=api)"
+        )
 
 
 def _uses_whole_hosts(config: Config, keys: EngineConfig, each: int) -> bool:

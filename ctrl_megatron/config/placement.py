@@ -1,4 +1,4 @@
-"""The ranks that have the models of a role to themselves (``placement``). Pure."""
+"""The ranks that have the model or the services of a role to themselves (``placement``). Pure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ ROLES: Mapping[str, tuple[Condition, str]] = {
     "reward_model": (REWARD_MODEL, "reward_model.megatron"),
 }
 """Role -> (the condition under which a run has its model, the group of its layout)."""
+SERVICES = ("rollout", "sandbox")
+"""Roles without a model, whose ranks start the engines or the sandboxes of their hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeparateRanks:
-    """Ranks that have the models of some roles and nothing else."""
+    """Ranks that have the models or the services of some roles and nothing else."""
 
     roles: tuple[str, ...]
     ranks: tuple[int, ...]
     """Ascending."""
     layout: RoleLayout
+    """The sizes of the roles' models; 1 where they have none."""
 
     @property
     def config_key(self) -> str:
@@ -52,11 +55,8 @@ def separate_role_ranks(config: Config, world_size: int) -> tuple[SeparateRanks,
     host's ranks that the engines do not have, and for layouts that do not divide them.
     """
     each = config.trainer.n_gpus_per_node
-    where = {
-        role: value_at_key(config, f"placement.{role}")
-        for role, (condition, _) in ROLES.items()
-        if condition.is_met(config)
-    }
+    roles = [role for role, (condition, _) in ROLES.items() if condition.is_met(config)]
+    where = {role: value_at_key(config, f"placement.{role}") for role in (*roles, *SERVICES)}
     found: dict[tuple[int, ...], list[str]] = {}
     # A share takes what the others leave.
     for role in sorted(where, key=lambda role: "share" in where[role]):
@@ -140,7 +140,15 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
 
 
 def _layout(config: Config, roles: list[str], ranks: tuple[int, ...]) -> RoleLayout:
-    groups = [ROLES[role][1] for role in roles]
+    groups = [ROLES[role][1] for role in roles if role in ROLES]
+    if groups and "rollout" in roles:
+        raise UserError(
+            f"the engines would share their devices with the model of {roles[0]}",
+            key="placement.rollout",
+            remedy=f"name other ranks than those of placement.{roles[0]}",
+        )
+    if not groups:
+        return RoleLayout()
     layouts = [value_at_key(config, group) for group in groups]
     if len({*layouts}) > 1:
         raise UserError(

@@ -346,6 +346,8 @@ class Config:
     def engine_gpus_per_node(self) -> int:
         """GPUs of a host that belong to engines alone, in addition to those of the ranks."""
         rollout, proxy = self.actor_rollout_ref.rollout, self.actor_rollout_ref.proxy.engine
+        if self.placement.rollout:
+            return 0
         owners = [(rollout, rollout.placement == "dedicated"), (proxy, self.has_proxy_engines)]
         return sum(keys.n_gpus_per_node or 0 for keys, alone in owners if alone)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.models.shape import AnyShape, ModelShape
+from ctrl_megatron.parallel.hosts import Hosts
 from ctrl_megatron.parallel.layout import worlds_of
-from ctrl_megatron.parallel.placement import engine_devices, place_engines
 from ctrl_megatron.resharding.plan import (
     PushPlan,
     engine_cut,
@@ -13,6 +13,7 @@ from ctrl_megatron.resharding.plan import (
     workers_as_receivers,
 )
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
+from ctrl_megatron.rollout.engine_specs import engine_placement
 from ctrl_megatron.rollout.transports.nccl import SLOTS
 
 
@@ -21,22 +22,18 @@ def push_plan(config: Config, shape: AnyShape) -> PushPlan:
     assert isinstance(shape, ModelShape)  # the configuration refuses others with these media
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
-    world = worlds_of(trainer.nnodes * each, config)[0]
-    host_of_rank = tuple(rank // each for rank in world.ranks)
-    colocated = rollout.placement == "colocated"
-    devices = [
-        engine_devices(
-            host_of_rank.count(host) if colocated else each,
-            placement=rollout.placement,
-            engine_gpus=rollout.n_gpus_per_node,
-            tensor=tensor,
-            visible=each + (rollout.n_gpus_per_node or 0),
-        )
-        for host in range(trainer.nnodes)
-    ]
-    placement = place_engines(devices, tensor=tensor)
+    worlds = worlds_of(trainer.nnodes * each, config)
+    every = Hosts(
+        names=tuple(map(str, range(trainer.nnodes))),
+        of_rank=tuple(rank // each for rank in range(trainer.nnodes * each)),
+    )
+    visible = each + config.engine_gpus_per_node
+    placement = engine_placement(config, every, worlds, visible=visible).of_role("rollout")
+    world, host_of_rank = worlds[0], every.restricted_to_ranks(worlds[0].ranks).of_rank
+    if config.placement.rollout:
+        placement = placement.led_from(max(host_of_rank) + 1)
     takers, hosts = workers_as_receivers(placement, host_of_rank)
-    if colocated:
+    if rollout.placement == "colocated":
         takers, hosts = receiving_ranks_of_engines(placement, host_of_rank)
     return PushPlan(
         shape.without_adapters,

@@ -274,7 +274,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Ranks of a run that share a layout and have the models of some roles."""
+    """Ranks of a run that share a layout and have the models or the services of some roles."""
 
     ranks: tuple[int, ...]
     """The run's numbers of the ranks, ascending; in the world they are numbered from 0."""
@@ -287,6 +287,11 @@ class World:
     def name(self) -> str:
         """The role that it is named after."""
         return self.roles[0]
+
+    @property
+    def serves(self) -> bool:
+        """Whether its ranks have no model: they start engines or sandboxes only."""
+        return {*self.roles} <= {"rollout", "sandbox"}
 
 
 def layout_for(world_size: int, actor: Actor) -> Layout:
@@ -325,6 +330,7 @@ def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
     worlds = [World(ranks=others, layout=layout_for(len(others), actor))]
     for one in apart:
         tensor = one.layout.tensor_model_parallel_size
+        # Ranks without a model are as good as data ranks of one.
         layout = Layout(
             tensor=tensor,
             pipeline=one.layout.pipeline_model_parallel_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ctrl_megatron.errors import UserError
@@ -58,6 +58,13 @@ class Placement:
     def hosts(self) -> tuple[int, ...]:
         """The hosts that have workers of engines, ascending."""
         return tuple(sorted({host for engine in self.engines for host in engine.hosts}))
+
+    def led_from(self, hosts: int) -> Placement:
+        """The same engines where each of so many hosts without engines leads some of them: it
+        sends their weights and notices their restarts."""
+        return Placement(
+            engines=tuple(replace(e, host=e.number % hosts, spans=1) for e in self.engines)
+        )
 
     def of_role(self, role: EngineRole) -> Placement:
         return Placement(engines=tuple(e for e in self.engines if e.role == role))

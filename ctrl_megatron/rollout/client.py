@@ -158,6 +158,10 @@ class RemoteEngine:
     async def health(self) -> None:
         await self._post("/health", {})
 
+    async def process_identity(self) -> str:
+        """What tells the engine's process from those that are started in its place."""
+        return await self._post("/process", {})
+
     async def counters(self) -> dict[str, Counters]:
         return {self.address.name: await self._post("/counters", {})}
 

@@ -15,7 +15,8 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.parallel.hosts import free_ports
+from ctrl_megatron.parallel.hosts import Hosts, free_ports
+from ctrl_megatron.parallel.layout import World, world_of_role
 from ctrl_megatron.parallel.placement import (
     EnginePlace,
     EnginePlacement,
@@ -35,40 +36,54 @@ def engine_config(config: Config, role: EngineRole) -> EngineConfig:
 
 
 def engine_placement(
-    config: Config, groups: ProcessGroups, beside: Sequence[int] = ()
+    config: Config, hosts: Hosts, worlds: Sequence[World], *, visible: int | None
 ) -> Placement:
-    """The placement of the configured engines on the hosts of the ranks: first the actor's, then
-    the proxy's own. ``beside`` counts the further ranks of each host, which follow them.
+    """The placement of the configured engines on the hosts of their world's ranks: first the
+    actor's, then the proxy's own. ``hosts`` are those of all ranks, which see ``visible`` GPUs
+    each; None where there are none. Pure.
     """
-    rollout, hosts = config.actor_rollout_ref.rollout, groups.hosts
-    visible = torch.cuda.device_count() if groups.device.type == "cuda" else None
-    ranks = [hosts.ranks_on(host) for host in range(len(hosts.names))]
+    rollout, world = config.actor_rollout_ref.rollout, world_of_role(worlds, "rollout")
+    apart, own = world is not worlds[0], hosts.restricted_to_ranks(world.ranks)
+    ranks = [own.ranks_on(host) for host in range(len(own.names))]
+    firsts = [world.ranks[own.first_rank(host)] for host in range(len(own.names))]
+    # Other engines than colocated ones follow the GPUs of a host's ranks, or have those of theirs.
+    taken = [
+        hosts.of_rank[:first].count(hosts.of_rank[first])
+        if apart
+        else hosts.ranks_on(hosts.of_rank[first])
+        for first in firsts
+    ]
+    proxies = config.actor_rollout_ref.proxy.engine.n_gpus_per_node or 0
+    proxies *= config.has_proxy_engines
 
     def placed(
         role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
     ) -> Placement:
         keys = engine_config(config, role)
-        tensor = keys.tensor_model_parallel_size
+        tensor, gpus = keys.tensor_model_parallel_size, keys.n_gpus_per_node
+        whole = apart and role == "rollout" and gpus is None and visible is not None
         devices = [
             engine_devices(
                 count,
                 placement=placement,
-                engine_gpus=keys.n_gpus_per_node,
+                engine_gpus=ranks[host] - proxies if whole else gpus,
                 tensor=tensor,
                 visible=visible,
                 role=role,
             )
-            for count in taken
+            for host, count in enumerate(taken)
         ]
         return place_engines(devices, tensor=tensor, role=role, first=first)
 
-    every = [own + more for own, more in zip(ranks, beside or [0] * len(ranks), strict=True)]
     colocated = rollout.placement == "colocated"
-    actors = placed("rollout", ranks if colocated else every, rollout.placement, 0)
+    actors = placed("rollout", ranks if colocated else taken, rollout.placement, 0)
     if not config.has_proxy_engines:
         return actors
-    dedicated = rollout.n_gpus_per_node or 0 if rollout.placement == "dedicated" else 0
-    taken = [count + dedicated for count in every]
+    if not colocated:
+        taken = [
+            count + sum(len(e.devices_on(host)) for e in actors.engines_on(host))
+            for host, count in enumerate(taken)
+        ]
     own = placed("proxy", taken, "dedicated", len(actors.engines))
     return Placement(engines=actors.engines + own.engines)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ctrl_megatron.background import AbandonableCall, BackgroundLoop, StallClock, track_wait
 from ctrl_megatron.config import Config
 from ctrl_megatron.engine_kinds import ENGINES
@@ -15,7 +17,8 @@ from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.keeping import Service, ServiceKeeper, SilenceDetector
 from ctrl_megatron.metrics import Gauge
 from ctrl_megatron.parallel.failure import FailureWatch
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import JoinedGroups
+from ctrl_megatron.parallel.layout import World, world_of_role
 from ctrl_megatron.parallel.placement import EnginePlace, EngineRole, default_sandbox_workers
 from ctrl_megatron.parallel.stop import StopFlag
 from ctrl_megatron.parallel.waiting import WaitRules
@@ -36,7 +39,7 @@ from ctrl_megatron.rollout.engine_specs import (
     engine_spec,
     max_sequences,
 )
-from ctrl_megatron.rollout.kept_engine import EngineProbe, EngineService
+from ctrl_megatron.rollout.kept_engine import EngineProbe, EngineService, LedEngine
 from ctrl_megatron.rollout.launch import EngineProcess
 from ctrl_megatron.rollout.pool import EnginePool
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient
@@ -48,17 +51,20 @@ _GAUGE_SECONDS = 2.0
 
 
 class Services:
-    """The engines of every host, and a sandbox there if the run judges programs and the
-    configuration names no running one.
+    """The engines of a run, and its sandboxes if it judges programs and the configuration names no
+    running one.
 
-    The first rank of a host starts the host's processes, which come up while models are loaded.
-    Leaders call all engines and all sandboxes of the run. With one host everything is on loopback.
+    On every host of the world with the engines (``placement.rollout``) the first rank of that world
+    starts the host's engines, and so for the sandboxes; all ranks make this object, whatever their
+    world is. Leaders of the actor's world call all engines and all sandboxes. With one host
+    everything is on loopback.
     """
 
     def __init__(
         self,
         config: Config,
-        groups: ProcessGroups,
+        joined: JoinedGroups,
+        worlds: Sequence[World],
         watch: FailureWatch,
         background: BackgroundLoop,
         stop: StopFlag,
@@ -66,18 +72,26 @@ class Services:
         max_model_len: int,
         proxy_model_len: int | None = None,
         judges: bool = True,
-        beside: Sequence[int] = (),
     ) -> None:
         """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
-        actor's engines and of the proxy's own; ``beside`` counts the ranks on each host that are
-        not in ``groups`` and follow those.
+        actor's engines and of the proxy's own.
         """
-        self._beside = beside
         self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
-        self._config, self._groups, self._watch = config, groups, watch
+        self._config, self._groups, self._watch = config, joined.groups, watch
+        self._everyone, self._world, self._worlds = joined.everyone, joined.world, worlds
         self._background, self._stop, self._judges = background, stop, judges
         self._probes = BackgroundLoop("probes")
-        self.placement = engine_placement(config, groups, beside)
+        visible = torch.cuda.device_count() if joined.groups.device.type == "cuda" else None
+        hosts = joined.everyone.hosts
+        self._started = engine_placement(config, hosts, worlds, visible=visible)
+        """The engines on the hosts of their world."""
+        self.placement = self._started
+        """The engines on the hosts of the actor's world, which send them weights."""
+        if not self._is_in_world_of("rollout", worlds[0]):
+            leading = hosts.restricted_to_ranks(worlds[0].ranks)
+            self.placement = self._started.led_from(len(leading.names))
+        self._led: dict[int, LedEngine] = {}
+        """The engines of other worlds to which this rank sends weights."""
         self._engines: dict[int, EngineProcess] = {}
         """This rank's engines, and its parts of engines that other hosts serve."""
         self._sandbox: SandboxService | None = None
@@ -91,33 +105,48 @@ class Services:
         self.sandbox_token: str | None = None
         """The token that the run's own sandboxes require; None where it has none."""
 
+    def _is_in_world_of(self, role: str, world: World | None = None) -> bool:
+        """Whether a world, by default this rank's, has the engines or the sandboxes."""
+        return world_of_role(self._worlds, role) is (world or self._world)
+
+    @property
+    def _is_led_from_here(self) -> bool:
+        """Whether this rank's world sends weights to engines of another one."""
+        return self._world is self._worlds[0] and not self._is_in_world_of("rollout")
+
     def start(self) -> None:
-        """Start this host's processes, on its first rank. Collective."""
+        """Start what belongs to this rank. Collective over all ranks of the run."""
         config, groups = self._config, self._groups
         own_sandbox = (
             self._judges and not config.sandbox.endpoint and config.reward.provider == "local"
         )
         if own_sandbox:
-            self.sandbox_token = groups.broadcast_from_first(secrets.token_hex(32))
-        meetings = allocate_engine_rendezvous(self.placement, groups)
+            self.sandbox_token = self._everyone.broadcast_from_first(secrets.token_hex(32))
+        if self._is_in_world_of("rollout"):
+            self._start_engines()
+        if own_sandbox and self._is_in_world_of("sandbox") and groups.is_first_of_host:
+            # The sandbox ends with the thread that starts it, so the main thread starts it.
+            self._sandbox = SandboxService(self._start_sandbox)
+            self._sandbox_keeper = self._kept(self._sandbox)
+
+    def _start_engines(self) -> None:
+        """Start this host's engines, on its first rank. Collective over the engines' world."""
+        config, groups = self._config, self._groups
+        meetings = allocate_engine_rendezvous(self._started, groups)
         if not groups.is_first_of_host:
             return
         run_dir = Path(config.trainer.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
-        for place in self.placement.engines_on(groups.host_index):
+        for place in self._started.engines_on(groups.host_index):
             longest = self.max_model_len if place.role == "rollout" else self.proxy_model_len
             assert longest is not None
             part = meetings.get(place.number)
             if part is not None:
                 part = replace(part, number=groups.host_index - place.host)
-            spec = engine_spec(config, groups, self.placement, place, longest, part)
+            spec = engine_spec(config, groups, self._started, place, longest, part)
             self._engines[place.number] = engine = EngineProcess(spec)
             sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
             self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)
-        if own_sandbox:
-            # The sandbox ends with the thread that starts it, so the main thread starts it.
-            self._sandbox = SandboxService(self._start_sandbox)
-            self._sandbox_keeper = self._kept(self._sandbox)
 
     def _kept(self, service: Service, *, waits: bool = False) -> ServiceKeeper:
         keeper = ServiceKeeper(service, most=self._config.trainer.service_restarts, waits=waits)
@@ -127,10 +156,10 @@ class Services:
 
     def _start_sandbox(self, port: int) -> EmbeddedSandbox:
         config, groups = self._config.sandbox, self._groups
-        ranks = groups.hosts.ranks_on(groups.host_index) + sum(
-            self._beside[groups.host_index :][:1]
-        )
-        workers = default_sandbox_workers(usable_cores(), ranks)
+        hosts, here = self._everyone.hosts.of_rank, self._everyone.host_index
+        ranks = [rank for world in self._worlds if not world.serves for rank in world.ranks]
+        computing = sum(hosts[rank] == here for rank in ranks)
+        workers = default_sandbox_workers(usable_cores(), computing)
         return EmbeddedSandbox.start(
             workers=config.workers or workers,
             **sandbox_options(self._config),
@@ -141,10 +170,10 @@ class Services:
         )
 
     def wait(self) -> None:
-        """Return when everything answers on all hosts. Collective. Raises StopRequested if a stop
-        is requested meanwhile.
+        """Return when everything answers on all hosts. Collective over all ranks of the run. Raises
+        StopRequested if a stop is requested meanwhile.
         """
-        groups, box, engines = self._groups, self._sandbox, self._engines.values()
+        everyone, box, engines = self._everyone, self._sandbox, self._engines.values()
 
         async def ready(start: Callable[[], None], what: str) -> None:
             with track_wait(what):
@@ -163,17 +192,21 @@ class Services:
         # A start may take minutes, for which no rank must wait in one collective.
         starting = self._background.submit(all_ready()) if engines or box else None
         limit = self._config.trainer.wait_timeout
-        waiting = WaitRules(groups=groups, stop=self._stop, limit=limit)
+        waiting = WaitRules(groups=everyone, stop=self._stop, limit=limit)
         waiting.wait_together(starting, "the engines and sandboxes to start")
         self._watch_services()
         addresses = {number: engine.address for number, engine in self._serving().items()}
-        everywhere = groups.all_gather((addresses, box.box.endpoint if box else ""))
+        everywhere = everyone.all_gather((addresses, box.box.endpoint if box else ""))
         for there, _ in everywhere:
             self._addresses |= there
         # This host's sandbox comes first: a client takes the first of those that are equally busy.
-        mine = groups.hosts.first_rank(groups.host_index)
+        mine = everyone.hosts.first_rank(everyone.host_index)
         boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
         self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
+        if self._is_led_from_here and self._groups.is_first_of_host:
+            led = self.placement.of_role("rollout").engines_served_by(self._groups.host_index)
+            self._led = {e.number: LedEngine(RemoteEngine(self._addresses[e.number])) for e in led}
+            self._probes.run(self._look_at_led())
 
     def _watch_services(self) -> None:
         """Ask this rank's services for signs of life from now on, on a loop that runs nothing
@@ -191,27 +224,36 @@ class Services:
     # Engines that were started again
 
     def needs_restore(self) -> bool:
-        """Whether an engine of the actor on this host is lost, or was started again and has not
-        been restored yet."""
-        return any(not keeper.is_up or keeper.fresh for _, keeper in self._kept_engines())
+        """Whether an engine of the actor, of this host or led from it, is lost, or was started
+        again and has not been restored yet."""
+        own = any(not keeper.is_up or keeper.fresh for _, keeper in self._kept_engines())
+        return own or (bool(self._led) and self._probes.run(self._look_at_led()))
+
+    async def _look_at_led(self) -> bool:
+        limit = self._config.trainer.failure_timeout
+        up = await asyncio.gather(*(engine.is_up(limit) for engine in self._led.values()))
+        return not all(up) or any(engine.fresh for engine in self._led.values())
 
     async def restore(self, asleep: Collection[EngineMemory]) -> int:
         """Wait until all engines of the actor on this host run, those that are lost after a
         restart; returns the number that was started again since the last call. These have no
         weights, and their memory sleeps as ``asleep`` says of the others'.
         """
-        restored = (self._restored(keeper, n, asleep) for n, keeper in self._kept_engines())
-        return sum(await asyncio.gather(*restored))
+        limit, probes = self._config.trainer.failure_timeout, self._probes
+        own = (self._restored(keeper, n, asleep) for n, keeper in self._kept_engines())
+        # The client of a led engine belongs to the loop that looks at it.
+        led = (probes.submit(one.wait_until_up(limit)) for one in self._led.values())
+        return sum(await asyncio.gather(*own, *map(asyncio.wrap_future, led)))
 
     def _serving(self) -> dict[int, EngineProcess]:
         """The engines that this rank's processes serve, without parts that others serve."""
         served = (
-            place.number for place in self.placement.engines_served_by(self._groups.host_index)
+            place.number for place in self._started.engines_served_by(self._groups.host_index)
         )
         return {number: self._engines[number] for number in served if number in self._engines}
 
     def _kept_engines(self) -> list[tuple[int, ServiceKeeper]]:
-        actors = {place.number for place in self.placement.of_role("rollout").engines}
+        actors = {place.number for place in self._started.of_role("rollout").engines}
         return [(n, keeper) for n, keeper in self._keepers.items() if n in actors]
 
     async def _restored(
@@ -247,8 +289,10 @@ class Services:
             await engine.close()
 
     def restarts(self) -> dict[str, float]:
-        """How often engines and sandboxes of this rank were started again, by the metric's name."""
-        found = {"engine/restarts": float(sum(k.restarts for k in self._keepers.values()))}
+        """How often engines and sandboxes of this rank, and engines that it leads, were started
+        again, by the metric's name."""
+        own = (*self._keepers.values(), *self._led.values())
+        found = {"engine/restarts": float(sum(one.restarts for one in own))}
         if self._sandbox_keeper is not None:
             found["sandbox/restarts"] = float(self._sandbox_keeper.restarts)
         return found
@@ -258,10 +302,10 @@ class Services:
         return self._client(self.placement.of_role(role).engines)
 
     def connect_to_host_engines(self) -> Engine | None:
-        """A client of the engines of the actor that this host serves, on its first rank; None
-        elsewhere."""
+        """A client of the engines of the actor to which this host sends weights, on its first rank;
+        None elsewhere."""
         here = self.placement.of_role("rollout").engines_served_by(self._groups.host_index)
-        return self._client(here) if here and self._engines else None
+        return self._client(here) if here and self._groups.is_first_of_host else None
 
     def _client(self, places: Sequence[EnginePlace]) -> CountedEngine:
         clients: dict[str, CountedEngine] = {}

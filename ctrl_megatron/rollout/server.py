@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import json
 import os
+import secrets
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -82,7 +83,11 @@ def end_engine_process(reason: str) -> None:
 
 def engine_application(engine: EmbeddedEngine, token: str) -> web.Application:
     """The HTTP application that serves ``engine``; every request needs ``token``."""
-    meter = RequestMeter()
+    meter, identity = RequestMeter(), secrets.token_hex(8)
+
+    async def process_identity(body: wire.Json) -> str:
+        return identity
+
     calls: Calls = {
         "/generate": partial(answer_generate, engine, meter),
         "/pause": lambda body: engine.pause(body["mode"]),
@@ -91,6 +96,7 @@ def engine_application(engine: EmbeddedEngine, token: str) -> web.Application:
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
         "/health": lambda body: engine.health(),
+        "/process": process_identity,
         "/counters": lambda body: engine_counters(engine, meter),
     }
     app = build_web_application(calls, token)

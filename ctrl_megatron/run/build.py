@@ -59,7 +59,6 @@ def build_worker(
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
     sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
     family = config.actor_rollout_ref
-    services.wait()
     engine = services.connect() if groups.is_leader else None
     device = device_owner(
         run,
@@ -134,8 +133,8 @@ def build_worker(
 
 
 def build_worker_without_actor(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
-    """As ``build_worker`` for a rank of a world without actor and engines. Collective over the
-    ranks of its world.
+    """As ``build_worker`` for a rank of a world without actor. Collective over the ranks of its
+    world.
     """
     config, train, groups = run.config, inputs.train, run.groups
     sampler = row_sampler(config, train)
@@ -180,7 +179,6 @@ def rollout_worker(
     """A worker that generates with the critic of an HF directory and trains nothing. Collective."""
     config, groups = run.config, run.groups
     codec, table = inputs.codec, inputs.validation
-    services.wait()
     engine = services.connect() if groups.is_leader else None
     device = device_owner(run, services, {"actor": critic, **shared_proxy_directory(config)})
     return RolloutWorker(
@@ -531,7 +529,7 @@ def device_owner(
     layout = EngineLayout(
         dtype=family.rollout_dtype,
         bucket_bytes=family.rollout.update_bucket_megabytes << 20,
-        placement=services.placement,
+        placement=services.placement.of_role("rollout"),
         cut=engine_cut(
             family.rollout.name,
             family.rollout.tensor_model_parallel_size,

@@ -75,40 +75,32 @@ class Session:
         if self.stop.requested_on_any_rank(self.groups):
             raise StopRequested
 
-    def _beside(self) -> tuple[int, ...]:
-        """Ranks of other worlds on each host of this one."""
-        local_hosts, every = self.groups.hosts, self.all_ranks.hosts
-        firsts = (
-            self.groups.ranks[local_hosts.first_rank(host)]
-            for host in range(len(local_hosts.names))
-        )
-        return tuple(
-            every.ranks_on(every.of_rank[first]) - local_hosts.ranks_on(host)
-            for host, first in enumerate(firsts)
-        )
-
     def start_services(
         self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
     ) -> Services:
-        """Start this host's engines for sequences of ``max_model_len`` tokens, the proxy's own for
-        ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandbox.
+        """Start the engines for sequences of ``max_model_len`` tokens, the proxy's own for
+        ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandboxes; return when
+        all of them answer.
 
-        If one of them dies, that is this rank's failure. Collective.
+        If one of them dies, that is the failure of the rank that started it. Raises StopRequested,
+        on all ranks, if a stop is requested meanwhile. Collective over all ranks of the run.
         """
-        self.raise_if_stop_requested_on_any_rank()
+        if self.stop.requested_on_any_rank(self.all_ranks):
+            raise StopRequested
         services = Services(
             self.config,
-            self.groups,
+            self.joined,
+            self.worlds,
             self.watch,
             self.background,
             self.stop,
             max_model_len=max_model_len,
             proxy_model_len=proxy_model_len,
             judges=judges,
-            beside=self._beside(),
         )
         self.at_end.append(services.stop)
         services.start()
+        services.wait()
         if self.served is not None:
             self.served.add_gauges(services.gauges)
         return services

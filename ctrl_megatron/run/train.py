@@ -69,13 +69,13 @@ def train(config: Config) -> bool:
             return True
         link = world_link(run, inputs)
         described, isolation = "", dict[str, float]()
+        services = run.start_services(
+            max_model_len=inputs.max_model_len,
+            proxy_model_len=inputs.proxy_model_len,
+            judges=rewards.runs_programs,
+        )
         if link.has_rank_zero:
             try:
-                services = run.start_services(
-                    max_model_len=inputs.max_model_len,
-                    proxy_model_len=inputs.proxy_model_len,
-                    judges=rewards.runs_programs,
-                )
                 worker, sampler, steps = build_worker(run, services, inputs)
                 run.raise_if_stop_requested_on_any_rank()
                 isolation = worker.run_on_leader(
@@ -180,6 +180,8 @@ def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
 def banner_world_line(world: World) -> str:
     """For the banner: roles on ranks of their own."""
     layout, ranks = world.layout, ", ".join(map(str, world.ranks))
+    if world.serves:
+        return f"; {' and '.join(world.roles)} on ranks {ranks}"
     sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
     return f"; {' and '.join(world.roles)} on ranks {ranks}: {sizes}"
 

@@ -194,7 +194,7 @@ class MultiWorldLink:
 
     def plan_actions(self, graph: TaskGraph, order: Sequence[Node]) -> Sequence[Action]:
         worlds = [*self._worlds.values()]
-        return plan_step(graph, order, world_of_roles(worlds), self._config)[self._own]
+        return plan_step(graph, order, world_of_roles(worlds), self._config).get(self._own, ())
 
     # Between steps
 
@@ -315,7 +315,7 @@ class MultiWorldLink:
         sizes = [size for part in there for size in part]
         shared = self._config.shares_prefixes
         for name, world in self._worlds.items():
-            if name != self._own:
+            if name != self._own and not world.serves:
                 parts[name] = deal_rows(sizes, world.layout.data, shared_prefix=shared)
         return _RowAssignment(number=next(self._deals), parts=parts)
 
