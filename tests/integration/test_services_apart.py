@@ -1,22 +1,36 @@
-"""Engines and sandboxes on ranks without a model: the run computes what it does with all on one
-host."""
+"""Engines and sandboxes on hosts without a model: the run computes what it does with all on one
+host, and gets over the loss of any."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import golden_runs
+import psutil
 import pytest
-from forked_run import ForkedRun, run_forked
-from launched_run import Job
+from forked_run import run_forked
+from launched_run import Job, Run
+from test_several_hosts import SLOW, can_make_hosts, host_of, starts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not can_make_hosts(), reason="needs root, namespaces and ip"),
+]
 
 _R, _P = "actor_rollout_ref.rollout.", "actor_rollout_ref.proxy."
-TOGETHER = (*golden_runs.DRAWN, f"{_P}kind=engine", f"{_P}engine.name=hf")
-APART = (*TOGETHER, f"{_R}placement=dedicated", f"{_R}weight_transport=nccl")
+OWN_PROXY = (*golden_runs.DRAWN, f"{_P}kind=engine", f"{_P}engine.name=hf")
+APART = (
+    *(*OWN_PROXY, f"{_R}placement=dedicated", f"{_R}weight_transport=nccl"),
+    *("trainer.nnodes=4", "trainer.n_gpus_per_node=1", f"{_R}update_bucket_megabytes=1"),
+    *("placement.rollout={hosts: [2]}", "placement.sandbox={hosts: [3]}"),
+)
+"""Hosts 0 and 1 train, 2 has the engines of actor and proxy, 3 the sandbox."""
 EQUAL = {"rel": 1e-5, "abs": 2e-7}
 LOSSES = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "reward/mean", "actor/entropy")
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -24,26 +38,86 @@ def services_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return replace(job, folder=tmp_path_factory.mktemp("services") / "runs")
 
 
-def forked(job: Job, name: str, ranks: int, *extra: str) -> ForkedRun:
-    settings = (*extra, f"trainer.n_gpus_per_node={ranks}")
-    run = run_forked(job, name, steps=3, extra=settings, ranks=ranks)
-    assert run.codes == (0,) * ranks, run.output[-8000:]
-    return run
+@pytest.fixture(scope="module")
+def one_host(services_job: Job) -> Callable[[], list[dict[str, float]]]:
+    """The metrics of the same run where all of it is on one host."""
+
+    @cache
+    def metrics() -> list[dict[str, float]]:
+        settings = (*OWN_PROXY, "trainer.n_gpus_per_node=2")
+        run = run_forked(services_job, "together", steps=STEPS, extra=settings)
+        assert run.codes == (0, 0), run.output[-8000:]
+        return [record["metrics"] for record in run.metrics()]
+
+    return metrics
 
 
-def losses(run: ForkedRun) -> list[dict[str, float]]:
-    return [{name: step[name] for name in LOSSES} for step in (r["metrics"] for r in run.metrics())]
+def assert_same(run: Run, wanted: list[dict[str, float]], steps: int) -> None:
+    """Every recorded step, also one that was done twice."""
+    records = run.metrics()
+    assert {record["step"] for record in records} == {*range(1, steps + 1)}
+    for record in records:
+        found, expected = record["metrics"], wanted[record["step"] - 1]
+        assert {n: found[n] for n in LOSSES} == pytest.approx(
+            {n: expected[n] for n in LOSSES}, **EQUAL
+        )
+        # The engine has the weights of each update.
+        assert found["rollout/probs_diff_mean"] < 1e-4
 
 
-def test_ranks_without_a_model_serve_the_others(services_job: Job) -> None:
-    """Of four ranks of a host two train, one has the engines and one the sandbox."""
-    together = losses(forked(services_job, "together", 2, *TOGETHER))
-    places = ("placement.rollout=[2]", "placement.sandbox=[3]")
-    run = forked(services_job, "apart", 4, *APART, *places)
-    apart = losses(run)
-    assert len(apart) == 3
-    for found, wanted in zip(apart, together, strict=True):
-        assert found == pytest.approx(wanted, **EQUAL)
-    assert "rollout on ranks 2; sandbox on ranks 3" in run.output
-    for record in run.metrics():
-        assert record["metrics"]["rollout/probs_diff_mean"] < 1e-4
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
+def test_hosts_for_engines_and_sandboxes_alone(
+    services_job: Job, one_host: Callable[[], list[dict[str, float]]], engine: str
+) -> None:
+    cache_size = (f"{_R}kv_cache_gib=0.2",) if engine == "vllm" else ()
+    extra = (*APART, f"{_R}name={engine}", *cache_size)
+    with services_job.launch(engine, steps=2, extra=extra, hosts=4, ranks=1, preloaded=True) as run:
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    assert "rollout on ranks 2; sandbox on ranks 3" in run.output()
+    assert_same(run, one_host(), 2)
+
+
+@pytest.mark.long
+def test_services_that_die_are_started_again_by_their_hosts(
+    services_job: Job, one_host: Callable[[], list[dict[str, float]]]
+) -> None:
+    with services_job.launch(
+        "restarted", steps=STEPS, extra=APART, hosts=4, ranks=1, preloaded=True
+    ) as run:
+        for done, (host, words) in enumerate(
+            [("2", "rollout.server"), ("3", "sandbox"), ("2", "rollout.server")], 1
+        ):
+            run.wait_for_steps(done)
+            of_host = [p for p in run.look() if host_of(p) == host]
+            own = [p for p in of_host if words in " ".join((p.name(), *p.cmdline()))]
+            min(own, key=lambda p: p.create_time()).kill()
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    assert_same(run, one_host(), STEPS)
+    assert run.output().count("is started again (restart") == 3
+    assert run.metrics()[-1]["metrics"]["engine/restarts"] >= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_a_run_goes_on_after_each_kind_of_host_was_lost(
+    services_job: Job, one_host: Callable[[], list[dict[str, float]]]
+) -> None:
+    extra = (*APART, "trainer.save_freq=1")
+    with services_job.launch(
+        "lost", steps=STEPS, extra=extra, hosts=4, ranks=1, restarts=4, least=4
+    ) as run:
+        for done, host in enumerate("321", 1):
+            run.wait_for(lambda: run.metrics()[-1:] and run.metrics()[-1]["step"] >= done)  # noqa: B023
+            for process in _of_host(run, host):
+                process.kill()
+            run.wait_for(lambda: len(starts(run)) == done, within=SLOW)  # noqa: B023
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    for host in "123":
+        named = rf"rank {host} on host host{host} (is lost|has not been heard of|died)"
+        assert re.search(named, run.output()), run.output()[-8000:]
+    assert_same(run, one_host(), STEPS)
+
+
+def _of_host(run: Run, host: str) -> list[psutil.Process]:
+    """The processes of a host below its launcher."""
+    return [p for p in run.look() if p.name() != "sh" and host_of(p) == host]
