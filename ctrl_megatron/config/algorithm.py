@@ -146,7 +146,7 @@ class RolePlacement:
     `placement.auto: true`."""
 
     auto: bool = False
-    """Let the memory plan choose the ranks of these roles when the run starts, as ctrl-plan
+    """Let the memory plan choose the ranks of the models when the run starts, as ctrl-plan
     --placement does: one world where it fits, else the shortest step that fits."""
     gpu_memory: float | None = key(None, ABOVE_0, read=when(".auto", True))
     """Memory of a device that this plan counts with, in GiB; None for what the device has (a CPU's
@@ -163,6 +163,11 @@ class RolePlacement:
     hosts of the actor have the engines."""
     sandbox: Where = key((), read=_EMBEDDED)
     """Ranks whose hosts have a sandbox each; empty: the hosts of the actor."""
+
+    @property
+    def services_only(self) -> RolePlacement:
+        """The same with all models on one world."""
+        return RolePlacement(rollout=self.rollout, sandbox=self.sandbox)
 
 
 _APART = Condition(("placement.critic",), bool, "{0}=RANKS")

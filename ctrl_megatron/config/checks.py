@@ -19,7 +19,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
 from ctrl_megatron.config.keys import Condition, value_at_key
-from ctrl_megatron.config.placement import ROLES, SERVICES, separate_role_ranks
+from ctrl_megatron.config.placement import ROLES, separate_role_ranks
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
@@ -350,11 +350,11 @@ def _parallelism(config: Config) -> Iterator[str]:
             f"{_R}placement=dedicated"
         )
     placement = config.placement
-    given = _placed(config, *ROLES, *SERVICES)
+    given = _placed(config, *ROLES)
     if placement.auto and given:
         yield (
-            f"placement.auto=true chooses the ranks of all roles; leave {' and '.join(given)} out, "
-            "or placement.auto"
+            "placement.auto=true chooses the ranks of all models; leave "
+            f"{' and '.join(given)} out, or placement.auto"
         )
     if placement.auto and config.trainer.min_nnodes is not None:
         yield "placement.auto=true plans for one number of hosts; leave trainer.min_nnodes out"

@@ -149,13 +149,17 @@ def memory_budget(
             for pp in range(world.layout.pipeline)
         ]
         for world in worlds
+        if not world.serves
     }
     shared = _shared_by_ranks(config, shapes) if engine is not None else {}
-    hosts = [shared | _host(config, stages, host, engine) for host in range(trainer.nnodes)]
+    with_engines = world_of_role(worlds, "rollout")
+    hosts = [
+        shared | _host(config, stages, host, engine, with_engines) for host in range(trainer.nnodes)
+    ]
     number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
     return MemoryBudget(
         gpu_memory=gpu_memory,
-        phases=tuple(use for world in worlds for use in _fullest(world, stages[world])),
+        phases=tuple(use for world, of in stages.items() for use in _fullest(world, of)),
         engine=engine,
         proxy=proxy,
         host=hosts[number],
@@ -571,7 +575,11 @@ def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
 
 
 def _host(
-    config: Config, stages: Mapping[World, list[_Stage]], host: int, engine: EngineMemoryUse | None
+    config: Config,
+    stages: Mapping[World, list[_Stage]],
+    host: int,
+    engine: EngineMemoryUse | None,
+    with_engines: World,
 ) -> dict[str, int]:
     """Host memory of one host by item; its ranks are neighbours."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
@@ -589,10 +597,16 @@ def _host(
     if engine is None:
         return items
     shared = [stage for stage in here if stage.has_actor]
-    engine_gpus = family.rollout.n_gpus_per_node or len(shared)
-    items["engines"] = engine_gpus * _ENGINE_PROCESS
-    if config.has_proxy_engines:
-        items["proxy's engines"] = (family.proxy.engine.n_gpus_per_node or 0) * _ENGINE_PROCESS
+    if any(rank // each == host for rank in with_engines.ranks):
+        proxies = family.proxy.engine.n_gpus_per_node or 0 if config.has_proxy_engines else 0
+        own = each - proxies if with_engines.serves else len(shared)
+        engine_gpus = family.rollout.n_gpus_per_node or own
+        items["engines"] = engine_gpus * _ENGINE_PROCESS
+        items["proxy's engines"] = proxies * _ENGINE_PROCESS
+        same = config.trainer.critic_warmup or family.rollout.adapter_push
+        if same and family.rollout.engine_sleeps:
+            # The engine needs the same weights again, so it keeps them while it sleeps.
+            items["engines' weights asleep"] = engine_gpus * engine.weights
     if compute.param_offload:
         items["weights away"] = sum(
             state.parameters
@@ -604,8 +618,4 @@ def _host(
         items["optimizer away"] = sum(
             state.optimizer_bytes for stage in away for state in stage.trained.values()
         )
-    same = config.trainer.critic_warmup or family.rollout.adapter_push
-    if same and family.rollout.free_cache_engine:
-        # The engine needs the same weights again, so it keeps them while it sleeps.
-        items["engines' weights asleep"] = engine_gpus * engine.weights
-    return items
+    return {name: size for name, size in items.items() if size}

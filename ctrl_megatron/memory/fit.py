@@ -11,6 +11,7 @@ from ctrl_megatron.config.actor_rollout_ref import EngineConfig
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.memory.activations import Kernels
 from ctrl_megatron.memory.budget import RESERVE, MemoryBudget, format_gib, memory_budget
+from ctrl_megatron.memory.engine import CUDA_CONTEXT
 from ctrl_megatron.memory.shapes import ModelShapes
 
 Change = tuple[str, Any]
@@ -39,10 +40,13 @@ def phase_over_limit(config: Config, budget: MemoryBudget) -> str | None:
                 f"{engine.kv_cache_tokens} tokens beside weights {format_gib(engine.weights)}, a "
                 f"sequence of max_model_len needs {engine.longest}"
             )
-        if alone and engine.awake_bytes + engine.reload > budget.gpu_memory:
-            beside = engine.outside + engine.received + engine.reload
+        # On ranks of their own the rank has a context beside the engine's.
+        rank = CUDA_CONTEXT if config.placement.rollout else 0
+        needed = engine.awake_bytes + engine.reload + rank
+        if alone and needed > budget.gpu_memory:
+            beside = engine.outside + engine.received + engine.reload + rank
             return (
-                f"start: {name} needs {format_gib(engine.awake_bytes + engine.reload)} on a GPU of "
+                f"start: {name} needs {format_gib(needed)} on a GPU of "
                 f"its own, which has {format_gib(budget.gpu_memory)}: "
                 f"{prefix}gpu_memory_utilization of it and {format_gib(beside)} for "
                 "its context, buffers and arriving weights"

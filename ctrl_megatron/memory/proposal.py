@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 from ctrl_megatron.config import Config, check_world_size
-from ctrl_megatron.config.algorithm import RolePlacement
 from ctrl_megatron.config.placement import ROLES
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.memory.activations import Kernels
@@ -24,6 +23,7 @@ from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.layout import World, world_of_role, worlds_of
 
+_EVERY_ROLE = ("actor", "rollout", *ROLES)
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 GENERATION = 0.5
 """Share of a step of one world that generates, where nothing else is known."""
@@ -95,7 +95,7 @@ def step_flops(config: Config, shapes: ModelShapes, *, generation: float) -> Ste
         critic_update=passes(shapes.value, config.value_epochs, backward=True, head=False),
         actor_update=passes(shapes.actor, actor.ppo_epochs, backward=True),
     )
-    computed = sum(world_busy_flops(trainer, ("actor", *ROLES)))
+    computed = sum(world_busy_flops(trainer, _EVERY_ROLE))
     return replace(trainer, generate=computed * generation / (1 - generation))
 
 
@@ -111,18 +111,21 @@ def world_busy_flops(work: StepFlops, roles: tuple[str, ...]) -> tuple[float, fl
         before += work.reward_model
     if "critic" in roles:
         before, after = before + work.values, after + work.critic_update
-    return work.generate if "actor" in roles else 0.0, before, after
+    return work.generate if "rollout" in roles else 0.0, before, after
 
 
 def step_time_and_idle_shares(
-    work: StepFlops, worlds: tuple[World, ...]
+    work: StepFlops, worlds: tuple[World, ...], *, ahead: bool = False
 ) -> tuple[float, dict[str, float]]:
-    """(the time of a step in operations of one rank, world -> the share in which it waits)."""
+    """(the time of a step in operations of one rank, world -> the share in which it waits). Engines
+    on ranks of their own draw ``ahead`` of the training."""
     parts = {}
     for world in worlds:
-        roles = tuple(r for r in ("actor", *ROLES) if world_of_role(worlds, r) is world)
+        roles = tuple(r for r in _EVERY_ROLE if world_of_role(worlds, r) is world)
         parts[world.name] = [one / len(world.ranks) for one in world_busy_flops(work, roles)]
-    step = sum(map(max, zip(*parts.values(), strict=True)))
+    drawn, *trained = map(max, zip(*parts.values(), strict=True))
+    overlaps = ahead and world_of_role(worlds, "rollout").serves
+    step = max(drawn, sum(trained)) if overlaps else drawn + sum(trained)
     return step, {name: 1 - sum(own) / step for name, own in parts.items()}
 
 
@@ -140,10 +143,11 @@ def placement_candidates(
     """
     size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     work = step_flops(config, shapes, generation=generation)
-    whole = sum(world_busy_flops(work, ("actor", *ROLES))) / size
+    whole = sum(world_busy_flops(work, _EVERY_ROLE)) / size
     found: dict[tuple[tuple[int, ...], ...], PlacementCandidate] = {}
     for keys in _placements(config, size):
-        changed = with_changed_keys(config.replace_groups(placement=RolePlacement()), keys)
+        one_world = config.replace_groups(placement=config.placement.services_only)
+        changed = with_changed_keys(one_world, keys)
         try:
             check_world_size(changed, size)
             worlds = worlds_of(size, changed)
@@ -151,7 +155,8 @@ def placement_candidates(
         except UserError:
             # The layout or the batches do not divide over these ranks.
             continue
-        step, idle = step_time_and_idle_shares(work, worlds)
+        ahead = config.actor_rollout_ref.rollout.staleness > 0
+        step, idle = step_time_and_idle_shares(work, worlds, ahead=ahead)
         candidate = PlacementCandidate(
             keys=keys,
             worlds=worlds,
@@ -189,7 +194,8 @@ def with_auto_placement(
         config, shapes, gpu_memory=gpu_memory, generation=GENERATION, kernels=kernels
     )
     chosen = choose_placement(found)
-    chosen_config = with_changed_keys(config.replace_groups(placement=RolePlacement()), chosen.keys)
+    one_world = config.replace_groups(placement=config.placement.services_only)
+    chosen_config = with_changed_keys(one_world, chosen.keys)
     return chosen_config, proposal_table(found, chosen, generation=GENERATION)
 
 
