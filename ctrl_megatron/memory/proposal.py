@@ -235,7 +235,10 @@ def proposal_table(
         use = one.budget.fullest_phase.total / one.budget.gpu_memory
         mark = "" if one.fault is None else "  does not fit"
         lines.append(f"{one.step:>6.2f}  {use:>11.0%}  {worlds}{mark}")
-    keys = " ".join(f"'{key}'" for key in chosen.overrides) or "one world: leave placement out"
+    keys = (
+        " ".join(f"'{key}'" for key in chosen.overrides)
+        or "one world: leave the placement of models out"
+    )
     lines += [
         "",
         f"proposal: {keys}",

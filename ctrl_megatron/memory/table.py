@@ -41,7 +41,8 @@ def memory_table(config: Config, budget: MemoryBudget, *, proxy_is_unknown: str 
         lines.append(f"engine: {_cache(engine)}{received}")
     if budget.engine is not None and config.has_proxy_engines:
         gpus = config.actor_rollout_ref.proxy.engine.n_gpus_per_node or 0
-        where = f"proxy's engines: {gpus} more GPUs of each host"
+        more, of = ("", " with engines") if config.placement.rollout else ("more ", "")
+        where = f"proxy's engines: {gpus} {more}GPUs of each host{of}"
         if (proxy := budget.proxy) is not None:
             lines.append(f"{where}, {format_gib(proxy.awake_bytes)} of each; {_cache(proxy)}")
         else:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from forked_run import run_forked
 from launched_run import Job, Run
-from test_several_hosts import SLOW, can_make_hosts, host_of, starts
+from test_several_hosts import SLOW, can_make_hosts, host_of, network_of, starts
 
 pytestmark = [
     pytest.mark.timeout(1200),
@@ -84,16 +84,19 @@ def test_services_that_die_are_started_again_by_their_hosts(
     with services_job.launch(
         "restarted", steps=STEPS, extra=APART, hosts=4, ranks=1, preloaded=True
     ) as run:
-        for done, (host, words) in enumerate(
-            [("2", "rollout.server"), ("3", "sandbox"), ("2", "rollout.server")], 1
-        ):
+        killed = ((2, r"^engine|rollout\.server"), (3, r"^sandbox|ctrl_megatron\.sandbox"))
+        for done, (rank, pattern) in enumerate(killed, 1):
             run.wait_for_steps(done)
-            of_host = [p for p in run.look() if host_of(p) == host]
-            own = [p for p in of_host if words in " ".join((p.name(), *p.cmdline()))]
-            min(own, key=lambda p: p.create_time()).kill()
+            there = network_of(run.rank(rank))
+            # The oldest is the actor's engine, and the sandbox's service.
+            of_host = [(p.create_time(), p.pid, p) for p in run.look() if network_of(p) == there]
+            named = [(" ".join((p.name(), *p.cmdline()[1:])), p) for *_, p in sorted(of_host)]
+            found = [p for words, p in named if re.search(pattern, words)]
+            assert found, named
+            found[0].kill()
         assert run.ends(SLOW) == 0, run.output()[-8000:]
     assert_same(run, one_host(), STEPS)
-    assert run.output().count("is started again (restart") == 3
+    assert run.output().count("is started again (restart") == 2
     assert run.metrics()[-1]["metrics"]["engine/restarts"] >= 1
 
 
@@ -120,4 +123,5 @@ def test_a_run_goes_on_after_each_kind_of_host_was_lost(
 
 def _of_host(run: Run, host: str) -> list[psutil.Process]:
     """The processes of a host below its launcher."""
-    return [p for p in run.look() if p.name() != "sh" and host_of(p) == host]
+    below = (p for p in run.look() if p.name() != "sh" and host_of(p) == host)
+    return [p for p in below if "ctrl_megatron.commands.launcher" not in p.cmdline()]
