@@ -215,8 +215,7 @@ ABSENT: Mapping[str, str] = {
     _OPTIM + "total_training_steps": _WHOLE_RUN,
     "critic.optim.total_training_steps": _WHOLE_RUN,
     _ROLLOUT + "nnodes": (
-        "dedicated engines run on the trainer's hosts, with actor_rollout_ref.rollout."
-        "n_gpus_per_node GPUs on each"
+        "engines are on the hosts of the actor, or on those of placement.rollout={hosts: [...]}"
     ),
     _ROLLOUT + "mode": "the engine is a separate process and always answers asynchronously",
     "reward.compare_lax": "expected results never enter the process of a program",

@@ -101,6 +101,13 @@ def engine_devices(
         if engine_gpus is None:
             setting = "placement=dedicated" if role == "rollout" else "proxy.kind=engine"
             raise UserError(f"{setting} needs {key}, the GPUs of a host for them; set it")
+        if engine_gpus < 1:
+            raise UserError(
+                "the proxy's engines leave the actor's none of a host's GPUs",
+                key="placement.rollout",
+                remedy="name more ranks of a host, or lower actor_rollout_ref.proxy.engine."
+                "n_gpus_per_node",
+            )
         if taken + engine_gpus > visible:
             raise UserError(
                 f"{key}={engine_gpus} GPUs for dedicated engines beside {taken} "

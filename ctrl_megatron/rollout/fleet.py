@@ -362,6 +362,8 @@ class Services:
         for keeper in (self._sandbox_keeper, *self._keepers.values()):
             if keeper is not None:
                 keeper.stop()
+        for led in self._led.values():
+            self._probes.run_before_close(led.close())
         self._probes.close()
 
 

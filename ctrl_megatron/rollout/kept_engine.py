@@ -63,6 +63,7 @@ class LedEngine:
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine, self._process = engine, ""
+        self.close = engine.close
         self.restarts = 0
         """Restarts of the run."""
         self.fresh = False

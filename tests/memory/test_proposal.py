@@ -149,3 +149,15 @@ def test_auto_excludes_what_it_decides(keys: tuple[str, ...], said: str) -> None
         load_config(None, [*PPO, kl, "placement.auto=true", *keys], "none")
     with pytest.raises(ValueError, match=r"placement.gpu_memory"):
         load_config(None, ["placement.gpu_memory=3"], "none")
+
+
+def test_engines_of_their_own_draw_while_the_others_train() -> None:
+    worlds = (world(2, "actor"), world(1, "rollout", "sandbox"), world(2, "critic"))
+    # 8 drawn by one rank; then 2 and 3 by the actor's two ranks.
+    step, idle = step_time_and_idle_shares(WORK, worlds)
+    assert step == pytest.approx(8 + 2 + 3) and idle["rollout"] == pytest.approx(5 / 13)
+    step, idle = step_time_and_idle_shares(WORK, worlds, ahead=True)
+    assert step == pytest.approx(8) and idle["rollout"] == pytest.approx(0)
+    assert idle["actor"] == pytest.approx(3 / 8)
+    # Engines on the actor's ranks can do nothing ahead.
+    assert step_time_and_idle_shares(WORK, (world(4, "actor"),), ahead=True)[0] == 26 / 4
