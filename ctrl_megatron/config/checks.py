@@ -406,13 +406,6 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
             f"{_A}compute.recompute_granularity=selective is not possible with {key}, which "
             "recomputes whole layers; set it to full, or leave it out"
         )
-    size, each = family.actor.fsdp_config.fsdp_size, config.trainer.n_gpus_per_node
-    if config.trainer.nnodes > 1 and (size == -1 or each % size):
-        yield (
-            f"{_A}fsdp_config.fsdp_size={size} spreads a copy of the weights over several hosts, "
-            "each of which fills its own engines and files; set it to "
-            f"trainer.n_gpus_per_node={each} or a divisor of that"
-        )
     rollout = family.rollout
     if purpose == "sft":
         return

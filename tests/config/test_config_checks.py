@@ -472,7 +472,6 @@ def test_adapters_go_as_wholes(transport: str) -> None:
         (MEGATRON + "recompute_granularity=selective", ["whole layers", "set it to full"]),
         (MEGATRON + "tensor_model_parallel_size=2", ["is not read with", "strategy=megatron"]),
         (MEGATRON + "moe_z_loss_coeff=0.1", ["is not read with", "strategy=megatron"]),
-        ("trainer.nnodes=2", ["fsdp_size=-1 spreads a copy", "trainer.n_gpus_per_node="]),
         (ROLLOUT + "name=diffusion", ["no masked-diffusion models"]),
         (ROLLOUT + "weight_transport=shards", ["use shared_memory"]),
         (ROLLOUT + "quantization=fp8", ["leave", "quantization out"]),

@@ -46,6 +46,8 @@ SHARDS = (
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
 )
+# All ranks of both hosts share one copy.
+SPREAD = ("actor_rollout_ref.actor.strategy=fsdp",)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,9 @@ SHARDS = (
         (STAGES, 2, {"engine.log", "engine.1.log", "engine.2.log", "engine.3.log"}),
         pytest.param(COPIES, 1, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
         pytest.param(SHARDS, 2, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
+        pytest.param(SPREAD, 2, {"engine.log", "engine.1.log"}, marks=pytest.mark.long),
     ],
-    ids=["stages", "copies", "shards"],
+    ids=["stages", "copies", "shards", "spread"],
 )
 def test_engines_follow_a_trainer_that_is_spread_over_hosts(
     job: Job, extra: tuple[str, ...], ranks: int, engines: set[str]
@@ -78,6 +81,21 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
         assert metrics["perf/engine_balance"] > 0.0
         assert "sandbox/isolation" in metrics
     assert {path.name for path in run.folder.glob("engine*.log")} == engines
+
+
+@pytest.mark.long
+def test_fsdp_on_two_hosts_is_that_of_one_and_resumes_there(job: Job) -> None:
+    four, saving = (*SPREAD, "trainer.n_gpus_per_node=4"), ("trainer.save_freq=1",)
+    two = (*SPREAD, "trainer.nnodes=2", "trainer.n_gpus_per_node=2", *saving)
+    with job.launch("fsdp_on_one_host", steps=2, extra=four, ranks=4, preloaded=True) as whole:
+        assert whole.ends(SLOW) == 0, whole.output()[-8000:]
+    name = "fsdp_moves"
+    with job.launch(name, steps=1, extra=two, hosts=2, ranks=2, preloaded=True) as run:
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    with job.launch(name, steps=2, extra=(*four, *saving), ranks=4, preloaded=True) as run:
+        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    assert starts(run) == [1] and [record["step"] for record in run.metrics()] == [1, 2]
+    assert_same_steps(run, whole)
 
 
 # One engine of two workers, one on each host.
