@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HOME = Path("examples/study_smollm2")
@@ -11,6 +11,8 @@ CONFIG, KEPT = HOME / "mutants.yaml", HOME / "transcripts"
 RUNS, MODEL = Path("runs/study"), Path("runs/models/smollm2")
 DATA, TASKS, REAL = RUNS / "data", RUNS / "tasks", RUNS / "real"
 """Rows made from mutants, rows of other tasks, and rows made from programs of people and models."""
+TEACHER = RUNS / "teacher"
+"""A critic that was fine-tuned with the lines that repair a program in its prompt, and its rows."""
 SEEDS = (1, 2, 3)
 STEPS = 10
 """Steps of RL, and of the control: further fine-tuning instead."""
@@ -134,6 +136,8 @@ class Arm:
     tests: Sequence[TestSet] = (UNSEEN_MUTANTS,)
     proxies: Sequence[Proxy] = ()
     """Further proxies with which it is measured, on unseen mutants."""
+    taught: bool = False
+    """Whether ``TEACHER`` is a part of its settings."""
     rounds: bool = False
     """Whether it is measured over several rounds, on unseen mutants."""
 
@@ -296,7 +300,50 @@ _REAL = (
         tests=(HUMAN_FAULTS, UNSEEN_MUTANTS),
     ),
 )
-ARMS = {arm.name: arm for arm in (*_FIRST, *_REAL, *_ALGORITHMS, *_OTHER_TRAINING)}
+# Trained on mutants and on programs of models, with and without a teacher (docs/distillation.md).
+_DISTIL, _BOTH = "algorithm.distillation", "SFT on mutants and models' programs"
+# With 0.5 and more the teacher outweighs the reward (docs/experiments/learning.md).
+_WEIGHT = f"{_DISTIL}.coef=0.1"
+_REINFORCED = Arm(
+    name="the same + GRPO on both",
+    run="both_grpo",
+    settings=_GRPO,
+    files=(DATA / "rl.parquet", REAL / "rl.parquet"),
+    proxy=TUNED_ON_MODELS,
+    start="both_sft",
+    base=_BOTH,
+    tests=(HUMAN_FAULTS, MODEL_FAULTS, UNSEEN_MUTANTS),
+)
+_DISTILLED = (
+    Arm(
+        name=_BOTH,
+        run="both_sft",
+        files=(DATA / "critic_sft.parquet", REAL / "critic_sft.parquet"),
+        reinforced=False,
+        start=None,
+        steps=36,
+        tests=_REINFORCED.tests,
+    ),
+    _REINFORCED,
+    replace(
+        _REINFORCED,
+        name="the same + GRPO + the critic itself with hints",
+        run="both_own",
+        settings=(*_GRPO, f"{_DISTIL}.teacher=policy", f"{_DISTIL}.hint=both", _WEIGHT),
+    ),
+    replace(
+        _REINFORCED,
+        name="the same + GRPO + a teacher with hints",
+        run="both_taught",
+        settings=(
+            *(*_GRPO, f"{_DISTIL}.teacher=reference", f"{_DISTIL}.hint=diff"),
+            *(f"{_DISTIL}.divergence=forward_kl", _WEIGHT),
+            *(f"actor_rollout_ref.ref.model.path={TEACHER / 'hf'}", f"{_LOSS}.use_kl_loss=false"),
+        ),
+        taught=True,
+    ),
+)
+ARMS = {arm.name: arm for arm in (*_FIRST, *_REAL, *_DISTILLED, *_ALGORITHMS, *_OTHER_TRAINING)}
 """All trained arms by name, in the order of the tables; a base comes before what it is compared
 with."""
 CURVES = tuple(arm.name for arm in (*_FIRST, *_ALGORITHMS) if arm.reinforced)

@@ -51,6 +51,8 @@ from examples.study_smollm2.real_faults import (
     known_faults,
     mutants_of,
     read_programs,
+    right_programs,
+    with_nearest_reference,
     with_references,
 )
 
@@ -149,9 +151,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     of_test = with_references([*references, *models])
     low = options.highest_pass_rate
-    mutated = [attempt_row(m, problems[m.problem_id]) for m in mutants]
+    # Hints of a teacher are about programs that are as near as possible.
+    known = right_programs(mbpp)
+    mutated = [
+        attempt_row(m, with_nearest_reference(problems[m.problem_id], m.code, known))
+        for m in mutants
+    ]
     rows = {
-        "rl": [row_of_attempt(a) for a in _wrong(mbpp) if (a.pass_rate or 0.0) <= low],
+        "rl": [
+            row_of_attempt(replace(a, problem=with_nearest_reference(a.problem, code_of(a), known)))
+            for a in _wrong(mbpp)
+            if (a.pass_rate or 0.0) <= low
+        ],
         "rl_mutants": [row for row in mutated if (row.pass_rate or 0.0) <= low],
         **{
             name: [attempt_row(m, of_test[m.problem_id]) for m in found]

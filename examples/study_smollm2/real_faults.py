@@ -13,6 +13,7 @@ import ast
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -196,6 +197,27 @@ def with_references(judged: Iterable[Attempt]) -> dict[str, Problem]:
     return found
 
 
+def right_programs(judged: Iterable[Attempt]) -> dict[str, list[str]]:
+    """Problem id -> its right programs."""
+    found: dict[str, list[str]] = {}
+    for attempt in judged:
+        if attempt.pass_rate == 1:
+            found.setdefault(attempt.problem.id, []).append(code_of(attempt))
+    return found
+
+
+def with_nearest_reference(
+    problem: Problem, code: str, known: Mapping[str, Sequence[str]]
+) -> Problem:
+    """The problem with that one of its ``known`` right programs as the reference which is most like
+    ``code``; without one where none is known."""
+
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, code, other, autojunk=False).ratio()
+
+    return replace(problem, reference=max(known.get(problem.id, [""]), key=likeness))
+
+
 def known_faults(
     wrong: Sequence[Attempt],
     right: Iterable[Attempt],
@@ -205,9 +227,7 @@ def known_faults(
     """The wrong programs that one edit turns into a right program of the same problem, with the
     smallest such edit (``smallest_edit``).
     """
-    of_problem: dict[str, list[str]] = {}
-    for attempt in right:
-        of_problem.setdefault(attempt.problem.id, []).append(code_of(attempt))
+    of_problem = right_programs(right)
     found = []
     for attempt in wrong:
         code = code_of(attempt)

@@ -45,6 +45,7 @@ from examples.study_smollm2.plan import (
     SAMPLES,
     SEEDS,
     TASKS,
+    TEACHER,
     TESTED,
     TESTS,
     UNSEEN_MUTANTS,
@@ -155,6 +156,12 @@ def _add_inputs(every: _Pieces, solutions: Path, humanevalpack: Path) -> None:
     real += ["--tokenizer", str(MODEL), "--test-size", str(TESTED)]
     given = (solutions, humanevalpack)
     every.add("data.real", REAL / "bland.jsonl", lambda: _run(real), "model.smollm2", given=given)
+    rows, told = TEACHER / "sft.parquet", (DATA / "critic_sft.parquet", REAL / "critic_sft.parquet")
+    every.add("data.teacher", rows, lambda: _teacher_rows(told, rows), "data", "data.real")
+    learned = _sft("teacher", MODEL, SEEDS[0], (rows,), 36)
+    learned += ["sft.max_length=768"]
+    needs = "model.smollm2", "data.teacher"
+    every.add("teacher", TEACHER / "hf" / _WEIGHTS, lambda: _run(learned), *needs)
     for proxy in (proxy for proxy in PROXIES if proxy.files):
         words = _sft(proxy.piece, MODEL, SEEDS[0], proxy.files, proxy.steps)
         needs = "model.smollm2", *map(_maker_of, proxy.files)
@@ -174,7 +181,7 @@ def _add_run(every: _Pieces, arm: Arm, seed: int) -> None:
         words = _sft(run, _start(arm, seed), arm.seed_of(seed), arm.files, arm.steps)
     else:
         words = _rl(arm, seed)
-        needs.append(arm.proxy.piece)
+        needs += [arm.proxy.piece, *(["teacher"] if arm.taught else [])]
     every.add(run, model_of(arm, seed) / _WEIGHTS, lambda: _run(words), *needs)
     if arm.reinforced:
         curve = curve_file(KEPT, arm.run, seed)
@@ -290,6 +297,29 @@ def _task_rows(mutants: Sequence[str]) -> None:
     for task in ("judging", "solving"):
         words = [_PYTHON, "tools/make_task_rows.py", "--rows", str(_TASK_ROWS / "rl.parquet")]
         _run([*words, "--task", task, "--out", str(TASKS / f"{task}.parquet")])
+
+
+def _teacher_rows(told: Sequence[Path], product: Path) -> None:
+    """Write the critiques of the fine-tuning files ``told`` behind prompts with the lines that
+    repair the program."""
+    from ctrl_megatron.prompts import hint_messages
+    from ctrl_megatron.sft.examples import SftExample, read_examples, write_examples
+    from ctrl_megatron.steps.teaching import hint_of_row
+
+    said = {example.id: example.response for example in read_examples(list(map(str, told)))}
+    rows = read_rows([str(DATA / "rl.parquet"), str(REAL / "rl_all_mutants.parquet")])
+    examples = [
+        SftExample(
+            id=row.id,
+            prompt=tuple(hint_messages(row.attempt().problem, row.solution, hint)),
+            response=said[row.id],
+        )
+        for row in rows
+        if row.id in said and (hint := hint_of_row("diff", row, None))
+    ]
+    product.parent.mkdir(parents=True, exist_ok=True)
+    write_examples(product, examples)
+    print(f"{product}: {len(examples)} examples")
 
 
 def _feedback(test: TestSet, product: Path) -> None:
