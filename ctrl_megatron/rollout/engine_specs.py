@@ -53,8 +53,8 @@ def engine_placement(
         else hosts.ranks_on(hosts.of_rank[first])
         for first in firsts
     ]
-    proxies = config.actor_rollout_ref.proxy.engine.n_gpus_per_node or 0
-    proxies *= config.has_proxy_engines
+    own_proxy = config.actor_rollout_ref.proxy.engine if config.has_proxy_engines else None
+    proxies = (own_proxy.n_gpus_per_node or 0) if own_proxy else 0
 
     def placed(
         role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
