@@ -145,8 +145,9 @@ def placement_candidates(
     work = step_flops(config, shapes, generation=generation)
     whole = sum(world_busy_flops(work, _EVERY_ROLE)) / size
     found: dict[tuple[tuple[int, ...], ...], PlacementCandidate] = {}
+    one_world = config.replace_groups(placement=config.placement.services_only)
+    ahead = config.actor_rollout_ref.rollout.staleness > 0
     for keys in _placements(config, size):
-        one_world = config.replace_groups(placement=config.placement.services_only)
         changed = with_changed_keys(one_world, keys)
         try:
             check_world_size(changed, size)
@@ -155,7 +156,6 @@ def placement_candidates(
         except UserError:
             # The layout or the batches do not divide over these ranks.
             continue
-        ahead = config.actor_rollout_ref.rollout.staleness > 0
         step, idle = step_time_and_idle_shares(work, worlds, ahead=ahead)
         candidate = PlacementCandidate(
             keys=keys,

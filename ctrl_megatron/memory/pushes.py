@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.models.shape import AnyShape, ModelShape
-from ctrl_megatron.parallel.hosts import Hosts
+from ctrl_megatron.parallel.hosts import hosts_from_identities
 from ctrl_megatron.parallel.layout import worlds_of
 from ctrl_megatron.resharding.plan import (
     PushPlan,
@@ -13,7 +13,7 @@ from ctrl_megatron.resharding.plan import (
     workers_as_receivers,
 )
 from ctrl_megatron.resharding.schedule import IN_FLIGHT
-from ctrl_megatron.rollout.engine_specs import engine_placement
+from ctrl_megatron.rollout.engine_specs import engine_placement, led_placement
 from ctrl_megatron.rollout.transports.nccl import SLOTS
 
 
@@ -23,15 +23,11 @@ def push_plan(config: Config, shape: AnyShape) -> PushPlan:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     each, tensor = trainer.n_gpus_per_node, rollout.tensor_model_parallel_size
     worlds = worlds_of(trainer.nnodes * each, config)
-    every = Hosts(
-        names=tuple(map(str, range(trainer.nnodes))),
-        of_rank=tuple(rank // each for rank in range(trainer.nnodes * each)),
-    )
+    every = hosts_from_identities([(str(n // each), None) for n in range(trainer.nnodes * each)])
     visible = each + config.engine_gpus_per_node
     placement = engine_placement(config, every, worlds, visible=visible).of_role("rollout")
+    placement = led_placement(placement, every, worlds)
     world, host_of_rank = worlds[0], every.restricted_to_ranks(worlds[0].ranks).of_rank
-    if config.placement.rollout:
-        placement = placement.led_from(max(host_of_rank) + 1)
     takers, hosts = workers_as_receivers(placement, host_of_rank)
     if rollout.placement == "colocated":
         takers, hosts = receiving_ranks_of_engines(placement, host_of_rank)

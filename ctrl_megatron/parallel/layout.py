@@ -291,7 +291,9 @@ class World:
     @property
     def serves(self) -> bool:
         """Whether its ranks have no model: they start engines or sandboxes only."""
-        return {*self.roles} <= {"rollout", "sandbox"}
+        from ctrl_megatron.config.placement import SERVICES
+
+        return {*self.roles} <= {*SERVICES}
 
 
 def layout_for(world_size: int, actor: Actor) -> Layout:

@@ -129,6 +129,13 @@ class Buckets:
             messages.append(lines)
         return copied, messages
 
+    @cached_property
+    def scattered(self) -> bool:
+        """Whether an engine's workers take their parts on several hosts, so that the memory of none
+        has whole tensors."""
+        of_rank = self._groups.hosts.of_rank
+        return any(len({of_rank[taker] for taker in own}) > 1 for own in self.plan.takers)
+
     @property
     def max_bucket_bytes(self) -> int:
         """Bytes of memory in which every bucket has room as whole tensors."""
@@ -326,10 +333,6 @@ class HostExchange:
 
     def __init__(self, buckets: Buckets, groups: ProcessGroups, memory: BucketMemory) -> None:
         self._buckets, self._groups, self._memory = buckets, groups, memory
-        of_rank = groups.hosts.of_rank
-        takers = buckets.plan.takers
-        self._scattered = any(len({of_rank[taker] for taker in own}) > 1 for own in takers)
-        """Whether no host has all parts of an engine on several hosts."""
         self._here, self._lines = buckets.routes
         self._messages: dict[int, dict[Line, torch.Tensor]] = {}
         self._arriving: dict[int, list[_Arrival]] = {}
@@ -400,7 +403,7 @@ class HostExchange:
         """The bucket; its tensors are those of one engine of this host, where all of its workers
         are here."""
         chunk = self._memory.chunk(number)
-        if self._scattered:
+        if self._buckets.scattered:
             return ReadableBucket(chunk=chunk, unseen=True)
         return ReadableBucket(chunk=chunk, tensors=self._memory.tensors(number))
 

@@ -53,8 +53,8 @@ def engine_placement(
         else hosts.ranks_on(hosts.of_rank[first])
         for first in firsts
     ]
-    own_proxy = config.actor_rollout_ref.proxy.engine if config.has_proxy_engines else None
-    proxies = (own_proxy.n_gpus_per_node or 0) if own_proxy else 0
+    proxy = config.actor_rollout_ref.proxy.engine
+    proxies = proxy.n_gpus_per_node or 0 if config.has_proxy_engines else 0
 
     def placed(
         role: EngineRole, taken: Sequence[int], placement: EnginePlacement, first: int
@@ -84,8 +84,16 @@ def engine_placement(
             count + sum(len(e.devices_on(host)) for e in actors.engines_on(host))
             for host, count in enumerate(taken)
         ]
-    own = placed("proxy", taken, "dedicated", len(actors.engines))
-    return Placement(engines=actors.engines + own.engines)
+    others = placed("proxy", taken, "dedicated", len(actors.engines))
+    return Placement(engines=actors.engines + others.engines)
+
+
+def led_placement(placement: Placement, hosts: Hosts, worlds: Sequence[World]) -> Placement:
+    """The engines of ``engine_placement`` on the hosts of the actor's world, which send them
+    weights. Pure."""
+    if world_of_role(worlds, "rollout") is worlds[0]:
+        return placement
+    return placement.led_from(len(hosts.restricted_to_ranks(worlds[0].ranks).names))
 
 
 def allocate_engine_rendezvous(

@@ -37,6 +37,7 @@ from ctrl_megatron.rollout.engine_specs import (
     engine_config,
     engine_placement,
     engine_spec,
+    led_placement,
     max_sequences,
 )
 from ctrl_megatron.rollout.kept_engine import EngineProbe, EngineService, LedEngine
@@ -85,11 +86,8 @@ class Services:
         hosts = joined.everyone.hosts
         self._started = engine_placement(config, hosts, worlds, visible=visible)
         """The engines on the hosts of their world."""
-        self.placement = self._started
+        self.placement = led_placement(self._started, hosts, worlds)
         """The engines on the hosts of the actor's world, which send them weights."""
-        if not self._is_in_world_of("rollout", worlds[0]):
-            leading = hosts.restricted_to_ranks(worlds[0].ranks)
-            self.placement = self._started.led_from(len(leading.names))
         self._led: dict[int, LedEngine] = {}
         """The engines of other worlds to which this rank sends weights."""
         self._engines: dict[int, EngineProcess] = {}
@@ -105,14 +103,9 @@ class Services:
         self.sandbox_token: str | None = None
         """The token that the run's own sandboxes require; None where it has none."""
 
-    def _is_in_world_of(self, role: str, world: World | None = None) -> bool:
-        """Whether a world, by default this rank's, has the engines or the sandboxes."""
-        return world_of_role(self._worlds, role) is (world or self._world)
-
-    @property
-    def _is_led_from_here(self) -> bool:
-        """Whether this rank's world sends weights to engines of another one."""
-        return self._world is self._worlds[0] and not self._is_in_world_of("rollout")
+    def _has(self, role: str) -> bool:
+        """Whether this rank's world has the engines or the sandboxes."""
+        return world_of_role(self._worlds, role) is self._world
 
     def start(self) -> None:
         """Start what belongs to this rank. Collective over all ranks of the run."""
@@ -122,9 +115,9 @@ class Services:
         )
         if own_sandbox:
             self.sandbox_token = self._everyone.broadcast_from_first(secrets.token_hex(32))
-        if self._is_in_world_of("rollout"):
+        if self._has("rollout"):
             self._start_engines()
-        if own_sandbox and self._is_in_world_of("sandbox") and groups.is_first_of_host:
+        if own_sandbox and self._has("sandbox") and groups.is_first_of_host:
             # The sandbox ends with the thread that starts it, so the main thread starts it.
             self._sandbox = SandboxService(self._start_sandbox)
             self._sandbox_keeper = self._kept(self._sandbox)
@@ -203,7 +196,8 @@ class Services:
         mine = everyone.hosts.first_rank(everyone.host_index)
         boxes = [endpoint for _, endpoint in everywhere[mine:] + everywhere[:mine] if endpoint]
         self.sandbox_endpoint = self.sandbox_endpoint or ",".join(boxes)
-        if self._is_led_from_here and self._groups.is_first_of_host:
+        leads = self._world is self._worlds[0] and not self._has("rollout")
+        if leads and self._groups.is_first_of_host:
             led = self.placement.of_role("rollout").engines_served_by(self._groups.host_index)
             self._led = {e.number: LedEngine(RemoteEngine(self._addresses[e.number])) for e in led}
             self._probes.run(self._look_at_led())

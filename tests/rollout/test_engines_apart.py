@@ -11,7 +11,7 @@ import pytest
 
 from ctrl_megatron.config import Config, check_world_size, load_config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.parallel.hosts import Hosts
+from ctrl_megatron.parallel.hosts import Hosts, hosts_from_identities
 from ctrl_megatron.parallel.layout import world_of_role, worlds_of
 from ctrl_megatron.rollout.engine import EngineDied
 from ctrl_megatron.rollout.engine_specs import engine_placement
@@ -29,8 +29,7 @@ def configured(*overrides: str) -> Config:
 
 
 def hosts_of(each: int, count: int) -> Hosts:
-    of_rank = tuple(rank // each for rank in range(each * count))
-    return Hosts(names=tuple(map(str, range(count))), of_rank=of_rank)
+    return hosts_from_identities([(str(rank // each), None) for rank in range(each * count)])
 
 
 def test_engines_have_the_devices_of_their_ranks_and_the_trainers_hosts_lead_them() -> None:

@@ -138,8 +138,6 @@ class SharedMemorySender:
         self._kept: tuple[WeightSource, HostSegments] | None = None
         self._complete = False
         """Whether all segments of ``_kept`` are filled."""
-        self._scattered = False
-        """Whether these have no whole tensors, because workers of an engine are on other hosts."""
         self._pids = frozenset(groups.gather_from_host(os.getpid()).values())
 
     @contextmanager
@@ -156,7 +154,7 @@ class SharedMemorySender:
         with segments.published_segments(buckets.max_bucket_bytes) as named:
             memory = self._memory(source, buckets, segments, named)
             if source.kept and self._complete:
-                yield (self._kept_bucket(memory, number) for number in range(len(buckets.parts)))
+                yield (_kept(buckets, memory, number) for number in range(len(buckets.parts)))
                 return
             yield self._filled(
                 source, push_through_host(buckets, self.groups, memory, wait_until_read)
@@ -165,15 +163,8 @@ class SharedMemorySender:
     def _filled(
         self, source: WeightSource, sent: Iterator[ReadableBucket]
     ) -> Iterator[ReadableBucket]:
-        for bucket in sent:
-            self._scattered = self._scattered or (source.kept and bucket.unseen)
-            yield bucket
+        yield from sent
         self._complete = self._complete or source.kept
-
-    def _kept_bucket(self, memory: HostBuckets, number: int) -> ReadableBucket:
-        tensors = () if self._scattered else memory.tensors(number)
-        chunk = memory.chunk(number)
-        return ReadableBucket(chunk=chunk, tensors=tensors, unseen=self._scattered, kept=True)
 
     def _planned(self, source: WeightSource) -> Buckets:
         if not self.parts:
@@ -194,7 +185,7 @@ class SharedMemorySender:
         if self._kept is None or self._kept[0] is not source:
             count = len(buckets.parts) * workers
             self._kept = source, HostSegments(self.groups, count, sparse=True)
-            self._complete = self._scattered = False
+            self._complete = False
         return self._kept[1]
 
     def _memory(
@@ -235,6 +226,12 @@ class SharedMemorySender:
     def close(self) -> None:
         """Remove the names that ranks of this host have left in /dev/shm."""
         remove_segments(self._pids.__contains__)
+
+
+def _kept(buckets: Buckets, memory: HostBuckets, number: int) -> ReadableBucket:
+    unseen, chunk = buckets.scattered, memory.chunk(number)
+    tensors = () if unseen else memory.tensors(number)
+    return ReadableBucket(chunk=chunk, tensors=tensors, unseen=unseen, kept=True)
 
 
 def segment_names(count: int) -> list[str]:
