@@ -35,7 +35,8 @@ def test_every_piece_makes_its_own_product(monkeypatch: pytest.MonkeyPatch) -> N
     def record(*given: object) -> None:
         done.extend(str(one) for one in given)
 
-    for name in ("_run", "_measure", "_judge_public", "_feedback", "_keep_curve", "_task_rows"):
+    makers = "_run", "_measure", "_judge_public", "_feedback", "_keep_curve"
+    for name in (*makers, "_task_rows", "_teacher_rows"):
         monkeypatch.setattr(study, name, record)
     for name, piece in study.pieces().items():
         done.clear()
