@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ctrl_megatron.config import KEYS, Config
-from ctrl_megatron.config.foreign import ABSENT, RENAMED
+from ctrl_megatron.config.foreign import FOREIGN
 from ctrl_megatron.config.keys import Key
 
 TARGET = ROOT / "docs/configuration.md"
@@ -88,10 +88,11 @@ _SFT, _BY_SFT = "SFT", "by fine-tuning too"
 _FOREIGN = """## Keys of other trainers
 
 Keys of CTRL, siiRL, verl and DiffuCoder that do not exist here. Each is refused with its name
-here, or with an explanation.
+here, or with an explanation, unless [`config_format`](coming_from.md#their-files-as-they-are) names
+the trainer whose keys they are; the last column says what becomes of a key then.
 
-| key | here |
-|---|---|
+| key | here | with `config_format` |
+|---|---|---|
 """
 
 
@@ -184,8 +185,10 @@ def _reading(keys: list[Key]) -> tuple[list[str], dict[str, str]]:
 
 def foreign_table() -> str:
     """The table of keys of other trainers."""
-    rows = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
-    rows += [f"| `{old}` | none: {instead} |" for old, instead in ABSENT.items()]
+    rows = [
+        f"| `{name}` | {f'`{key.here}`' if key.here else f'none: {key.reason}'} | {key.fate} |"
+        for name, key in FOREIGN.items()
+    ]
     return _FOREIGN + "\n".join(rows) + "\n"
 
 

@@ -79,6 +79,7 @@ from ctrl_megatron.algorithms.value_loss import (
     explained_variance_sums,
     value_loss_terms,
 )
+from ctrl_megatron.config.algorithm import AdvantageEstimator
 
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     name

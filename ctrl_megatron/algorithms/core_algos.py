@@ -127,7 +127,7 @@ def compute_policy_loss(
     cliprange: float,
     cliprange_low: float | None = None,
     cliprange_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    clip_ratio_c: float | None = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> LossScalars:
     """``compute_policy_loss_vanilla`` with its options as arguments."""

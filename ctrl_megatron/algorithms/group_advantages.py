@@ -124,15 +124,24 @@ def compute_grpo_passk_outcome_advantage(
 @register_adv_est("rloo")
 @torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: GroupIndex
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    norm_by_std: bool = False,
+    epsilon: float = 1e-4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """score - (sum of the group's scores - score) / (k - 1) on every token of the row.
 
     k counts the rows of the group that have tokens. Source: Ahmadian et al., arXiv 2402.14740.
+    ``norm_by_std`` divides by (unbiased std of the group + ``epsilon``), as DiffuCoder's trainer
+    can (arXiv 2506.20639).
     """
     group = GroupedScores(token_level_rewards, response_mask, index)
     others = group.sum(group.scores) - group.scores
-    found = group.broadcast_to_tokens(group.scores - others / (group.count - 1))
+    advantages = group.scores - others / (group.count - 1)
+    if norm_by_std:
+        advantages = advantages / (group.std() + epsilon)
+    found = group.broadcast_to_tokens(advantages)
     return found, found
 
 

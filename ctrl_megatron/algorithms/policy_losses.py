@@ -82,10 +82,11 @@ def vanilla_terms(
     """PPO's clipped surrogate max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 at most -A c.
 
     Sources: PPO arXiv 1707.06347 equation 7; the dual clip by c = ``clip_ratio_c`` arXiv 1912.09729
-    equation 5; asymmetric range DAPO arXiv 2503.14476 section 3.1. Raises ValueError for a c of at
-    most 1.
+    equation 5, which None leaves out; asymmetric range DAPO arXiv 2503.14476 section 3.1. Raises
+    ValueError for a c of at most 1.
     """
     (low, high), c = clip_range(config), config.clip_ratio_c
+    c = math.inf if c is None else c
     if not c > 1:
         raise ValueError(f"clip_ratio_c must be greater than 1, got {c}")
     log_ratio = zero_outside_mask(log_prob - old_log_prob, response_mask)
@@ -93,13 +94,12 @@ def vanilla_terms(
     ratio = clamped_ratio(log_ratio)
     plain, clipped = -gains * ratio, -gains * ratio.clamp(1 - low, 1 + high)
     surrogate = torch.maximum(plain, clipped)
-    bound = -gains * c
-    loss = torch.where(gains < 0, torch.minimum(surrogate, bound), surrogate)
+    bound = torch.where(gains < 0, -gains * c, math.inf)
     return policy_loss_terms(
-        apply_is_weights(loss, rollout_is_weights, response_mask),
+        apply_is_weights(torch.minimum(surrogate, bound), rollout_is_weights, response_mask),
         log_ratio,
         clipped > plain,
-        (surrogate > bound) & (gains < 0),
+        surrogate > bound,
     )
 
 

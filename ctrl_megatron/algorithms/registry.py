@@ -52,6 +52,13 @@ class Registry(Generic[E]):
             raise ValueError(f"unknown {self._kind} {key!r}{hint} known: {', '.join(self)}")
         return self._entries[key]
 
+    def __getitem__(self, name: str | Enum) -> E:
+        """``get`` as a mapping has it: KeyError for an unknown name."""
+        try:
+            return self.get(name)
+        except ValueError as error:
+            raise KeyError(str(error)) from None
+
     def __contains__(self, name: str | Enum) -> bool:
         return registry_name(name) in self._entries
 

@@ -13,7 +13,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctrl_megatron.commands.hub import SHAPE_FILES, with_hub_models
-from ctrl_megatron.commands.start import CommandParser, command_entry_point
+from ctrl_megatron.commands.start import (
+    CommandParser,
+    add_config_arguments,
+    command_entry_point,
+    config_overrides,
+)
 from ctrl_megatron.config import Config, Purpose, check_world_size, load_config
 from ctrl_megatron.config.elastic import max_fitting_hosts
 from ctrl_megatron.config.flags import count_flag, existing_file, float_flag
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 it fits, 2 wrong input or it does not fit."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
+    add_config_arguments(parser)
     parser.add_argument("--nodes", type=count_flag(), help="machines; defaults to trainer.nnodes")
     parser.add_argument(
         "--gpus-per-node",
@@ -85,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", help="key=value, e.g. trainer.nnodes=4")
     options = parser.parse_args(arguments)
-    overrides = list(options.overrides)
+    overrides = config_overrides(options)
     if options.nodes is not None:
         overrides.append(f"trainer.nnodes={options.nodes}")
     config, purpose = load_config(options.config, overrides, options.purpose), options.purpose

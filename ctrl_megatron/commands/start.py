@@ -8,6 +8,7 @@ its traceback once: the launcher ends the ranks that wait after the first.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -34,6 +35,7 @@ from ctrl_megatron.config.environment import (
     set_device_variables,
 )
 from ctrl_megatron.config.flags import CommandParser, count_flag
+from ctrl_megatron.config.translation import CONFIG_FORMATS
 from ctrl_megatron.errors import STOPPED, WRONG_INPUT, UserError, find_user_error
 
 # When this file is loaded, so that processes which a command spawns are quiet too.
@@ -275,7 +277,7 @@ def load_config_or_launch(
     ranks, which start if ``check`` raises no UserError.
     """
     parser = CommandParser(description)
-    parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
+    add_config_arguments(parser)
     add_run_arguments(parser)
     parser.add_argument(
         "--max-restarts",
@@ -299,7 +301,10 @@ def load_config_or_launch(
             key="--launcher ray",
             remedy="add --nproc-per-node",
         )
-    config = load_checked_config(options.config, options.overrides, purpose)
+    overrides = config_overrides(options)
+    config = load_checked_config(options.config, overrides, purpose)
+    if config.translation and ranks is None and launch.rank == 0:
+        print("\n".join(config.translation), flush=True)
     hosts = config.trainer.nnodes if on_ray else 1
     world_size = launch.world_size if ranks is None else ranks * hosts
     config = config_for_world_size(config, world_size)
@@ -316,7 +321,7 @@ def load_config_or_launch(
     restarts = _restarts(config, options.max_restarts) if options.max_restarts else None
     # One process measures what auto stands for.
     dtype = f"actor_rollout_ref.model.dtype={config.actor_rollout_ref.model_dtype}"
-    words = ["--config", options.config, *options.overrides, *pinned_models(config), dtype]
+    words = ["--config", options.config, *overrides, *pinned_models(config), dtype]
     if on_ray:
         from ctrl_megatron.commands.ray_launcher import start_on_ray
 
@@ -372,6 +377,22 @@ def _ranks_warn() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def add_config_arguments(parser: CommandParser) -> None:
+    """The file of the configuration, and the trainer whose keys it has."""
+    parser.add_argument("--config", required=True, help="YAML file, e.g. examples/ctrl_7b.yaml")
+    parser.add_argument(
+        "--config-format",
+        choices=CONFIG_FORMATS,
+        help="the trainer whose keys the file and the overrides have; default: this one's",
+    )
+
+
+def config_overrides(options: argparse.Namespace) -> list[str]:
+    """The overrides, after the one that ``--config-format`` stands for."""
+    form = options.config_format
+    return [*([] if form is None else [f"config_format={form}"]), *options.overrides]
 
 
 def add_run_arguments(parser: CommandParser) -> None:

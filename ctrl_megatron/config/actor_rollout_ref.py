@@ -239,8 +239,8 @@ class Actor:
     """Clip range below 1; 0 is a range, None takes clip_ratio."""
     clip_ratio_high: float | None = key(None, AT_LEAST_0, read=_CLIPPED)
     """Clip range above 1; 0 is a range, None takes clip_ratio."""
-    clip_ratio_c: float = key(3.0, ABOVE_1, read=_losses("vanilla"))
-    """Dual clip: upper bound of the ratio for negative advantages."""
+    clip_ratio_c: float | None = key(3.0, ABOVE_1, read=_losses("vanilla"))
+    """Dual clip: upper bound of the ratio for negative advantages; None for no bound."""
     entropy_coeff: float = key(0.0, AT_LEAST_0)
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False

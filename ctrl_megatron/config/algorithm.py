@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
@@ -31,10 +32,24 @@ from ctrl_megatron.config.keys import (
 from ctrl_megatron.config.reward_model import REWARD_MODEL
 from ctrl_megatron.errors import UserError
 
-ADV_ESTIMATORS = (
-    *("grpo", "gae", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    *("remax", "opo", "gpg", "cpgd", "grpo_passk", "gdpo"),
-)
+
+class AdvantageEstimator(Enum):
+    """The built-in estimators, under the name of siiRL's guide (section 8.1)."""
+
+    GRPO = "grpo"
+    GAE = "gae"
+    RLOO = "rloo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    OPO = "opo"
+    GPG = "gpg"
+    CPGD = "cpgd"
+    GRPO_PASSK = "grpo_passk"
+    GDPO = "gdpo"
+
+
+ADV_ESTIMATORS = tuple(str(one.value) for one in AdvantageEstimator)
 
 VALUE_MODEL = Condition(
     ("critic.enable", "algorithm.adv_estimator"),

@@ -72,6 +72,11 @@ def unread_keys(config: Config) -> dict[str, Condition]:
     return {name: conditions[0] for name, conditions in unmet.items() if conditions}
 
 
+def switch_settings(config: Config, condition: Condition) -> str:
+    """The settings of the keys that a condition looks at, as a user writes them."""
+    return " and ".join(f"{s}={_words(value_at_key(config, s))}" for s in condition.switches)
+
+
 def _no_file(path: str) -> str:
     if Path(path).is_dir():
         return f"{path} is a directory, not a file"
@@ -214,10 +219,9 @@ def _unread(config: Config, purpose: Purpose, written: Mapping[str, KeyPlace]) -
         by_override = {s for s in condition.switches if s in written and written[s].is_override}
         if name not in written or (by_override and not written[name].is_override):
             continue
-        off = " and ".join(f"{s}={_words(value_at_key(config, s))}" for s in condition.switches)
         yield (
             f"{written[name]}: {name}={_words(value_at_key(config, name))} is not read with "
-            f"{off}; set {condition.text}, or leave it out"
+            f"{switch_settings(config, condition)}; set {condition.text}, or leave it out"
         )
     for name, place in written.items():
         if purpose != "none" and place.is_override and KEYS[name].stage not in (purpose, "both"):

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -131,7 +131,9 @@ class Key:
     secret: Secret | None = None
 
 
+@cache
 def field_types(cls: type) -> dict[str, Any]:
+    """Name -> type of every field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

@@ -21,8 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ctrl_megatron.config.checks import Purpose, check_key_relations, unread_keys
+from ctrl_megatron.config.checks import (
+    Purpose,
+    check_key_relations,
+    switch_settings,
+    unread_keys,
+)
 from ctrl_megatron.config.coerce import KeyPlace, build_config
+from ctrl_megatron.config.foreign import at
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.config.schema import ALIASES, KEYS, Config
 from ctrl_megatron.config.secrets import (
@@ -33,6 +39,7 @@ from ctrl_megatron.config.secrets import (
     secrets_in_value,
     values_without_secrets,
 )
+from ctrl_megatron.config.translation import CONFIG_FORMATS, translate
 from ctrl_megatron.errors import (
     UserError,
     conceal_in_user_errors,
@@ -56,6 +63,8 @@ _NUMBERS = (
 _SERVER = re.compile(r"https?://[\w.:\[\]-]+/?")
 """An address without name, password, path and query."""
 _NAME_END = re.compile(r"[=:\s]")
+_FORMAT = "config_format"
+"""The key that names the trainer whose configuration it is; it is in no ``Config``."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -79,7 +88,8 @@ def load_config(
     """Defaults, then the YAML file, then ``key=value`` overrides in order; typed and checked.
 
     ``purpose`` is the training whose keys are required, or ``none``.
-    Values may refer to others as ``${group.key}``.
+    Values may refer to others as ``${group.key}``. The key ``config_format`` says that the keys are
+    those of another trainer, whose translation is in ``Config.translation``.
     Raises ValueError with one line per problem, each naming the key, its place and the remedy.
     """
     tree, places = _read_file(Path(path)) if path is not None else (DictConfig({}), {})
@@ -97,12 +107,13 @@ def load_config(
         places[key] = KeyPlace(f"override {text!r}", is_override=True)
     given = with_current_key_names(OmegaConf.to_container(tree, resolve=False))
     try:
-        # With the defaults, a reference can name a key that is not set, or has another name.
-        former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items()})
-        merged = OmegaConf.create(_overlay(_overlay(to_dict(Config()), former), given))
-        plain = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
-        with _environment_as_written():
-            raw = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
+        given, places, notes = _translated(given, places)
+        plain = raw = given
+        if "${" in str(given):
+            merged = _with_defaults(given)
+            plain = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
+            with _environment_as_written():
+                raw = with_current_key_names(OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         key = getattr(error, "full_key", None) or "a value"
@@ -111,18 +122,49 @@ def load_config(
     _conceal(plain)
     config = build_config(Config, {str(key): value for key, value in plain.items()}, places)
     written = _written(given, places)
+    if notes:
+        unread = unread_keys(config)
+        for name in [name for name in written if name in unread]:
+            why = f"not read with {switch_settings(config, unread[name])}"
+            notes.append(f"{written.pop(name)}: {name} is passed over: {why}")
     _require_secrets(config, places)
     check_key_relations(config, purpose, written)
     object.__setattr__(config, "written", written)
+    object.__setattr__(config, "translation", tuple(notes))
     object.__setattr__(config, "unresolved", _unresolved(config, plain, raw))
     return config
 
 
-def _at(tree: Any, name: str) -> Any:
-    """The value of a dotted key in nested dicts; None if it is not there."""
-    for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
+def _with_defaults(given: Any) -> DictConfig:
+    """``given`` over the defaults: a reference can name a key that is not set, or has another
+    name."""
+    former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items()})
+    return DictConfig(_overlay(_overlay(to_dict(Config()), former), given))
+
+
+def _translated(
+    given: Any, places: dict[str, KeyPlace]
+) -> tuple[Any, dict[str, KeyPlace], list[str]]:
+    """The tree ``given``, its places and the lines of its translation, if ``config_format`` names
+    another trainer."""
+    form = given.pop(_FORMAT, None)
+    if form is None:
+        return given, places, []
+    with _environment_as_written():  # secrets stay references
+        around: Any = OmegaConf.to_container(_with_defaults(given), resolve=True)
+    try:
+        found = translate(_part(given, around), around, places, form)
+    except UserError as error:
+        raise error if form in CONFIG_FORMATS else UserError(f"{_FORMAT} {error}") from None
+    notes = [f"{_FORMAT}={form}:", *found.notes]
+    return _nested(found.settings, "", found.places), dict(found.places), notes
+
+
+def _part(given: Any, around: Any) -> Any:
+    """What ``around`` has in place of everything in ``given``."""
+    if isinstance(given, dict) and isinstance(around, dict):
+        return {name: _part(value, around[name]) for name, value in given.items()}
+    return around
 
 
 def _conceal(tree: Any) -> None:
@@ -166,9 +208,9 @@ def _environment_as_written() -> Iterator[None]:
 def _unresolved(config: Config, plain: Any, raw: Any) -> dict[str, tuple[Any, Any]]:
     """``Config.unresolved``: the keys whose value ``raw`` refers to the environment."""
     return {
-        name: (value_at_key(config, name), _at(raw, name))
+        name: (value_at_key(config, name), at(raw, name))
         for name in KEYS
-        if "${oc.env:" in str(_at(raw, name)) and _at(raw, name) != _at(plain, name)
+        if "${oc.env:" in str(at(raw, name)) and at(raw, name) != at(plain, name)
     }
 
 
@@ -192,10 +234,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def recorded_value(file: Path, key: str) -> Any:
     """The value of the dotted ``key`` in a run's ``config.yaml``; None where it has none. UserError
     if the file cannot be read."""
-    tree = parse_yaml(read_text(file), str(file))[0]
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
+    return at(parse_yaml(read_text(file), str(file))[0], key)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -331,7 +370,7 @@ def with_current_key_names(tree: Any) -> Any:
     """The tree with the keys of ``ALIASES`` where they belong."""
     for old, new in ALIASES.items():
         group, _, name = old.rpartition(".")
-        if isinstance(below := _at(tree, group), dict) and name in below:
+        if isinstance(below := at(tree, group), dict) and name in below:
             tree = _overlay(tree, _tree({new: below.pop(name)}))
     return tree
 

@@ -263,6 +263,8 @@ class Config:
     """The keys that are set and the place of each, filled in by ``load_config``. Not a key."""
     unresolved: ClassVar[Mapping[str, tuple[Any, Any]]] = MappingProxyType({})
     """The keys that refer to the environment: value, and as it was written. Not a key."""
+    translation: ClassVar[tuple[str, ...]] = ()
+    """What became of the keys of another trainer (``config_format``), a line each. Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)

@@ -57,6 +57,14 @@ KEYS_OF_NODES = (
 )
 """Keys that a run refuses where no node of its graph, and no validation, reads them."""
 
+KEYS_OF_ROLES: Mapping[NodeRole, tuple[str, ...]] = {
+    NodeRole.ACTOR: (*LOSS, *DISTILLATION),
+    NodeRole.REFERENCE: REFRESH,
+    NodeRole.CRITIC: KEYS_OF_SERVICES["value"],
+}
+"""Keys that a method of the user's may read through the models of its role (``agent_group``), if it
+declares nothing."""
+
 # Fields of the batch
 
 OF_REWARD_MODEL = "reward/reward_model"

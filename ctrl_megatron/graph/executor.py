@@ -187,12 +187,16 @@ class Executor:
             return
         if output.batch is not None and output.batch is not self.batches[policy]:
             self._link.notify_rows_changed()
-        named = with_policy_prefix(output.metrics, policy)
+        # An entry of a batch, as the guide's methods return it, comes in a wrapper.
+        reported = getattr(output.metrics, "data", output.metrics)
+        named = with_policy_prefix(reported, policy)
         if repeated := metrics.keys() & named.keys():
             by = "" if node is None else f", of which {node.node_id!r} is the second"
             raise UserError(f"two nodes report the metrics {sorted(repeated)}{by}")
         metrics.update(named)
         merged = self.batches[policy] if output.batch is None else output.batch
+        if "metrics" in merged:
+            merged = merged.exclude("metrics")
         for name, value in output.fields.items():
             merged[name] = value
         self.batches[policy] = merged

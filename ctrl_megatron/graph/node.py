@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.options import accepted_options, explicit_parameters
 from ctrl_megatron.errors import UserError, describe_location
-from ctrl_megatron.graph.declarations import OF_MODELS, Service, as_node_function
+from ctrl_megatron.graph.declarations import KEYS_OF_ROLES, OF_MODELS, Service, as_node_function
 from ctrl_megatron.graph.siirl_names import NodeLife, NodeRole, NodeStatus, NodeType
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Node(NodeLife):
         self.dependencies = _ids(dependencies, node_id)
         self.config = dict(config or {})
         self.filter_plugin, self.retry_limit = filter_plugin, retry_limit
+        self.executable_ref = executable_ref
         given = (
             func if executable_ref is None else import_callable(executable_ref, f"node {node_id!r}")
         )
@@ -115,7 +116,16 @@ class Node(NodeLife):
     @property
     def config_keys(self) -> tuple[str, ...]:
         """Configuration keys, or groups of keys, that the function reads."""
-        return () if self.declared is None else self.declared.config_keys
+        if self.declared is None:
+            return ()
+        silent = self.declared.config_keys == () and self._is_method
+        return KEYS_OF_ROLES.get(self.node_role, ()) if silent else self.declared.config_keys
+
+    @property
+    def _is_method(self) -> bool:
+        """Whether the function was taken from its class, so that the worker is its ``self``."""
+        names = () if self.executable is None else explicit_parameters(self.executable)
+        return next(iter(names), None) == "self"
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -203,7 +213,10 @@ class Node(NodeLife):
             offered["config"] = worker.config
         if "batches" in names:
             offered["batches"] = batches
-        instance = worker if next(iter(names), None) == "self" else None
+        instance = worker if self._is_method else None
+        if instance is not None and hasattr(worker, "agent_group"):
+            # The guide's methods take their models from it (section 5.5).
+            offered["agent_group"] = worker.agent_group
         return instance, accepted_options(self.executable, offered)
 
     def _own_options(self) -> dict[str, Any]:

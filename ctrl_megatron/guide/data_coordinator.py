@@ -19,7 +19,7 @@ _LINEAR = 24576
 """Tokens at which attention costs as much as the rest of a layer."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SampleInfo:
     """A coordinator's record of a sample."""
 

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.graph.declarations import NodeFunction, node
 from ctrl_megatron.graph.node import NodeOutput
+from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.steps.ctrl import (
     advantages,
     compute_values,
@@ -122,8 +123,54 @@ def drawn_groups(worker: BaseWorker, batch: TensorDict) -> NodeOutput:
     return NodeOutput(batch=output.batch, fields=placed.fields, metrics=metrics)
 
 
+class ModelOfRole:
+    """A model of the run under the guide's method names (section 5.5). Each takes the batch and
+    returns a copy of it with the fields that were computed, and the entry ``metrics`` (a dict).
+    Collective.
+    """
+
+    def __init__(self, worker: BaseWorker) -> None:
+        self._worker = worker
+
+    def generate_sequences(self, batch: TensorDict) -> TensorDict:
+        return self._done(generate_completions, batch)
+
+    def compute_log_prob(self, batch: TensorDict) -> TensorDict:
+        return self._done(old_log_prob, batch)
+
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict:
+        return self._done(ref_log_prob, batch)
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        return self._done(compute_values, batch)
+
+    def update_actor(self, batch: TensorDict) -> TensorDict:
+        return self._done(_TRAIN_ACTOR, batch)
+
+    def update_critic(self, batch: TensorDict) -> TensorDict:
+        return self._done(update_critic, batch)
+
+    def _done(self, step: Step, batch: TensorDict) -> TensorDict:
+        output = step(self._worker, batch)
+        done = (batch if output.batch is None else output.batch).copy()
+        for name, value in output.fields.items():
+            done[name] = value
+        return done.set_non_tensor("metrics", dict(output.metrics))
+
+
+_TRAIN_ACTOR = chain_node_functions(update_actor, report_weight_sync)
+
+
 class GuideWorker(BaseWorker):
     """The worker of a run; ``DAGWorker`` of ``ctrl_megatron.pipeline``."""
+
+    @property
+    def agent_group(self) -> dict[NodeRole, ModelOfRole]:
+        """The models of the policy that a node belongs to, by role, as the guide's methods get
+        them in ``kwargs["agent_group"]``."""
+        model = ModelOfRole(self)
+        roles = NodeRole.ROLLOUT, NodeRole.ACTOR, NodeRole.REFERENCE, NodeRole.CRITIC
+        return dict.fromkeys(roles, model)
 
     generate = completions
     compute_reward = scored
@@ -133,7 +180,7 @@ class GuideWorker(BaseWorker):
     compute_advantage = advantages
     compute_old_log_prob = old_log_prob
     compute_ref_log_prob = ref_log_prob
-    train_actor = chain_node_functions(update_actor, report_weight_sync)
+    train_actor = _TRAIN_ACTOR
     train_critic = update_critic
 
 

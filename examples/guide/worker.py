@@ -5,9 +5,8 @@
 
 The guide's worker builds its models in two phases and runs its own loop (sections 5.1 to 5.4). Here
 ``ctrl_megatron/run/build.py`` and ``loop.py`` do that for every pipeline; the state that nodes
-use has other names: ``self.step`` for ``global_steps``, ``self.policy``, ``self.reference`` and
-``self.value``, those of the node's ``agent_group``, for ``agent_group[NodeRole...]``,
-``self.train`` for the data loader, ``self.groups`` for ``process_groups``.
+use has other names: ``self.step`` for ``global_steps``, ``self.train`` for the data loader,
+``self.groups`` for ``process_groups``.
 """
 
 from __future__ import annotations
@@ -46,16 +45,40 @@ class MyWorker(DAGWorker):
         metrics = {**output.metrics, **self.global_means({"guide/length_share": share})}
         return NodeOutput(fields=output.fields, metrics=metrics)
 
+    def generate(self, config: Any, batch: TensorDict, **kwargs: Any) -> NodeOutput:
+        """Section 5.5; there is no other way of drawing to choose from."""
+        agent_group = kwargs.pop("agent_group")
+        gen_output = agent_group[NodeRole.ROLLOUT].generate_sequences(batch)
+        return NodeOutput(batch=gen_output, metrics=gen_output["metrics"])
+
+    def compute_old_log_prob(self, config: Any, batch: TensorDict, **kwargs: Any) -> NodeOutput:
+        """Compute log probabilities before policy update"""
+        agent_group = kwargs.pop("agent_group")
+        processed_data = agent_group[NodeRole.ACTOR].compute_log_prob(batch)
+        return NodeOutput(batch=processed_data, metrics=processed_data.get("metrics", {}))
+
+    def compute_ref_log_prob(self, config: Any, batch: TensorDict, **kwargs: Any) -> NodeOutput:
+        """Compute reference model log probabilities"""
+        agent_group = kwargs.pop("agent_group")
+        processed_data = agent_group[NodeRole.REFERENCE].compute_ref_log_prob(batch)
+        return NodeOutput(batch=processed_data, metrics=processed_data["metrics"])
+
+    def train_actor(self, config: Any, batch: TensorDict, **kwargs: Any) -> NodeOutput:
+        """Execute Actor model training step"""
+        agent_group = kwargs.pop("agent_group")
+        processed_data = agent_group[NodeRole.ACTOR].update_actor(batch)
+        return NodeOutput(batch=processed_data, metrics=processed_data["metrics"])
+
 
 def build() -> TaskGraph:
-    """GRPO without a reference, with the two methods above."""
+    """GRPO with the methods above."""
     own, guide = f"{__name__}:MyWorker.", "ctrl_megatron.pipeline:DAGWorker."
     return (
         Pipeline("guide_worker")
         .add_node("announce", func=own + "announce")
         .add_node(
             "rollout_actor",
-            func=guide + "generate",
+            func=own + "generate",
             deps=["announce"],
             node_type=NodeType.MODEL_INFERENCE,
             node_role=NodeRole.ROLLOUT,
@@ -73,9 +96,25 @@ def build() -> TaskGraph:
             node_role=NodeRole.ADVANTAGE,
         )
         .add_node(
-            "actor_train",
-            func=guide + "train_actor",
+            "actor_old_log_prob",
+            func=own + "compute_old_log_prob",
             deps=["calculate_advantages"],
+            node_type=NodeType.MODEL_TRAIN,
+            node_role=NodeRole.ACTOR,
+            only_forward_compute=True,
+        )
+        .add_node(
+            "reference_log_prob",
+            func=own + "compute_ref_log_prob",
+            deps=["actor_old_log_prob"],
+            node_type=NodeType.MODEL_TRAIN,
+            node_role=NodeRole.REFERENCE,
+            only_forward_compute=True,
+        )
+        .add_node(
+            "actor_train",
+            func=own + "train_actor",
+            deps=["reference_log_prob"],
             node_type=NodeType.MODEL_TRAIN,
             node_role=NodeRole.ACTOR,
         )

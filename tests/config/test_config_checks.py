@@ -21,7 +21,7 @@ from ctrl_megatron.config import (
 )
 from ctrl_megatron.config.actor_rollout_ref import POLICY_LOSSES
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
-from ctrl_megatron.config.foreign import ABSENT, RENAMED
+from ctrl_megatron.config.foreign import FOREIGN
 
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = ACTOR + "megatron."
@@ -167,16 +167,11 @@ def test_each_conflict_is_one_line_with_key_and_remedy(
 
 
 def test_a_key_of_another_trainer_is_refused_with_what_holds_here() -> None:
-    for key, ours in RENAMED.items():
-        assert key not in KEYS and ours in KEYS, key
-        assert messages(f"{key}=1") == [
-            f"override '{key}=1': unknown key '{key}': here that is {ours}"
-        ]
-    for key, instead in ABSENT.items():
-        assert key not in KEYS, key
-        assert messages(f"{key}=1") == [
-            f"override '{key}=1': unknown key '{key}': {instead}; leave it out"
-        ]
+    for key, foreign in FOREIGN.items():
+        assert key not in KEYS and (foreign.here in KEYS or foreign.reason), key
+        there = f"here that is {foreign.here}"
+        told = there if foreign.here else f"{foreign.reason}; leave it out"
+        assert messages(f"{key}=1") == [f"override '{key}=1': unknown key '{key}': {told}"]
 
 
 @pytest.mark.parametrize(

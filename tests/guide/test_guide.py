@@ -68,8 +68,8 @@ def graph_of(function: str, *overrides: str) -> TaskGraph:
         ),
         (
             "worker:build",
-            ONE_STEP,
-            "announce rollout_actor function_reward calculate_advantages actor_train",
+            ("actor_rollout_ref.actor.use_kl_loss=true",),
+            f"announce rollout_actor function_reward calculate_advantages {UPDATE}",
         ),
         (
             "extensions:my_custom_pipeline",
@@ -117,7 +117,7 @@ def test_the_planners_example_runs() -> None:
     assert "two_rewards_split_1" in ran.stdout and "begins with draw" in ran.stdout
 
 
-@pytest.mark.parametrize("name", ["config", "ctrl", "options"])
+@pytest.mark.parametrize("name", ["siirl", "ctrl", "diffucoder", "options"])
 def test_every_configuration_loads(name: str) -> None:
     assert load_config(GUIDE / f"{name}.yaml").data.train_files
 
@@ -219,7 +219,7 @@ def test_a_graph_without_what_its_keys_need_is_refused() -> None:
     with pytest.raises(UserError, match="needs the field values"):
         graph_of("examples.guide.pipelines:grpo_pipeline", GAE)
     with pytest.raises(UserError, match=r"'actor_train' .* needs the field old_log_probs"):
-        graph_of("examples.guide.worker:build")
+        graph_of("examples.guide.extensions:my_custom_pipeline")
     with pytest.raises(UserError, match="uses a value model, and the run has none"):
         graph_of("examples.guide.pipelines:ppo_pipeline")
 
