@@ -507,5 +507,7 @@ def unknown_key_hint(name: str, group: type, keys: Collection[str]) -> str:
         elsewhere = nearest_name(last, {k.rpartition(".")[2] for k in keys})
         candidates = [k for k in keys if k.rpartition(".")[2] == elsewhere][:3]
     where = f"{prefix} has the keys" if prefix else "the groups are"
-    hint = f"did you mean {' or '.join(map(repr, candidates))}? " if candidates else ""
+    hint = "settings of a pipeline of your own go below dag.options "
+    if candidates:
+        hint = f"did you mean {' or '.join(map(repr, candidates))}? "
     return f"unknown key {name!r}: {hint}({where} {', '.join(siblings)})"

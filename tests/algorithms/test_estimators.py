@@ -94,8 +94,12 @@ def by_group(data: dict[str, Any], rule: Callable[[float, list[float]], float]) 
     return spread(data, found)
 
 
-def rloo(data: dict[str, Any]) -> Rows:
-    return by_group(data, lambda r, group: r - (sum(group) - r) / (len(group) - 1))
+def rloo(data: dict[str, Any], by_std: bool = False) -> Rows:
+    def rule(r: float, group: list[float]) -> float:
+        advantage = r - (sum(group) - r) / (len(group) - 1)
+        return advantage / (stdev(group) + 1e-4) if by_std else advantage
+
+    return by_group(data, rule)
 
 
 def centred(data: dict[str, Any]) -> Rows:
@@ -164,6 +168,7 @@ def passk(data: dict[str, Any], by_std: bool) -> Rows:
 
 CASES: list[tuple[str, dict[str, Any], Oracle]] = [
     ("rloo", {}, rloo),
+    ("rloo", {"norm_by_std": True}, lambda d: rloo(d, True)),
     ("reinforce_plus_plus", {}, lambda d: whitened(d, to_go(d, d["gamma"]))),
     ("reinforce_plus_plus_baseline", {}, lambda d: whitened(d, centred(d))),
     ("remax", {}, remax),

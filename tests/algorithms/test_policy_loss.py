@@ -21,7 +21,7 @@ from ctrl_megatron.algorithms.policy_losses import vanilla_terms
 
 
 def clip(
-    both: float = 0.2, low: float | None = None, high: float | None = None, c: float = 3.0
+    both: float = 0.2, low: float | None = None, high: float | None = None, c: float | None = 3.0
 ) -> SimpleNamespace:
     return SimpleNamespace(
         clip_ratio=both, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=c
@@ -29,6 +29,7 @@ def clip(
 
 
 ranges = st.sampled_from([clip(), clip(0.2, 0.1, 0.28), clip(0.3, 0.0, None), clip(0.1, c=1.05)])
+unbounded = st.sampled_from([clip(c=None), clip(0.2, 0.1, 0.28, None)])
 
 
 def batch(seed: int, rows: int = 6, width: int = 5) -> dict[str, torch.Tensor]:
@@ -55,14 +56,14 @@ def token_oracle(old: float, new: float, gain: float, config: SimpleNamespace) -
     elif gain < 0:
         clipped = ratio < 1 - low
         used = 1 - low if clipped else ratio
-        lower = used > config.clip_ratio_c
+        lower = config.clip_ratio_c is not None and used > config.clip_ratio_c
         used = config.clip_ratio_c if lower else used
     else:
         used = 0.0
     return -gain * used, float(clipped), old - new, float(lower)
 
 
-@given(seeds, ranges, st.sampled_from(LOSS_AGG_MODES), st.booleans())
+@given(seeds, ranges | unbounded, st.sampled_from(LOSS_AGG_MODES), st.booleans())
 def test_vanilla_equals_plain_python(
     seed: int, config: SimpleNamespace, mode: str, weighted: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from ctrl_megatron.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from ctrl_megatron.algorithms import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+)
 from ctrl_megatron.config import KEYS, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import always, node
-from ctrl_megatron.pipeline import DAGWorker, Node, NodeOutput, NodeType, TaskGraph
+from ctrl_megatron.pipeline import (
+    DAGWorker,
+    Node,
+    NodeOutput,
+    NodeType,
+    SampleInfo,
+    TaskGraph,
+)
 from ctrl_megatron.run.checks.nodes import check_node_parameters
 from ctrl_megatron.run.checks.rl import check_estimator_and_loss, configured_pipeline
 from ctrl_megatron.steps.guide_worker import chain_node_functions
@@ -81,6 +93,11 @@ def graph_of(function: str, *overrides: str) -> TaskGraph:
             "rollout_actor custom_reward calculate_advantages actor_train",
         ),
         ("options:build", ("dag.options.max_retry_count=5",), "my_function"),
+        (
+            "embodied:embodied_srpo_pipeline",
+            ("actor_rollout_ref.actor.use_kl_loss=true",),
+            f"rollout_actor dynaminc_sampling compute_reward calculate_advantages {UPDATE}",
+        ),
     ],
 )
 def test_every_pipeline_is_built_and_lacks_nothing(
@@ -105,16 +122,23 @@ def test_a_graph_may_be_a_file() -> None:
     assert graph.nodes["rollout_actor"].config["model_params"] == "7B"
 
 
-def test_the_planners_example_runs() -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("planner", r"begins with draw; [\s\S]*two_rewards_split_1"),
+        ("coordinator", r"rank 0: \[10, 80, 90, 20\] tokens\nrank 1: \[30, 60, 70, 40\]"),
+    ],
+)
+def test_the_examples_of_plain_objects_run(name: str, said: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "examples.guide.planner"],
+        [sys.executable, "-m", f"examples.guide.{name}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "two_rewards_split_1" in ran.stdout and "begins with draw" in ran.stdout
+    assert re.search(said, ran.stdout), ran.stdout
 
 
 @pytest.mark.parametrize("name", ["siirl", "ctrl", "diffucoder", "options"])
@@ -265,6 +289,19 @@ def test_functions_get_what_their_signature_names() -> None:
     assert called("method") == (worker, "configuration", batch, {**own, "worker": worker})
     assert called("free") == (batch, "configuration", {**own, "worker": worker})
     assert called("ours") == (worker, batch, 3)
+
+
+def test_names_are_typed_as_the_guide_prints_them() -> None:
+    known = AdvantageEstimator.GAE, AdvantageEstimator.GRPO, AdvantageEstimator.CPGD
+    for name in known:
+        assert ADV_ESTIMATOR_REGISTRY[name] is ADV_ESTIMATOR_REGISTRY[name.value]
+    assert POLICY_LOSS_REGISTRY["vanilla"] is POLICY_LOSS_REGISTRY.get("vanilla")
+    with pytest.raises(KeyError, match="unknown advantage estimator 'grp'"):
+        ADV_ESTIMATOR_REGISTRY["grp"]
+    named = SampleInfo(sum_tokens=12, prompt_length=4, response_length=8, uid="group")
+    assert SampleInfo(12, 4, 8, "group") == named
+    path = "ctrl_megatron.pipeline:DAGWorker.generate"
+    assert Node("n", NodeType.COMPUTE, executable_ref=path).executable_ref == path
 
 
 def test_a_worker_has_the_guides_methods() -> None:

@@ -51,6 +51,7 @@ def run_forked(
     te: bool = False,
     draws: bool = False,
     ranks: int = 2,
+    config: str = "examples/ctrl_smollm2_cpu.yaml",
 ) -> ForkedRun:
     """All ranks from start to end; none outlives the call. ``purpose`` is ``rl`` or ``sft``.
 
@@ -68,7 +69,7 @@ def run_forked(
     # Left out, every rank measures it.
     overrides = [*kept, "trainer.peak_tflops_per_device=0.1", *extra]
     forks = fork_context()
-    given = (launch, overrides, str(log), purpose, reads, phases, stop_at, te, draws)
+    given = (launch, [config, *overrides], str(log), purpose, reads, phases, stop_at, te, draws)
     processes = [forks.Process(target=_rank, args=(rank, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
@@ -87,7 +88,7 @@ def run_forked(
 def _rank(
     rank: int,
     launch: dict[str, str],
-    overrides: list[str],
+    words: list[str],
     log: str,
     purpose: str,
     reads: str,
@@ -117,7 +118,7 @@ def _rank(
     torch.set_num_threads(1)
     if not draws:
         page.render_report = lambda run: run.name
-    config = load_config("examples/ctrl_smollm2_cpu.yaml", overrides, purpose)
+    config = load_config(words[0], words[1:], purpose)
     seen = record_reads(config) if reads and rank == 0 else set()
     require_files_exist(config, purpose)
     check_world_size(config, int(launch["WORLD_SIZE"]), purpose)

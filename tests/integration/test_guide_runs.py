@@ -14,6 +14,7 @@ NOBODY_REVISES = (
     "actor_rollout_ref.rollout.revision_max_tokens",
 )
 REWARDED = "reward.reward_funcs=[foreign_pipeline:brevity]"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
 ON_A_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
 OURS = {
@@ -60,15 +61,15 @@ def test_pipelines_typed_from_the_guide_learn_what_ours_learn(job: Job, name: st
             ),
             "reward/mean_score",
         ),
-        ("worker:build", (REWARDED,), "guide/length_share"),
+        ("worker:build", (REWARDED, KL), "guide/length_share"),
     ],
 )
 def test_extensions_of_the_guide_train(
     job: Job, function: str, settings: tuple[str, ...], metric: str
 ) -> None:
-    alone = "actor_rollout_ref.actor.use_kl_loss=false"
     name = function.partition(":")[0]
-    steps = run(job, f"guide_{name}", f"examples.guide.{function}", alone, *settings).metrics()
+    alone = () if KL in settings else ("actor_rollout_ref.actor.use_kl_loss=false",)
+    steps = run(job, f"guide_{name}", f"examples.guide.{function}", *alone, *settings).metrics()
     assert len(steps) == 2
     for step in steps:
         assert step["metrics"]["actor/grad_norm"] > 0 and 0 < step["metrics"][metric] < 1

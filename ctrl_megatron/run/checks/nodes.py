@@ -171,6 +171,8 @@ def check_unread_keys(config: Config, graph: TaskGraph) -> None:
     file may have been written for another pipeline.
     """
     read = (*graph.config_keys, *(VALIDATION if graph.report.validate else ()))
+    if config.proxy_shares_engines:  # the engines make room for a revision
+        read = (*read, "actor_rollout_ref.rollout.revision_max_tokens")
     written, pipeline = config.written, config.written.get("dag.custom_pipeline_fn")
     by_override = pipeline is not None and pipeline.is_override
     problems = [
