@@ -350,6 +350,10 @@ class Reward:
     run has its texts."""
     cache_path: str | None = None
     """SQLite file of verdicts that runs share; None keeps them in memory."""
+    cache_key: Literal["program", "normalised"] = "program"
+    """Programs that share a verdict: equal ones, or as in CTRL those with one normal form, in which
+    private variables have numbers. Other tests than calls of functions are refused with
+    normalised."""
     judge: JudgeValues = group(JudgeValues, read=REVISIONS)
     transition: TransitionBonuses = group(TransitionBonuses, read=REVISIONS)
     copying: Literal["measure", "penalise", "mask"] = key("measure", read=REVISIONS)

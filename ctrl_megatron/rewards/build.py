@@ -9,7 +9,7 @@ from typing import Any
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_provider_options
 from ctrl_megatron.data.rows import CRITIQUE, Row, require_columns
-from ctrl_megatron.errors import is_user_defined
+from ctrl_megatron.errors import UserError, is_user_defined
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
 from ctrl_megatron.rewards.grading import RequestCheck, count_judgeable_tests
 from ctrl_megatron.rewards.plan import OF_CRITIQUES, PlannedReward, RewardPlan
@@ -40,7 +40,8 @@ def build_reward_sum(
     cannot be used.
     """
     judge = code_judge(config, sandbox_endpoint, sandbox_token) if plan.runs_programs else None
-    cache = VerdictCache(config.reward.cache_path)
+    reward = config.reward
+    cache = VerdictCache(reward.cache_path, normalised=reward.cache_key == "normalised")
     judged = plan.functions["critic"].filter_rows(rows) if "critic" in plan.functions else rows
     of_critic: dict[str, Any] = {"file": judged, "tokenizer": tokenizer, "check": False}
     of_critic |= {"sandbox": judge, "cache": cache}
@@ -65,6 +66,7 @@ def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
     limits = SandboxLimits(problem_seconds=config.sandbox.problem_seconds)
     own = partial(require_judgeable, limits=None if config.sandbox.endpoint else limits)
     request = _once(judge.check if isinstance(judge, ScriptProvider) else own)
+    by_normal_form = plan.runs_programs and config.reward.cache_key == "normalised"
     checks: list[tuple[str, PlannedReward, Callable[[Row], object]]] = []
     for name, planned in plan.text_rewards.items():
         check: Callable[[Row], object] = _nothing
@@ -79,6 +81,14 @@ def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
         checks.append((name, planned, check))
 
     def check_row(row: Row) -> None:
+        if by_normal_form and row.prompter_type != "mbppplus":
+            raise UserError(
+                f"{row.id!r} has tests of {row.prompter_type}; only calls of functions are judged "
+                "by a program's normal form",
+                file=row.place,
+                key="reward.cache_key=normalised",
+                remedy="leave the key or the row out",
+            )
         for name, planned, check in checks:
             # run.checks.rewards says what is wrong with a row of another task.
             if planned.filter_rows([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):

@@ -311,6 +311,7 @@ class VerdictCache(ResultCache[Verdict]):
         self,
         path: str | PathLike[str] | None = None,
         *,
+        normalised: bool = False,
         capacity: int = 200_000,
         capacity_bytes: int = 512 << 20,
         busy_seconds: float = 30.0,
@@ -326,3 +327,5 @@ class VerdictCache(ResultCache[Verdict]):
             capacity_bytes=capacity_bytes,
             busy_seconds=busy_seconds,
         )
+        self.normalised = normalised
+        """Whether programs with one normal form share a verdict (``grading.CachedJudge``)."""

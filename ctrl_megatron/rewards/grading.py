@@ -18,6 +18,7 @@ from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fence_code
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
+from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.rewards.items import RewardOutcome
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.limits import SandboxLimits
@@ -72,6 +73,8 @@ class GradingJob:
     key: str
     """Equal only for equal programs, tests, set-up, entry point, statement of a function problem,
     time limit, mode and grader version."""
+    tests: str = ""
+    """``RowTests.digest``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class RowTests:
             ),
             total=self.total,
             key=json_fingerprint(self.digest, completion),
+            tests=self.digest,
         )
 
 
@@ -350,7 +354,7 @@ class CachedJudge:
     """A judge with a cache: equal programs are judged once on equal tests.
 
     The cache's key combines the job's key with the judge's ``identity``, such as its limits and its
-    isolation.
+    isolation. In a cache that is ``normalised``, programs with one normal form count as equal.
     """
 
     def __init__(
@@ -368,7 +372,10 @@ class CachedJudge:
         """The cache's key of ``job``. Raises ``SandboxError`` where the judge does not answer."""
         if self._identity is None:
             self._identity = await self._judge.identity()
-        return json_fingerprint(job.key, self._identity)
+        if not self._cache.normalised:
+            return json_fingerprint(job.key, self._identity)
+        program = normalize_code(extract_code(job.request.completion))
+        return json_fingerprint("normal form", job.tests, program, self._identity)
 
     def start_grading(self, job: GradingJob, semaphore: asyncio.Semaphore) -> None:
         """Start what the next ``grade`` of an equal job returns or raises."""

@@ -186,6 +186,21 @@ def test_functions_that_share_a_cache_run_a_program_once() -> None:
     assert len(judge.requests) == 1
 
 
+@pytest.mark.parametrize(("normalised", "runs"), [(False, 4), (True, 2)])
+def test_programs_of_one_normal_form_can_share_a_verdict(normalised: bool, runs: int) -> None:
+    judge = ScriptedSandbox(lambda request: [True, "wrong" not in request.completion, True])
+    function = make_reward("code", provider=judge, cache=VerdictCache(normalised=normalised))
+    texts = [
+        "def add(a, b):\n    total = a + b  # sum\n    return total",
+        "def add(a, b):\n    result = a+b\n    return result",
+        "def add(a, b):\n    wrong = a - b\n    return wrong",
+        "def add(a, b):\n    v = a - b  # wrong\n    return v",
+    ]
+    found = rewards(function, *(item(block(text)) for text in texts))
+    assert found == [1.0, 1.0, pytest.approx(2 / 3), pytest.approx(2 / 3)]
+    assert len(judge.requests) == runs
+
+
 def ioi_row(**fields: Any) -> Row:
     subtasks = [{"points": 10, "tests": [0]}, {"points": 30.5, "tests": [0, 1]}]
     return stdio_row(**{"subtasks": subtasks, **fields})

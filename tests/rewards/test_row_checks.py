@@ -129,3 +129,10 @@ def test_a_provider_names_the_rows_that_it_cannot_judge(tmp_path: Path) -> None:
         UserError, match=r"row 1: .*sandbox_fusion cannot judge LiveCodeBenchDataset"
     ):
         checked(file, *of)
+
+
+def test_only_calls_of_functions_are_judged_by_a_normal_form(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.parquet", [function_record("f"), stdio_record("s")])
+    assert checked(path, "reward.reward_funcs=[code]") == (["f", "s"], [])
+    kept, said = checked(path, "reward.cache_key=normalised", drop=True)
+    assert kept == ["f"] and "leave the key or the row out" in said[0]
