@@ -5,6 +5,7 @@
 A model is an HF directory or, with --generator-url or --critic-url, the model's name on a server
 with OpenAI's protocol (OPENAI_API_KEY is its key). --out keeps every finished part, and the same
 command continues from it. At the end it contains nodes.parquet, best.parquet and summary.json.
+Flags may be in YAML files, such as examples/generation/critic.yaml (--config FILE).
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from ctrl_megatron.commands.chat_flags import (
     open_flagged_sandbox,
 )
 from ctrl_megatron.commands.start import CommandParser, command_entry_point
+from ctrl_megatron.config import parse_yaml
 from ctrl_megatron.config.flags import (
     count_flag,
+    existing_file,
     existing_path,
     float_flag,
     output_path,
@@ -42,7 +45,7 @@ from ctrl_megatron.config.flags import (
 )
 from ctrl_megatron.config.secrets import hide_credentials_in_flags
 from ctrl_megatron.data.rows import read_rows, require_columns
-from ctrl_megatron.errors import STOPPED, UserError, convert_input_errors
+from ctrl_megatron.errors import STOPPED, UserError, convert_input_errors, read_text
 from ctrl_megatron.preparation.problem_files import read_problems
 from ctrl_megatron.types import Problem, SamplingParams
 
@@ -58,7 +61,8 @@ _TEXTS = {"solution": (0.7, 1024), "critique": (0.7, 768), "revision": (0.0, 102
 @command_entry_point("generate")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, grow. Exit codes: 0 done, 2 wrong input or a service failed, 130 stopped."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args([*flags_of_files(given), *given])
     with convert_input_errors("--problems"):
         problems = _read(options.problems)[: options.limit]
     tree = _tree_options(options)
@@ -75,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(__doc__)
+    parser.add_argument(
+        "--config",
+        action="append",
+        type=existing_file,
+        metavar="FILE",
+        help="YAML with flags by name, which those of the command precede; may be repeated",
+    )
     parser.add_argument(
         "--problems",
         required=True,
@@ -115,6 +126,30 @@ def _parser() -> CommandParser:
     parser.add_argument("--top-p", type=float_flag(above=0, most=1), default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def flags_of_files(arguments: Sequence[str]) -> list[str]:
+    """The flags that the files of ``--config`` in ``arguments`` stand for: a name with its value, a
+    list with its values, a true alone; false and null are left out. UserError for a file that is no
+    mapping of names to such values.
+    """
+    parser, words = argparse.ArgumentParser(add_help=False), list[str]()
+    parser.add_argument("--config", action="append", default=[], type=existing_file)
+    for file in parser.parse_known_args(arguments)[0].config:
+        tree, places = parse_yaml(read_text(file), str(file))
+        if not isinstance(tree, dict):
+            raise UserError(
+                "must hold flags with their values", file=file, remedy="write NAME: VALUE"
+            )
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                raise UserError(
+                    f"{name} is a group of keys, not a value", file=places[str(name)].text
+                )
+            if value is not None and value is not False:
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{str(name).replace('_', '-')}", *map(str, values)]
+    return words
 
 
 def _read(path: Path) -> list[Problem]:

@@ -412,6 +412,24 @@ class ProxyConfig:
     api: ProxyServer = group(ProxyServer, read=when(".kind", "api"))
 
 
+_VALIDATED = Condition(("data.val_files",), bool, "{0}=FILES")
+_VALIDATION_SAMPLES = Condition((".temperature",), bool, "{0} above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValKwargs:
+    """The draws of validation, with the names that verl gives them."""
+
+    n: int = key(1, AT_LEAST_1, read=_VALIDATION_SAMPLES)
+    """Texts per row; with more than one, val/pass@K is reported too."""
+    temperature: float = key(0.0, AT_LEAST_0)
+    """Temperature; 0 draws the likeliest text."""
+    top_p: float = key(1.0, SOME_SHARE, read=_VALIDATION_SAMPLES)
+    """Nucleus size."""
+    top_k: int = key(-1, COUNT_OR_MINUS_1, read=_VALIDATION_SAMPLES)
+    """Sample from the k most likely tokens; -1 samples from all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout(EngineConfig):
     """The inference engines of the actor and how they sample."""
@@ -424,6 +442,7 @@ class Rollout(EngineConfig):
     """Nucleus size of the critique sampling."""
     top_k: int = key(-1, COUNT_OR_MINUS_1)
     """Sample from the k most likely tokens; -1 samples from all."""
+    val_kwargs: ValKwargs = group(ValKwargs, read=_VALIDATED)
     placement: Literal["colocated", "dedicated"] = "colocated"
     """Engines share the trainer's GPUs, or have separate GPUs on the same hosts."""
     revision_max_tokens: int = key(1024, AT_LEAST_1, read=REVISIONS)

@@ -86,6 +86,7 @@ def _refused(reason: str = "", *, here: str = "") -> ForeignKey:
     return ForeignKey(here, reason, "refused", lambda value, tree: None)
 
 
+_VAL_TEMPERATURE = "actor_rollout_ref.rollout.val_kwargs.temperature"
 _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{name}." for name in ("actor", "rollout", "ref"))
 _MODEL = "actor_rollout_ref.model."
 _OPTIM, _TOKENS = _ACTOR + "optim.", _ACTOR + "ppo_max_token_len_per_gpu"
@@ -270,8 +271,11 @@ FOREIGN: Mapping[str, ForeignKey] = {
     ),
     _ROLLOUT + "max_model_length": _same(_ROLLOUT + "max_model_len"),
     _ROLLOUT + "startup_timeout": _refused(_FORMER, here="trainer.distributed_timeout"),
-    _ROLLOUT + "val_kwargs": _refused(
-        "validation draws one greedy answer per row; ctrl-evaluate draws several at a temperature"
+    _ROLLOUT + "val_kwargs.do_sample": ForeignKey(
+        "",
+        f"{_ROLLOUT}val_kwargs.temperature above 0 draws, and 0 takes the likeliest text",
+        "passed over or refused",
+        lambda value, tree: {} if value == bool(at(tree, _VAL_TEMPERATURE)) else None,
     ),
     _ROLLOUT + "load_format": _passed(
         "the trainer's weights are put into the engine before the first step"

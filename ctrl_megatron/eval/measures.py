@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from statistics import NormalDist
 
@@ -27,6 +27,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {c} right among {n} samples does not exist")
     # Integers, so that the quotient is exact for any number of samples.
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def pass_rate_of_draws(draws: Mapping[str, Sequence[bool | None]]) -> dict[str, float]:
+    """``pass@K``: the share of problems that one of their K draws solves, of which None is unknown.
+    Problems with an unknown draw, or fewer than K, are left out; empty where K is 1 or nothing is
+    left.
+    """
+    k = max(map(len, draws.values()), default=0)
+    known = [own for own in draws.values() if len(own) == k and None not in own]
+    return {f"pass@{k}": sum(map(any, known)) / len(known)} if known and k > 1 else {}
 
 
 def program_similarity(draft: str, revision: str) -> float:

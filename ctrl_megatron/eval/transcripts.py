@@ -41,6 +41,10 @@ class ChainPlan:
     """Number of critiques in a chain, each followed by a revision."""
     temperature: float = 0.0
     """Temperature of critiques; 0 is greedy. Revisions are always greedy."""
+    top_p: float | None = None
+    """Nucleus size of critiques; None for the rollout's."""
+    top_k: int | None = None
+    """The k most likely tokens that critiques are drawn from; None for the rollout's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

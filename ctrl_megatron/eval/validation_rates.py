@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctrl_megatron.eval.measures import discrimination_rates, judgment_counts
+from ctrl_megatron.eval.measures import discrimination_rates, judgment_counts, pass_rate_of_draws
 from ctrl_megatron.eval.scores import SCORE_STATISTICS, score_cells, scored_solutions
 from ctrl_megatron.eval.transcripts import Turn
 
@@ -17,7 +17,8 @@ def validation_rates(results: Sequence[Turn]) -> dict[str, float]:
     counts a missing judgment as wrong. ``f1_macro``, and ``auc``, ``ece`` and ``brier`` of the
     probabilities that the critic gives to "Correct", are missing where there is nothing to tell
     apart, or no probability. ``rounds`` is the number of turns with both verdicts;
-    ``unjudged``, where it is not 0, the number of the others. Raises ValueError without a turn.
+    ``unjudged``, where it is not 0, the number of the others; ``pass@K`` the share of rows that one
+    of K revisions solves, where each has several. Raises ValueError without a turn.
     """
     if not results:
         raise ValueError("no critique to summarise")
@@ -43,9 +44,16 @@ def validation_rates(results: Sequence[Turn]) -> dict[str, float]:
         "to_wrong": share([b.accepted and not a.accepted for _, b, a in known]),
         "rounds": float(len(known)),
     }
-    rates |= _judging_rates(results)
+    rates |= _judging_rates(results) | _solved_by_one_of(results)
     unjudged = len(results) - len(known)
     return {**rates, "unjudged": float(unjudged)} if unjudged else rates
+
+
+def _solved_by_one_of(results: Sequence[Turn]) -> dict[str, float]:
+    draws: dict[str, dict[int, bool | None]] = {}
+    for turn in results:
+        draws.setdefault(turn.attempt, {})[turn.sample] = turn.after and turn.after.accepted
+    return pass_rate_of_draws({row: [*own.values()] for row, own in draws.items()})
 
 
 def _judging_rates(results: Sequence[Turn]) -> dict[str, float]:

@@ -49,6 +49,7 @@ LOSS = tuple(
 )
 VALIDATION = (
     *("data.val_files", "data.val_batch_size", "trainer.test_freq", "trainer.val_before_train"),
+    "actor_rollout_ref.rollout.val_kwargs",
 )
 KEYS_OF_NODES = (
     *(key for keys in KEYS_OF_SERVICES.values() for key in keys),

@@ -18,8 +18,8 @@ from ctrl_megatron.problems.long_integers import allow_long_integers, load_long_
 from ctrl_megatron.problems.tests import DEFAULT_TIME_LIMIT, function_record
 from ctrl_megatron.prompts import extract_code, fence_code
 from ctrl_megatron.rewards.cache import VerdictCache, json_fingerprint
-from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.rewards.items import RewardOutcome
+from ctrl_megatron.rewards.normalize import normalize_code
 from ctrl_megatron.sandbox.client import RequestRefused, SandboxError, SandboxSilent
 from ctrl_megatron.sandbox.limits import SandboxLimits
 from ctrl_megatron.sandbox.task import require_judgeable

@@ -62,12 +62,15 @@ class _Chain:
 
 @node(uses=("proxy", "rewards"))
 def validate_critiques(worker: RolloutWorker) -> dict[str, float]:
-    """Rates over one greedy critique and one greedy revision of every validation row. Rows that the
-    sandbox failed to judge are counted as ``unjudged`` and left out of the rates. With several
-    validation files, each has rates of its own too. Collective.
+    """Rates over the critiques of every validation row (``rollout.val_kwargs``) and a greedy
+    revision of each. Rows that the sandbox failed to judge are counted as ``unjudged`` and left out
+    of the rates. With several validation files, each has rates of its own too. Collective.
     """
     assert worker.validation is not None
-    turns = run_conversations(worker, ChainPlan(), critic="", seed=0)
+    keys = worker.config.actor_rollout_ref.rollout.val_kwargs
+    draws = {"temperature": keys.temperature, "top_p": keys.top_p, "top_k": keys.top_k}
+    plan = ChainPlan(samples=keys.n, **draws) if keys.temperature else ChainPlan()
+    turns = run_conversations(worker, plan, critic="", seed=0)
     return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], validation_rates)
 
 
@@ -165,8 +168,8 @@ def _params(worker: RolloutWorker, plan: ChainPlan, seed: int, samples: int) -> 
     return SamplingParams(
         max_tokens=limit,
         temperature=plan.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
+        top_p=rollout.top_p if plan.top_p is None else plan.top_p,
+        top_k=rollout.top_k if plan.top_k is None else plan.top_k,
         n=samples,
         seed=seed,
         stop_token_ids=tuple(worker.codec.eos_token_ids),

@@ -37,7 +37,6 @@ from ctrl_megatron.steps.sampling import (
     EXAMPLES_PER_STEP,
     balance,
     draw_seed,
-    greedy_params,
     group_uid,
     length_metrics,
     node_output_of_samples,
@@ -47,6 +46,7 @@ from ctrl_megatron.steps.sampling import (
     sampling_params,
     share_prompts,
     validation_batches,
+    validation_params,
 )
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.types import Completion, FinishReason, Message, SamplingParams, VersionSpan
@@ -323,21 +323,25 @@ class Episodes:
         return generate_episodes
 
     def validation(self) -> Callable[[RolloutWorker], dict[str, float]]:
-        """The validation: the mean score, turns and share of finished ones of one greedy episode
-        for every validation row; ``unjudged`` counts those without a score.
+        """The validation: the mean score, turns and share of finished ones of the episodes of every
+        validation row (``rollout.val_kwargs``); ``unjudged`` counts those without a score.
         """
 
         @node(reads=self.make.reads, uses=self.make.uses)
         def validate_episodes(worker: RolloutWorker) -> dict[str, float]:
             table = worker.validation
             assert table is not None
-            params = greedy_params(worker.codec, worker.config.data.max_response_length)
             episodes = list[tuple[str, Episode]]()
             with worker.timeline.phase("validate_episodes"):
                 for places in validation_batches(worker):
                     rows = [table.rows[place] for place in places]
+                    params = validation_params(worker, [])
                     played = self.play_all(worker, rows, params, "validation")
-                    episodes += [(r.id, group[0]) for r, group in zip(rows, played, strict=True)]
+                    episodes += [
+                        (row.id, episode)
+                        for row, group in zip(rows, played, strict=True)
+                        for episode in group
+                    ]
             worker.judged_rate_metrics()
             local = [(id_, episode.sample_fields) for id_, episode in episodes]
             results = [result for part in worker.groups.gather_data_ranks(local) for result in part]

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
+from ctrl_megatron.eval.measures import pass_rate_of_draws
 from ctrl_megatron.graph.columns import texts
 from ctrl_megatron.graph.declarations import DRAWN, REWARD_MODEL, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
@@ -46,12 +47,12 @@ from ctrl_megatron.steps.sampling import (
     draw_arguments,
     draw_samples,
     generate,
-    greedy_params,
     length_metrics,
     node_output_of_samples,
     per_row_listener,
     rates_by_set,
     validation_batches,
+    validation_params,
 )
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 from ctrl_megatron.types import Completion
@@ -226,7 +227,8 @@ def completion_examples(worker: DAGWorker, batch: TensorDict) -> list[dict[str, 
 
 @node(reads=REWARD_MODEL, uses=("rewards",))
 def validate_completions(worker: RolloutWorker) -> dict[str, float]:
-    """Mean of every reward over one greedy completion per validation row. Collective.
+    """Mean of every reward over the completions of every validation row (``rollout.val_kwargs``),
+    and the share of rows that one of several completions solves. Collective.
 
     ``unjudged`` counts rewards that are unknown because a service failed. The reward of a model on
     the ranks of another world is not measured. With several validation
@@ -234,12 +236,12 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
     """
     table = worker.validation
     assert table is not None
-    params = greedy_params(worker.codec, worker.config.data.max_response_length)
     items: list[RewardItem] = []
     ids: list[str] = []
     with worker.timeline.phase("validate_completions"):
         for batch in validation_batches(worker):
             rows = [table.rows[row] for row in batch]
+            params = validation_params(worker, [row.id for row in rows])
             drawn = generate(
                 worker,
                 worker.role,
@@ -247,27 +249,43 @@ def validate_completions(worker: RolloutWorker) -> dict[str, float]:
                 params,
                 finished=per_row_listener(rows, params.n, partial(_begin_reward, worker)),
             )
-            for row, (completion,) in zip(rows, drawn, strict=True):
-                text = worker.codec.decode(completion.token_ids)
-                items.append(completion_item(text, row, len(completion.token_ids)))
-            ids += [row.id for row in rows]
+            for row, completions in zip(rows, drawn, strict=True):
+                for completion in completions:
+                    text = worker.codec.decode(completion.token_ids)
+                    items.append(completion_item(text, row, len(completion.token_ids)))
+                    ids.append(row.id)
     with worker.timeline.phase("validate_rewards"):
         rewards = worker.run_on_leader(lambda: worker.score(items), "the judging of texts").parts
         worker.judged_rate_metrics()
         rewards |= model_reward_parts(worker, items)
-    local = [(id_, {name: rewards[name][i] for name in rewards}) for i, id_ in enumerate(ids)]
+    local = [
+        (id_, (id_, {name: rewards[name][i] for name in rewards})) for i, id_ in enumerate(ids)
+    ]
     results = [result for part in worker.groups.gather_data_ranks(local) for result in part]
     return rates_by_set(table.sets, results, mean_rewards)
 
 
-def mean_rewards(rewards: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """``reward/NAME``: the mean of every function over the texts that it could judge; ``unjudged``
-    counts the others.
+def mean_rewards(results: Sequence[tuple[str, Mapping[str, float | None]]]) -> dict[str, float]:
+    """Rates over the texts of rows, which are pairs of the row's id and the text's rewards.
+
+    ``reward/NAME`` is the mean of every function over the texts that it could judge; ``unjudged``
+    counts the others. ``pass@K`` is the share of rows of which one of K texts passes every test, by
+    a function of ``SOLVES``.
     """
-    means = {"unjudged": 0.0}
+    means, rewards = {"unjudged": 0.0}, [of_text for _, of_text in results]
     for name in rewards[0] if rewards else ():
         judged = [r for of_text in rewards if (r := of_text[name]) is not None]
         means["unjudged"] += len(rewards) - len(judged)
         if judged:
             means[f"reward/{name}"] = sum(judged) / len(judged)
+    for name in [name for name in SOLVES if rewards and name in rewards[0]][:1]:
+        draws: dict[str, list[bool | None]] = {}
+        for row, of_text in results:
+            found = of_text[name]
+            draws.setdefault(row, []).append(None if found is None else found >= 1.0)
+        means |= pass_rate_of_draws(draws)
     return means
+
+
+SOLVES = ("code", "binary_code")
+"""Reward functions whose value is 1 exactly where every test passes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -293,6 +294,26 @@ def greedy_params(codec: TextCodec, max_tokens: int) -> SamplingParams:
     stop = tuple(codec.eos_token_ids)
     return SamplingParams(
         max_tokens=max_tokens, temperature=0.0, n=1, stop_token_ids=stop, log_probs=False
+    )
+
+
+def validation_params(worker: RolloutWorker, row_ids: Sequence[str]) -> SamplingParams:
+    """Parameters for the texts of validation rows (``rollout.val_kwargs``): the same draws in every
+    validation of a run.
+    """
+    rollout = worker.config.actor_rollout_ref.rollout
+    keys = rollout.val_kwargs
+    params = greedy_params(worker.codec, worker.config.data.max_response_length)
+    if not keys.temperature:
+        return params
+    return replace(
+        params,
+        n=keys.n,
+        temperature=keys.temperature,
+        top_p=keys.top_p,
+        top_k=keys.top_k,
+        seed=draw_seed(rollout.seed, "validation"),
+        rows=tuple(row_ids),
     )
 
 

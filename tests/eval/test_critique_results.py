@@ -52,3 +52,16 @@ def test_what_could_not_be_judged_is_left_out_and_counted() -> None:
 def test_nothing_to_summarise_is_an_error() -> None:
     with pytest.raises(ValueError, match="no critique"):
         validation_rates([])
+
+
+def test_rows_that_one_of_several_revisions_solves() -> None:
+    chains = {"a": (4, 0, 4), "b": (0, 3, 0), "c": (0, 0, 4)}
+    turns = [
+        replace(one("C", 0, passed), attempt=row, sample=number)
+        for row, after in chains.items()
+        for number, passed in enumerate(after)
+    ]
+    assert validation_rates(turns)["pass@3"] == 2 / 3
+    lost = [replace(t, after=None) if t.attempt == "c" else t for t in turns]
+    assert validation_rates(lost)["pass@3"] == 1 / 2
+    assert "pass@1" not in validation_rates([one("C", 0, 4)])

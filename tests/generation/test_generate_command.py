@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from scripted_server import Scripted, good, served
 
-from ctrl_megatron.commands.generate import main
+from ctrl_megatron.commands.generate import flags_of_files, main
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.generation.search_nodes import SearchNode, read_records
 
 RIGHT, WRONG = "return a + b", "return a - b"
@@ -56,6 +57,11 @@ def test_a_tree_from_a_server_goes_on_after_its_budget(
         assert "budget of 110 tokens is used up" in capsys.readouterr().err
         assert sorted(path.name for path in (out / "layers").iterdir()) == ["1-5"]
         assert main(arguments) == 0
+        # The same flags as a file.
+        file = tmp_path / "flags.yaml"
+        file.write_text("widths: [1, 9]\nstop_when_correct: true\nbest-of-n: true\n")
+        rest = [word for word in arguments if word not in ("--stop-when-correct", "--best-of-n")]
+        assert main(["--config", str(file), *rest]) == 0
     files = [path for path in out.rglob("*") if path.is_file()]
     assert files and not [path for path in files if b"correct-horse" in path.read_bytes()]
     shown = capsys.readouterr().out
@@ -126,3 +132,15 @@ def test_a_directory_with_another_tree_is_left_alone(
         (other / "settings.json").write_text(foreign, "latin-1")
         assert main([*given, "--out", str(other)]) == 2
         assert "settings.json was not written by ctrl-generate" in capsys.readouterr().err
+
+
+def test_flags_may_be_in_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("top_p: 0.5\nwidths: [1, 2]\nbest-of-n: false\nlimit: null\n")
+    second.write_text("stop-when-correct: true\n")
+    found = flags_of_files(["--config", str(first), "--seed", "3", "--config", str(second)])
+    assert found == ["--top-p", "0.5", "--widths", "1", "2", "--stop-when-correct"]
+    for text, said in (("- a", "must hold flags"), ("a: {b: 1}", "a is a group of keys")):
+        first.write_text(text)
+        with pytest.raises(UserError, match=said):
+            flags_of_files(["--config", str(first)])

@@ -198,7 +198,6 @@ def test_every_key_of_both_blocks_is_a_key_or_answered(name: str) -> None:
         ("actor_rollout_ref.rollout.num_generations", "rollout.n"),
         ("actor_rollout_ref.actor.num_iterations", "actor.ppo_epochs"),
         ("actor_rollout_ref.actor.context_parallel_size", "megatron.context_parallel_size"),
-        ("actor_rollout_ref.rollout.val_kwargs.n", "ctrl-evaluate draws several"),
     ],
 )
 def test_names_of_others_are_answered_in_any_group(key: str, here: str) -> None:
