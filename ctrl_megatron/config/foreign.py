@@ -413,7 +413,10 @@ FOREIGN: Mapping[str, ForeignKey] = {
     "reward_weights": _same("reward.reward_weights"),
     "code_provider": _same("reward.provider"),
     "parallel_code_exec_per_proc": _same("reward.max_requests"),
-    "e2b_router_url": _refused("reward.provider_options are the options of the provider"),
+    "e2b_router_url": _with(
+        "reward.provider_options",
+        lambda value, tree: {"reward.provider_options": {"e2b_router_url": value}},
+    ),
     "generation_temperature": _same(_ROLLOUT + "temperature"),
     "generation_batch_size": _same(_ROLLOUT + "max_num_seqs"),
     "diffusion_steps": _with(

@@ -15,6 +15,7 @@ from ctrl_megatron.config.actor_rollout_ref import COUPLED_GRPO_PIPELINE, GRPO_P
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
 from ctrl_megatron.config.foreign import Settings, Taken, Tree, at, foreign_key
 from ctrl_megatron.config.schema import KEYS
+from ctrl_megatron.config.secrets import HIDDEN
 from ctrl_megatron.errors import UserError, raise_all
 
 ConfigFormat = Literal["ctrl", "siirl", "diffucoder", "verl"]
@@ -101,7 +102,8 @@ def translate(given: Tree, around: Tree, places: Mapping[str, KeyPlace], form: s
         if known is not None:
             reason, taken = known.reason, known.taken
         result = None if taken is None else {} if value is None else taken(value, around)
-        shown = f"{name}={_text(value)}"
+        secret = name in KEYS and KEYS[name].secret is not None
+        shown = f"{name}={HIDDEN if secret else _text(value)}"
         if known is not None and result is None:
             why = known.reason or known.hint
             problems.append(UserError(f"{_at(place)}{shown} has no counterpart: {why}"))
@@ -110,7 +112,8 @@ def translate(given: Tree, around: Tree, places: Mapping[str, KeyPlace], form: s
             # A key that is null has no say beside one that is mapped to it.
             result = {name: value} if value is not None or _overrides(place) else {}
         elif result:
-            notes.append(f"{_at(place)}{shown} is {_list(result)}")
+            hidden = HIDDEN in (said := _list(result))
+            notes.append(f"{_at(place)}{name if hidden else shown} is {said}")
         else:
             because = f": {reason}" if reason else ""
             notes.append(f"{_at(place)}{shown} is passed over{because}")
@@ -160,4 +163,7 @@ def _text(value: Any) -> str:
 
 
 def _list(settings: Settings) -> str:
-    return " with ".join(f"{key}={_text(value)}" for key, value in settings.items())
+    return " with ".join(
+        f"{key}={_text(value) if KEYS[key].secret is None else HIDDEN}"
+        for key, value in settings.items()
+    )

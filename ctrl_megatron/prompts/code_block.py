@@ -19,6 +19,9 @@ LANGUAGE_TAGS = {
     _TAG: frozenset({_TAG, "python3", "py", "py3"}),
     "cpp": frozenset({"cpp", "c++", "cc", "cxx"}),
     "bash": frozenset({"bash", "sh", "shell"}),
+    "javascript": frozenset({"javascript", "js", "node", "nodejs"}),
+    "java": frozenset({"java"}),
+    "r": frozenset({"r"}),
 }
 """Language -> its names behind a fence and in requests, in lower case."""
 _REASONING_BEGINS = re.compile(r"\s*<think(?:ing)?>")

@@ -33,29 +33,32 @@ from ctrl_megatron.rewards.items import RewardItem, RewardOutcome, Rewards, item
 from ctrl_megatron.types import Verdict
 
 _FENCE = "```"
-_OPENING = "```python\n"
 WELL_FORMED, UNPARSABLE, MALFORMED = 1.0, 0.5, 0.0
 
 
-def code_format_score(text: str, *, final_newline: bool = True) -> float:
+def code_format_score(text: str, *, final_newline: bool = True, language: str = "python") -> float:
     """1.0 for one well-formed block, 0.5 if its code does not parse, and else 0.0, also where no
     statement of the code has an effect.
 
-    A well-formed answer consists of text without a fence, an opening fence with the tag ``python``
-    at the end of a line, code, a closing fence on a separate line, and one line break. Without
-    ``final_newline`` the line break may be missing. Source: DiffuCoder (arXiv 2506.20639),
+    A well-formed answer consists of text without a fence, an opening fence with the tag
+    ``language`` at the end of a line, code, a closing fence on a separate line, and one line break.
+    Without ``final_newline`` the line break may be missing. Only Python is parsed; code of other
+    languages must not be blank. Source: DiffuCoder (arXiv 2506.20639),
     ``code_format_reward``, where the opening fence need not begin a line either.
     """
     if text.count(_FENCE) != 2 or text.count("`" * 4):
         return MALFORMED
-    before, _, rest = text.partition(_OPENING)
+    before, _, rest = text.partition(f"{_FENCE}{language}\n")
     if not rest or _FENCE in before:
         return MALFORMED
     endings = ("\n```\n",) if final_newline else ("\n```\n", "\n```")
     ending = next((e for e in endings if rest.endswith(e)), None)
     if ending is None:
         return MALFORMED
-    tree = parse_python(rest.removesuffix(ending))
+    code = rest.removesuffix(ending)
+    if language != "python":
+        return WELL_FORMED if code.strip() else MALFORMED
+    tree = parse_python(code)
     if tree is None:
         return UNPARSABLE
     return WELL_FORMED if has_effect(tree) else MALFORMED
@@ -68,7 +71,22 @@ class CodeFormatReward:
         self._final_newline = final_newline
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
-        return [code_format_score(i.text, final_newline=self._final_newline) for i in items]
+        return [
+            code_format_score(
+                item.text, final_newline=self._final_newline, language=language_of_row(item.row)
+            )
+            for item in items
+        ]
+
+
+def language_of_row(row: Row | None, default: str = "python") -> str:
+    """The language of a row's programs: its column ``language``, where its tests are stdin/stdout
+    cases, else ``default``. UserError where the column holds no text."""
+    named = row is not None and row.prompter_type == "code_contests" and row.extra.get("language")
+    language = named or default
+    if row is not None and not isinstance(language, str):
+        raise UserError(f"{row.id!r}: column 'language' must be text", file=row.place)
+    return language
 
 
 class CodeReward:
@@ -77,9 +95,13 @@ class CodeReward:
     ``provider`` runs the programs: a ``ScriptProvider`` or a ``SandboxClient``. With
     ``require_format`` an answer that is not well-formed (``code_format`` below 1) earns 0 and does
     not run, as in DiffuCoder. Reward functions that share a ``cache`` run an equal program once.
+    A row with stdin/stdout cases may name another language than Python in a column ``language``,
+    if the provider runs it.
     """
 
     name = "code"
+    language = "python"
+    """The language of rows that name none."""
     reads: tuple[str, ...] = ("prompter_type", "selected_uts")
 
     def __init__(
@@ -111,7 +133,9 @@ class CodeReward:
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
         """Raise ``UserError`` for a row that a judge with this ``check`` cannot judge."""
-        count_judgeable_tests(row, check, **self._options())
+        count_judgeable_tests(
+            row, check, **self._options(), language=language_of_row(row, self.language)
+        )
 
     async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
         """The rewards of ``judge``, as a reward function; None where the judge failed."""
@@ -138,7 +162,9 @@ class CodeReward:
     def _runs(self, item: RewardItem) -> bool:
         if not self._require_format:
             return True
-        return code_format_score(item.text, final_newline=False) == WELL_FORMED
+        language = language_of_row(item.row, self.language)
+        score = code_format_score(item.text, final_newline=False, language=language)
+        return score == WELL_FORMED
 
     def _tests(self) -> BatchTests:
         """The tests of a batch: those that ``begin`` has read, if it was called before."""
@@ -148,7 +174,9 @@ class CodeReward:
         return {"run_timeout": self._run_timeout, "shared_process_graders": self._graders}
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
-        return tests.tests_of_row(row).job_of_program(program_to_judge(text))
+        language = language_of_row(row, self.language)
+        of_row = tests.tests_of_row(row, language=language)
+        return of_row.job_of_program(program_to_judge(text, language))
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         return verdict.pass_rate
@@ -209,24 +237,16 @@ class IoiCodeReward(CodeReward):
             patience=patience,
             shared_process_graders=shared_process_graders,
         )
-        self._language, self._normalise = language, normalise
+        self.language, self._normalise = language, normalise
 
     def check_row(self, row: Row, check: RequestCheck) -> None:
-        options = {**self._options(), "language": self._language_of(row)}
+        options = {**self._options(), "language": language_of_row(row, self.language)}
         subtasks_of(row, count_judgeable_tests(row, check, **options))
 
     def _job(self, text: str, row: Row, tests: BatchTests) -> GradingJob:
-        language = self._language_of(row)
-        of_row = tests.tests_of_row(row, language=language)
+        of_row = tests.tests_of_row(row, language=language_of_row(row, self.language))
         subtasks_of(row, of_row.total)  # refuses a row before a program runs
-        return of_row.job_of_program(program_to_judge(text, language))
-
-    def _language_of(self, row: Row) -> str:
-        """The language of the row's programs. UserError where the column holds no text."""
-        language = row.extra.get("language") or self._language
-        if not isinstance(language, str):
-            raise UserError(f"{row.id!r}: column 'language' must be text", file=row.place)
-        return language
+        return super()._job(text, row, tests)
 
     def _score(self, verdict: Verdict, row: Row) -> float:
         subtasks = subtasks_of(row, verdict.total)

@@ -180,6 +180,16 @@ def test_references_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any("/secret" in line for line in config.translation)
 
 
+def test_what_may_be_a_secret_is_in_no_line() -> None:
+    config = translated(
+        "diffucoder", "code_provider=e2b", "e2b_router_url='http://me:correct-horse@10.0.0.1:8000'"
+    )
+    url = config.reward.provider_options["e2b_router_url"]
+    assert url.startswith("http://me:correct-horse@")
+    (line,) = [line for line in config.translation if "e2b_router_url" in line]
+    assert line.endswith("e2b_router_url is reward.provider_options=***")
+
+
 def test_nulls_and_estimators() -> None:
     config = translated(
         "siirl", *(ACTOR + "fsdp_config.wrap_policy=null", "algorithm.adv_estimator=gspo")

@@ -27,23 +27,33 @@ def function_request(
 
 
 def stdio_request(
-    code: str, cases: list[tuple[str, str]], *, run_all: bool = True, seconds: float = 5.0
+    code: str,
+    cases: list[tuple[str, str]],
+    *,
+    run_all: bool = True,
+    seconds: float = 5.0,
+    language: str = "python",
 ) -> SubmitRequest:
     tests = [{"input": {"stdin": i}, "output": {"stdout": o}} for i, o in cases]
-    return _request("CommonOJDataset", code, {"test": tests}, run_all, seconds)
+    return _request("CommonOJDataset", code, {"test": tests}, run_all, seconds, language)
 
 
 def _request(
-    kind: str, code: str, data: dict[str, Any], run_all: bool, seconds: float
+    kind: str,
+    code: str,
+    data: dict[str, Any],
+    run_all: bool,
+    seconds: float,
+    language: str = "python",
 ) -> SubmitRequest:
     config = TestConfig(
         dataset_type=kind,
-        language="python",
+        language=language,
         run_timeout=seconds,
         provided_data=data,
         extra={"run_all_cases": run_all},
     )
-    completion = f"```python\n{code}\n```"
+    completion = f"```{language}\n{code}\n```"
     return SubmitRequest(dataset="test", id=0, completion=completion, config=config)
 
 
@@ -211,3 +221,27 @@ def fake_morph(machines: Machines) -> Any:
             return FakeMorphInstance(machines, folder)
 
     return Client
+
+
+def e2b_router(service: FakeService) -> web.Application:
+    """A router whose sandboxes are processes of this machine."""
+
+    async def run(request: web.Request) -> web.Response:
+        if (fault := await service.fault(request)) is not None:
+            return fault
+        body = service.bodies[-1]
+        assert body["languages"] == ["python"] * len(body["scripts"])
+        answers = []
+        for script in body["scripts"]:
+            out, err, code = await execute(
+                sys.executable, "-c", script, stdin="", seconds=body["timeout"]
+            )
+            logs = {"stdout": out.splitlines(keepends=True), "stderr": [err]}
+            done = {"results": [], "logs": logs, "error": None, "execution_count": 1}
+            lost = {"execution": None, "exception_str": "timed out"}
+            answers.append(lost if code is None else {"execution": done, "exception_str": None})
+        return web.json_response(answers)
+
+    application = web.Application(client_max_size=1 << 24)
+    application.router.add_post("/execute_batch", run)
+    return application

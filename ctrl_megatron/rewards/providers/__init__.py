@@ -15,13 +15,23 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderError,
     ProviderSetupError,
 )
+from ctrl_megatron.rewards.providers.e2b_router import E2BRouterBackend
 from ctrl_megatron.rewards.providers.sandbox_fusion import SandboxFusionBackend
 from ctrl_megatron.rewards.providers.scripts import ScriptProvider
 from ctrl_megatron.sandbox.client import SandboxClient
 
+
+def _e2b(**options: Any) -> E2BBackend | E2BRouterBackend:
+    """E2B's own service, or a router in front of it, which needs no key here."""
+    if "e2b_router_url" not in options:
+        return E2BBackend(**options)
+    options.pop("api_key", None)
+    return E2BRouterBackend(**options)
+
+
 _BACKENDS: dict[str, Callable[..., Any]] = {
     "sandbox_fusion": SandboxFusionBackend,
-    "e2b": E2BBackend,
+    "e2b": _e2b,
     "morph": MorphBackend,
 }
 _PROVIDER_OPTIONS = ("attempts", "backoff", "max_concurrency", "silence")
@@ -44,7 +54,8 @@ def make_provider(name: str, **options: Any) -> ScriptProvider | SandboxClient:
     All providers accept ``attempts``, ``backoff`` and ``silence`` (seconds) and
     ``max_concurrency``. The other
     options are those of ``SandboxClient`` (for ``local``, the own service, whose judge no program
-    can reach), ``SandboxFusionBackend``, ``E2BBackend`` and ``MorphBackend``.
+    can reach), ``SandboxFusionBackend``, ``E2BBackend`` (with ``e2b_router_url``:
+    ``E2BRouterBackend``) and ``MorphBackend``.
     API keys are options too: no environment variable is read here. Raises ``ProviderSetupError``
     for an unknown name or option and for a missing key or package.
     """

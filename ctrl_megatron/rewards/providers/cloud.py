@@ -12,7 +12,7 @@ import math
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ctrl_megatron.rewards.providers.contract import (
@@ -21,6 +21,12 @@ from ctrl_megatron.rewards.providers.contract import (
     ProviderSetupError,
     Script,
     ScriptResult,
+)
+from ctrl_megatron.rewards.providers.languages import (
+    BUILD_SECONDS,
+    LANGUAGES,
+    ScriptLanguage,
+    compiler_complaint,
 )
 
 Value = TypeVar("Value")
@@ -51,12 +57,14 @@ class _CloudBackend:
     name: str
     package: str
     """Name of the package that pip installs."""
-    languages: tuple[str, ...] = ("python",)
+    languages: tuple[str, ...] = tuple(LANGUAGES)
     tests_per_run: int | None = None
     identity: Mapping[str, Any]
 
     def __init__(self) -> None:
         self._probed = False
+        self._found = {"python"}
+        """The languages whose tools the machines are known to have."""
 
     @asynccontextmanager
     async def session(self, counters: ProviderCounters) -> AsyncIterator[_Machine]:
@@ -65,6 +73,7 @@ class _CloudBackend:
             if not self._probed:
                 await machine.probe()
                 self._probed = True
+            machine.found = self._found
             yield machine
         finally:
             try:
@@ -142,7 +151,8 @@ class E2BBackend(_CloudBackend):
 
 
 class MorphBackend(_CloudBackend):
-    """Runs scripts in instances of ``snapshot_id``, which must provide Python 3 and coreutils.
+    """Runs scripts in instances of ``snapshot_id``, which must provide Python 3, coreutils and the
+    tools of the languages that are judged (``languages.LANGUAGES``).
 
     ``lifetime`` is an instance's time to live in seconds, for instances that are not removed;
     ``start_seconds`` is the longest wait for its start. ``base_url`` replaces Morph's address;
@@ -184,22 +194,34 @@ class _Machine:
     """One machine; ``handle`` is the library's object for it."""
 
     handle: Any
+    found: set[str] = field(default_factory=set)
+    """The languages whose tools this kind of machine is known to have."""
+    _built: tuple[str, ScriptResult | None] = ("", None)
+    """The source that was built last, and the result where that failed."""
 
-    async def probe(self) -> None:
+    async def probe(self, needed: str = _NEEDED) -> None:
         """Raise ``ProviderSetupError`` that names the programs that the machine lacks."""
-        look = f'for n in {_NEEDED}; do command -v "$n" >/dev/null || echo "$n"; done'
+        look = f'for n in {needed}; do command -v "$n" >/dev/null || echo "$n"; done'
         stdout, _, _ = await self.command(look, 30.0)
         if missing := stdout.split():
             raise ProviderSetupError(
-                f"the machine lacks {', '.join(missing)}; choose a template or snapshot with bash, "
-                "Python 3 and coreutils"
+                f"the machine lacks {', '.join(missing)}; choose a template or snapshot with "
+                f"{needed}"
             )
 
     async def run(self, script: Script) -> ScriptResult:
-        for name, text in (("main.py", script.source), ("stdin.txt", script.stdin)):
-            await self.write(name, text)
+        language = LANGUAGES[script.language]
+        if script.language not in self.found:
+            await self.probe(language.tools)
+            self.found.add(script.language)
+        if not language.build or self._built[0] != script.source:
+            await self.write(language.source, script.source)
+            self._built = script.source, await self._build(language)
+        if (failed := self._built[1]) is not None:
+            return failed
+        await self.write("stdin.txt", script.stdin)
         stdout, stderr, code = await self.command(
-            _run_command(script.seconds), script.seconds + _SLACK_SECONDS
+            _run_command(language.run, script.seconds), script.seconds + _SLACK_SECONDS
         )
         flooded = len(stdout.encode(errors="surrogatepass")) > _OUTPUT_BYTES
         return ScriptResult(
@@ -209,6 +231,18 @@ class _Machine:
             timed_out=code == _KILLED,
             cut_at=_OUTPUT_BYTES if flooded else None,
         )
+
+    async def _build(self, language: ScriptLanguage) -> ScriptResult | None:
+        """The result of a compiler that failed; None where the program can run."""
+        if not language.build:
+            return None
+        command = f"cd {_DIRECTORY} && timeout -s KILL {BUILD_SECONDS:g} {language.build} 2>&1"
+        said, _, code = await self.command(
+            f"bash -c {shlex.quote(command)}", BUILD_SECONDS + _SLACK_SECONDS
+        )
+        if code == 0:
+            return None
+        return ScriptResult(stdout="", stderr=compiler_complaint(said), exit_code=code)
 
     async def write(self, name: str, text: str) -> None:
         raise NotImplementedError
@@ -264,13 +298,13 @@ def _uploads(name: str, text: str) -> Iterator[str]:
     yield f"cat {_DIRECTORY}/{name}.[0-9]* | base64 -d > {_DIRECTORY}/{name}"
 
 
-def _run_command(seconds: float) -> str:
-    """The command that runs ``main.py`` with ``stdin.txt``, which is deleted before the program
+def _run_command(run: str, seconds: float) -> str:
+    """The command that runs a program with ``stdin.txt``, which is deleted before the program
     starts.
     """
     inner = (
         f"cd {_DIRECTORY} && exec 0<stdin.txt && rm -f stdin.txt stdin.txt.* && "
-        f"timeout -s KILL {seconds:.3f} python3 main.py 2>stderr.txt | "
+        f"timeout -s KILL {seconds:.3f} {run} 2>stderr.txt | "
         f"head -c {_OUTPUT_BYTES + 1}; "
         f"code=${{PIPESTATUS[0]}}; tail -c {_STDERR_BYTES} stderr.txt >&2; exit $code"
     )
