@@ -17,13 +17,14 @@ from ctrl_megatron.config import Config
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.errors import UserError, convert_user_code_errors, describe_location
 from ctrl_megatron.graph.columns import texts
-from ctrl_megatron.graph.declarations import as_node_function, node
+from ctrl_megatron.graph.declarations import NodeFunction, as_node_function, node
 from ctrl_megatron.graph.graph import Pipeline, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.steps.batch import data_rows_of
-from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
+from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes, place_scores, token_rewards
 from ctrl_megatron.steps.episodes import Episodes, episodes_report, unsupported_setting_error
+from ctrl_megatron.steps.guide_worker import chain_node_functions
 from ctrl_megatron.steps.sampling import balance
 from ctrl_megatron.steps.worker import DAGWorker
 
@@ -115,6 +116,13 @@ def success_rate(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """Reports the share of successful episodes, before the filter. Collective."""
     won = torch.tensor(_successes(batch)).float()
     return NodeOutput(metrics=worker.global_means({"embodied/success_rate": won}))
+
+
+def progress_reward(embedding: Embedding) -> NodeFunction[..., NodeOutput]:
+    """A node that does the work of ``ProgressReward`` and puts the rewards on their tokens, as the
+    guide's ``compute_reward`` does."""
+    progress = node(writes=("score",))(ProgressReward(embedding))
+    return chain_node_functions(progress, place_scores, token_rewards)
 
 
 class ProgressReward:

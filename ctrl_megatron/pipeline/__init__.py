@@ -21,7 +21,12 @@ from ctrl_megatron.guide.scheduler import (
 
 if TYPE_CHECKING:
     from ctrl_megatron.graph.columns import texts
-    from ctrl_megatron.guide.embodied import embodied_srpo_pipeline
+    from ctrl_megatron.guide.embodied import (
+        embodied_srpo_pipeline,
+        progress_reward,
+        success_rate,
+        success_rate_within,
+    )
     from ctrl_megatron.steps.batch import (
         fields_from_rows,
         fields_of_samples,
@@ -89,12 +94,15 @@ __all__ = [
     "node",
     "pipeline_from_file",
     "ppo_pipeline",
+    "progress_reward",
     "repair_pipeline",
     "revise",
     "revision_columns",
     "reward_columns",
     "samples_of",
     "step_performance",
+    "success_rate",
+    "success_rate_within",
     "texts",
     "verdict_columns",
     "with_decoded_text",
@@ -121,7 +129,10 @@ _LATER = {
     **dict.fromkeys(
         ("Environment", "Episodes", "Observation", "environment_pipeline"), "steps.episodes"
     ),
-    "embodied_srpo_pipeline": "guide.embodied",
+    **dict.fromkeys(
+        ("embodied_srpo_pipeline", "progress_reward", "success_rate", "success_rate_within"),
+        "guide.embodied",
+    ),
     "repair_pipeline": "steps.repair",
 }
 """Name -> the module of this package that defines it."""

@@ -81,14 +81,8 @@ def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
         checks.append((name, planned, check))
 
     def check_row(row: Row) -> None:
-        if by_normal_form and row.prompter_type != "mbppplus":
-            raise UserError(
-                f"{row.id!r} has tests of {row.prompter_type}; only calls of functions are judged "
-                "by a program's normal form",
-                file=row.place,
-                key="reward.cache_key=normalised",
-                remedy="leave the key or the row out",
-            )
+        if by_normal_form:
+            _require_calls_of_functions(row)
         for name, planned, check in checks:
             # run.checks.rewards says what is wrong with a row of another task.
             if planned.filter_rows([row]) and not (name in OF_CRITIQUES and row.task != CRITIQUE):
@@ -96,6 +90,17 @@ def make_row_check(config: Config, plan: RewardPlan) -> Callable[[Row], None]:
                 check(row)
 
     return check_row
+
+
+def _require_calls_of_functions(row: Row) -> None:
+    if row.prompter_type != "mbppplus":
+        raise UserError(
+            f"{row.id!r} has tests of {row.prompter_type}; only calls of functions are judged by a "
+            "program's normal form",
+            file=row.place,
+            key="reward.cache_key=normalised",
+            remedy="leave the key or the row out",
+        )
 
 
 def _once(check: RequestCheck) -> RequestCheck:

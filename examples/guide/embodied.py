@@ -12,17 +12,17 @@ this package (docs/own_pipeline.md).
 
 from __future__ import annotations
 
-from ctrl_megatron.graph.declarations import as_node_function
-from ctrl_megatron.guide.embodied import (
-    SUCCESS,
-    TRAJECTORY,
-    ProgressReward,
+from ctrl_megatron.pipeline import (
+    Episodes,
+    NodeRole,
+    NodeType,
+    Pipeline,
+    TaskGraph,
+    node,
+    progress_reward,
     success_rate,
     success_rate_within,
 )
-from ctrl_megatron.pipeline import Episodes, NodeRole, NodeType, Pipeline, TaskGraph, node
-from ctrl_megatron.steps.ctrl import place_scores, token_rewards
-from ctrl_megatron.steps.guide_worker import chain_node_functions
 from examples.embodied import GridWorld, embed
 
 WORKER = "ctrl_megatron.pipeline:DAGWorker."
@@ -30,9 +30,9 @@ WORKER = "ctrl_megatron.pipeline:DAGWorker."
 
 def embodied_srpo_pipeline() -> TaskGraph:
     """Act, keep groups by their share of successes, reward progress, update."""
-    make = as_node_function(GridWorld)
-    world = Episodes(make=make, turns=8, turn_tokens=1, fields=(SUCCESS, TRAJECTORY))
-    progress = node(writes=("score",))(ProgressReward(embed))
+    world = Episodes(
+        make=node()(GridWorld), turns=8, turn_tokens=1, fields=("success", "trajectory")
+    )
     pipeline = Pipeline(
         "embodied_grpo_training_pipeline",
         "Embodied AI GRPO training workflow with data filtering and reward of progress.",
@@ -51,7 +51,7 @@ def embodied_srpo_pipeline() -> TaskGraph:
         filter_plugin=success_rate_within(0.0, 1.0),
     ).add_node(
         "compute_reward",
-        func=chain_node_functions(progress, place_scores, token_rewards),
+        func=progress_reward(embed),
         deps=["dynaminc_sampling"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.REWARD,

@@ -1,4 +1,4 @@
-"""The pipelines of siiRL's guide, section 4.2, node by node.
+"""The pipelines of siiRL's guide, section 4.2, as printed but for the paths.
 
     ctrl-train-rl --nproc-per-node 2 --config FILE \
         dag.custom_pipeline_fn=examples.guide.pipelines:grpo_pipeline
@@ -11,52 +11,110 @@ from __future__ import annotations
 
 from ctrl_megatron.pipeline import NodeRole, NodeType, Pipeline, TaskGraph
 
-WORKER = "ctrl_megatron.pipeline:DAGWorker."
-
 
 def grpo_pipeline() -> TaskGraph:
     """Section 4.2.1: draw, reward, compare within the group, update."""
     pipeline = Pipeline("grpo_training_pipeline", "Standard GRPO workflow")
-    _add_rollout(pipeline)
+
     pipeline.add_node(
+        "rollout_actor",
+        func="ctrl_megatron.pipeline:DAGWorker.generate",
+        deps=[],
+        node_type=NodeType.MODEL_INFERENCE,
+        node_role=NodeRole.ROLLOUT,
+    ).add_node(
+        "function_reward",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_reward",
+        deps=["rollout_actor"],
+        node_type=NodeType.COMPUTE,
+        node_role=NodeRole.REWARD,
+    ).add_node(
         "calculate_advantages",
-        func=WORKER + "compute_advantage",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_advantage",
         deps=["function_reward"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.ADVANTAGE,
+    ).add_node(
+        "actor_old_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_old_log_prob",
+        deps=["calculate_advantages"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
+        only_forward_compute=True,
+    ).add_node(
+        "reference_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_ref_log_prob",
+        deps=["actor_old_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.REFERENCE,
+    ).add_node(
+        "actor_train",
+        func="ctrl_megatron.pipeline:DAGWorker.train_actor",
+        deps=["reference_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
     )
-    return _add_update(pipeline).build()
+
+    return pipeline.build()
 
 
 def ppo_pipeline() -> TaskGraph:
     """Section 4.2.2: advantages by a value model, which is trained too."""
     pipeline = Pipeline("ppo_training_pipeline", "Standard PPO workflow")
-    _add_rollout(pipeline)
+
     pipeline.add_node(
+        "rollout_actor",
+        func="ctrl_megatron.pipeline:DAGWorker.generate",
+        deps=[],
+        node_type=NodeType.MODEL_INFERENCE,
+        node_role=NodeRole.ROLLOUT,
+    ).add_node(
+        "function_reward",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_reward",
+        deps=["rollout_actor"],
+        node_type=NodeType.COMPUTE,
+        node_role=NodeRole.REWARD,
+    ).add_node(
         "compute_value",
-        func=WORKER + "compute_value",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_value",
         deps=["function_reward"],
         node_type=NodeType.MODEL_TRAIN,
         node_role=NodeRole.CRITIC,
         only_forward_compute=True,
     ).add_node(
         "calculate_advantages",
-        func=WORKER + "compute_advantage",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_advantage",
         deps=["compute_value"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.ADVANTAGE,
+    ).add_node(
+        "actor_old_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_old_log_prob",
+        deps=["calculate_advantages"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
+        only_forward_compute=True,
+    ).add_node(
+        "reference_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_ref_log_prob",
+        deps=["actor_old_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.REFERENCE,
+    ).add_node(
+        "actor_train",
+        func="ctrl_megatron.pipeline:DAGWorker.train_actor",
+        deps=["reference_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
+    ).add_node(
+        "critic_train",
+        func="ctrl_megatron.pipeline:DAGWorker.train_critic",
+        deps=["actor_train"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.CRITIC,
     )
-    return (
-        _add_update(pipeline)
-        .add_node(
-            "critic_train",
-            func=WORKER + "train_critic",
-            deps=["actor_train"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.CRITIC,
-        )
-        .build()
-    )
+
+    return pipeline.build()
 
 
 def dapo_pipeline() -> TaskGraph:
@@ -66,62 +124,50 @@ def dapo_pipeline() -> TaskGraph:
     nodes before it too.
     """
     pipeline = Pipeline("dapo_training_pipeline", "DAPO workflow")
-    _add_rollout(pipeline)
-    pipeline.add_node(
-        "dynamic_sampling",
-        func=WORKER + "dynamic_sampling",
-        deps=["function_reward"],
-        node_type=NodeType.COMPUTE,
-        node_role=NodeRole.DYNAMIC_SAMPLING,
-    ).add_node(
-        "calculate_advantages",
-        func=WORKER + "compute_advantage",
-        deps=["dynamic_sampling"],
-        node_type=NodeType.COMPUTE,
-        node_role=NodeRole.ADVANTAGE,
-    )
-    return _add_update(pipeline).build()
 
-
-def _add_rollout(pipeline: Pipeline) -> None:
     pipeline.add_node(
         "rollout_actor",
-        func=WORKER + "generate",
+        func="ctrl_megatron.pipeline:DAGWorker.generate",
         deps=[],
         node_type=NodeType.MODEL_INFERENCE,
         node_role=NodeRole.ROLLOUT,
     ).add_node(
         "function_reward",
-        func=WORKER + "compute_reward",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_reward",
         deps=["rollout_actor"],
         node_type=NodeType.COMPUTE,
         node_role=NodeRole.REWARD,
+    ).add_node(
+        "dynamic_sampling",
+        func="ctrl_megatron.pipeline:DAGWorker.dynamic_sampling",
+        deps=["function_reward"],
+        node_type=NodeType.COMPUTE,
+        node_role=NodeRole.DYNAMIC_SAMPLING,
+    ).add_node(
+        "calculate_advantages",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_advantage",
+        deps=["dynamic_sampling"],
+        node_type=NodeType.COMPUTE,
+        node_role=NodeRole.ADVANTAGE,
+    ).add_node(
+        "actor_old_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_old_log_prob",
+        deps=["calculate_advantages"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
+        only_forward_compute=True,
+    ).add_node(
+        "reference_log_prob",
+        func="ctrl_megatron.pipeline:DAGWorker.compute_ref_log_prob",
+        deps=["actor_old_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.REFERENCE,
+    ).add_node(
+        "actor_train",
+        func="ctrl_megatron.pipeline:DAGWorker.train_actor",
+        deps=["reference_log_prob"],
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
     )
 
-
-def _add_update(pipeline: Pipeline) -> Pipeline:
-    return (
-        pipeline.add_node(
-            "actor_old_log_prob",
-            func=WORKER + "compute_old_log_prob",
-            deps=["calculate_advantages"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.ACTOR,
-            only_forward_compute=True,
-        )
-        .add_node(
-            "reference_log_prob",
-            func=WORKER + "compute_ref_log_prob",
-            deps=["actor_old_log_prob"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.REFERENCE,
-            only_forward_compute=True,
-        )
-        .add_node(
-            "actor_train",
-            func=WORKER + "train_actor",
-            deps=["reference_log_prob"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.ACTOR,
-        )
-    )
+    return pipeline.build()

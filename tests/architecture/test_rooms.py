@@ -71,7 +71,7 @@ OWNERS = {
     "sglang": ("rollout/sglang_",),
     "ray": ("commands/ray_launcher.py",),
     "huggingface_hub": ("commands/hub.py",),
-    "aiohttp": ("sandbox/", "rollout/", "generation/"),
+    "aiohttp": ("sandbox/", "rollout/", "generation/", "rewards/providers/e2b_router.py"),
     "matplotlib": ("metrics/report/figures.py",),
     "jinja2": ("data/tokens.py", "metrics/report/document.py"),
     "tensorboard": ("metrics/sinks.py",),
