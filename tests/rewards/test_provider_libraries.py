@@ -78,8 +78,8 @@ def test_unknown_options_of_e2b_are_refused_at_the_start() -> None:
     library = pytest.importorskip("e2b.connection_config")
     assert set(_E2B_CONNECTION) <= library.ApiParams.__annotations__.keys()
     make_provider("e2b", api_key="k", **dict.fromkeys(_E2B_CONNECTION))
-    with pytest.raises(ProviderSetupError, match="e2b has no option 'e2b_router_url'; it has"):
-        make_provider("e2b", api_key="k", e2b_router_url="http://127.0.0.1:1")
+    with pytest.raises(ProviderSetupError, match="e2b has no option 'router'; it has"):
+        make_provider("e2b", api_key="k", router="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, ProviderSetupError), (503, ProviderError)])

@@ -132,7 +132,9 @@ def test_a_provider_names_the_rows_that_it_cannot_judge(tmp_path: Path) -> None:
 
 
 def test_only_calls_of_functions_are_judged_by_a_normal_form(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.parquet", function_record("f"), stdio_record("s"))
-    assert checked(path, "reward.reward_funcs=[code]") == (["f", "s"], [])
-    kept, said = checked(path, "reward.cache_key=normalised", drop=True)
-    assert kept == ["f"] and "leave the key or the row out" in said[0]
+    called = write(tmp_path / "called.parquet", function_record("f"))
+    assert checked(called, "reward.cache_key=normalised") == (["f"], [])
+    printed = write(tmp_path / "printed.parquet", stdio_record("s"))
+    assert checked(printed, "reward.reward_funcs=[code]") == (["s"], [])
+    with pytest.raises(UserError, match=r"cache_key=normalised: .*'s' has tests of code_contests"):
+        checked(printed, "reward.cache_key=normalised")
