@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -413,8 +414,19 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     rollout = family.rollout
     if purpose == "sft":
         return
-    for placed in _placed(config, *ROLES, "auto"):
-        yield f"{key} has all models on all ranks; leave {placed} out, or {megatron}"
+    for role, layout in (
+        ("critic", config.critic.megatron),
+        ("actor_rollout_ref.ref", family.ref.megatron),
+        ("reward_model", config.reward_model.megatron),
+    ):
+        for field in dataclasses.fields(layout):
+            if getattr(layout, field.name) > 1:
+                yield f"{key} cuts no model; leave {role}.megatron.{field.name} out, or {megatron}"
+    if config.placement.auto:
+        yield (
+            f"no proposal plans {key}; leave placement.auto out and name the ranks of roles, or "
+            f"{megatron}"
+        )
     if ENGINES[rollout.name].denoises:
         able = ", ".join(name for name, kind in ENGINES.items() if not kind.denoises)
         yield f"{key} has no masked-diffusion models; set {_R}name to one of {able}, or {megatron}"

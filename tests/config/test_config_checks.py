@@ -463,7 +463,8 @@ def test_adapters_go_as_wholes(transport: str) -> None:
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("placement.reference=[1]", ["on all ranks", "leave placement.reference out"]),
+        ("placement=auto", ["no proposal", "placement.auto"]),
+        ("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", ["cuts no model"]),
         (MEGATRON + "recompute_granularity=selective", ["whole layers", "set it to full"]),
         (MEGATRON + "tensor_model_parallel_size=2", ["is not read with", "strategy=megatron"]),
         (MEGATRON + "moe_z_loss_coeff=0.1", ["is not read with", "strategy=megatron"]),

@@ -53,6 +53,14 @@ PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 """Ranks and settings; the actor's two ranks are data ranks unless it is cut."""
+FSDP = {
+    "together, fsdp": (2, ()),
+    "2+2+1, fsdp": (5, ("placement.critic=[2,3]", "placement.reference=[4]")),
+}
+PLACES |= {
+    name: (ranks, (*settings, "actor_rollout_ref.actor.strategy=fsdp"))
+    for name, (ranks, settings) in FSDP.items()
+}
 EQUAL = {"rel": 1e-5, "abs": 2e-7}
 """float32 sums in another order; advantages are normalised, so the mean loss is about 0."""
 TEXTS = ("critique", "revision", "reward")
@@ -116,9 +124,9 @@ def test_models_apart_learn_the_same(apart_job: Job) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "together"])
+@pytest.mark.parametrize("place", [name for name in PLACES if not name.startswith("together")])
 def test_every_placement_learns_the_same_and_updates_overlap(runs: Runs, place: str) -> None:
-    together, apart = runs("together"), runs(place)
+    together, apart = runs("together, fsdp" if place in FSDP else "together"), runs(place)
     assert_same(apart, golden_runs.steps_of(together))
     settings = " ".join(PLACES[place][1])
     for role, one, other in (

@@ -27,12 +27,15 @@ NOBODY_REVISES = (
 )
 BREVITY = "reward.reward_funcs=[foreign_pipeline:brevity]"
 _R = "reward_model.megatron."
+FSDP = "actor_rollout_ref.actor.strategy=fsdp"
 PLACES: dict[str, tuple[int, tuple[str, ...]]] = {
     "together": (2, ()),
     "2+1": (3, ("placement.reward_model=[2]",)),
     "2+2, cut": (4, ("placement.reward_model=[2,3]", _R + "tensor_model_parallel_size=2")),
     "2+1, with the reference": (3, ("placement.reward_model=[2]", "placement.reference=[2]")),
     "1+1+1": (3, ("placement.reward_model=[1]", "placement.reference=[2]")),
+    "together, fsdp": (2, (FSDP,)),
+    "2+2, fsdp": (4, ("placement.reward_model=[2,3]", FSDP)),
 }
 LOSSES = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "reward/mean", "reward/reward_model")
 LOSSES += ("reward/total", "reward/masked_rate", "reward_model/length")
@@ -112,12 +115,13 @@ def runs(job: Job, model: Path) -> Callable[[str], ForkedRun]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "together"])
+@pytest.mark.parametrize("place", [name for name in PLACES if not name.startswith("together")])
 def test_on_ranks_of_its_own_it_rewards_the_same(
     runs: Callable[[str], ForkedRun], place: str
 ) -> None:
     together, apart = (
-        [record["metrics"] for record in runs(where).metrics()] for where in ("together", place)
+        [record["metrics"] for record in runs(where).metrics()]
+        for where in ("together, fsdp" if FSDP in PLACES[place][1] else "together", place)
     )
     assert len(together) == len(apart) == 3
     for number, (wanted, found) in enumerate(zip(together, apart, strict=True), 1):
