@@ -133,9 +133,8 @@ def flags_of_files(arguments: Sequence[str]) -> list[str]:
     list with its values, a true alone; false and null are left out. UserError for a file that is no
     mapping of names to such values.
     """
-    parser, words = argparse.ArgumentParser(add_help=False), list[str]()
-    parser.add_argument("--config", action="append", default=[], type=existing_file)
-    for file in parser.parse_known_args(arguments)[0].config:
+    words = list[str]()
+    for file in _files_of(arguments):
         tree, places = parse_yaml(read_text(file), str(file))
         if not isinstance(tree, dict):
             raise UserError(
@@ -150,6 +149,16 @@ def flags_of_files(arguments: Sequence[str]) -> list[str]:
                 values = value if isinstance(value, list) else [] if value is True else [value]
                 words += [f"--{str(name).replace('_', '-')}", *map(str, values)]
     return words
+
+
+def _files_of(arguments: Sequence[str]) -> Iterator[Path]:
+    """The files of ``--config``, which may be shortened, that exist; the parser names others."""
+    for place, word in enumerate(arguments):
+        flag, equals, text = word.partition("=")
+        if len(flag) > len("--c") and "--config".startswith(flag):
+            value = text if equals else next(iter(arguments[place + 1 :]), "")
+            if os.path.isfile(value):
+                yield Path(value)
 
 
 def _read(path: Path) -> list[Problem]:

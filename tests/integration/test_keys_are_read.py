@@ -23,6 +23,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6", ROLLOUT + "n=4"),
         *("algorithm.rollout_correction.rollout_is=token", "reward.overlong_buffer.enable=true"),
         *("reward.overlong_buffer.len=8", ROLLOUT + "quantization=fp8"),
+        ROLLOUT + "val_kwargs.temperature=1.0",
     ),
     "grpo": (
         *(ACTOR + "policy_loss=clip_cov", "reward.judge.weight=0.1", "reward.judge.gate=-9"),
