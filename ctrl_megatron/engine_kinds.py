@@ -50,6 +50,8 @@ class EngineKind:
     """Generates with masked-diffusion models, and with no others."""
     quantised: bool = True
     """Can compute with weights in 8 bits (``rollout.quantization``)."""
+    returns_routes: bool = False
+    """Can say which experts its routers chose (``rollout.router_replay``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
     default: bool = False
@@ -129,6 +131,7 @@ ENGINES: Mapping[str, EngineKind] = {
         default=True,
         multiplies_latent=False,
         adapter="ctrl_megatron.rollout.hf_engine:HfEngine",
+        returns_routes=True,
         joins_calls=False,
         reserves_cache=False,
         tensor_parallel=False,

@@ -105,6 +105,23 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRoutes:
+    """The experts that an engine's routers chose for the tokens of a prompt and its completion, all
+    but the last token, which no pass has read."""
+
+    version: str
+    """The weights that chose."""
+    ids: bytes
+    """Numbers of experts (tokens, layers with experts, ``top_k``), as uint8, or as little-endian
+    int16 where ``wide``."""
+    layers: int
+    """Number of layers with experts."""
+    top_k: int
+    """Number of experts of a token."""
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The tokens that an engine drew for one prompt."""
 
@@ -120,6 +137,8 @@ class Completion:
     order: tuple[int, ...] = ()
     """The step of the sampler that drew each token, counted from 0; empty where every token was
     drawn after the one before it."""
+    routes: ExpertRoutes | None = None
+    """With ``EngineSpec.returns_routes`` of a model with experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -473,6 +473,9 @@ class Rollout(EngineConfig):
     """fp8: engines get linear layers' weights in 8 bits (e4m3, one float32 scale for each block of
     128 x 128); needs algorithm.rollout_correction, as their probabilities differ from the
     trainer's."""
+    router_replay: Literal["off", "trainer", "engine"] = "off"
+    """Whose choice of experts the update's passes take, in a model that has them: the routers' own,
+    that of the old log-probs (R2), or that of the engine that drew the text (R3)."""
     log_prob_max_token_len_per_gpu: int | None = key(None, AT_LEAST_1)
     """Token budget of forward-only micro-batches; None takes actor.ppo_max_token_len_per_gpu."""
 

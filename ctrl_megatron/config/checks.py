@@ -60,7 +60,7 @@ def check_key_relations(config: Config, purpose: Purpose, written: Mapping[str, 
     ]
     for relation in (
         *(_names, _parallelism, _proxy, _agents, _adapters, _quantisation, _ahead),
-        *(_objective, _coupled, _refreshed, _distillation, _groups, _reward),
+        *(_objective, _coupled, _replayed, _refreshed, _distillation, _groups, _reward),
     ):
         problems += relation(config)
     if problems:
@@ -667,6 +667,29 @@ def _coupled(config: Config) -> Iterator[str]:
                 f"{why}, and algorithm.rollout_correction.{name} compares log-probs of single "
                 "tokens with the engine's; leave it out"
             )
+
+
+def _replayed(config: Config) -> Iterator[str]:
+    """Problems of ``rollout.router_replay``."""
+    family, algorithm = config.actor_rollout_ref, config.algorithm
+    replay = family.rollout.router_replay
+    if replay == "off":
+        return
+    key = f"{_R}router_replay={replay}"
+    if family.actor.strategy != "megatron":
+        yield f"{key} changes the routers of {_A}strategy=megatron; set it, or leave {key} out"
+    if config.agent1.model.path is not None:
+        yield f"{key} knows one policy, and agent1.model.path adds a second; leave one out"
+    if algorithm.distillation.is_on:
+        yield f"{key} has no routes for a teacher's prompts; leave algorithm.distillation out"
+    if config.trainer.dump_steps:
+        yield f"{key}: a dump would lack the choices of experts; leave trainer.dump_steps out"
+    if replay == "engine" and not ENGINES[family.rollout.name].returns_routes:
+        able = " or ".join(name for name, kind in ENGINES.items() if kind.returns_routes)
+        yield (
+            f"{key}: the engine {family.rollout.name} does not say which experts it chose with the "
+            f"sampler that seeds draw with; set {_R}name to {able}, or {_R}router_replay=trainer"
+        )
 
 
 def _refreshed(config: Config) -> Iterator[str]:

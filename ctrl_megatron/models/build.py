@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.adapters import add_adapters
-from ctrl_megatron.models.expert_choice import GroupLimitedRouterReplay
 from ctrl_megatron.models.latent_attention import LatentRotaryEmbedding
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
@@ -25,6 +24,7 @@ from ctrl_megatron.models.layer_spec import (
     supports_gradient_accumulation_fusion,
 )
 from ctrl_megatron.models.rope import Rope, YarnScaling, rope_frequencies
+from ctrl_megatron.models.router import take_keys
 from ctrl_megatron.models.shape import (
     Attention,
     Dense,
@@ -247,7 +247,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         _rotate_by_positions(model, shape)
-        _choose_in_groups(model, kinds)
+        _prepare_routers(model, kinds)
         if model.post_process and shape.value_head:
             model.output_layer = ValueOutputLayer(config, bias=shape.head_bias)  # type: ignore[assignment]
         elif model.post_process:
@@ -274,11 +274,13 @@ def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
                 layer.self_attention.rotary_pos_emb = rotation  # type: ignore[union-attr]
 
 
-def _choose_in_groups(model: GPTModel, kinds: Sequence[FeedForward]) -> None:
-    """Give the routers of families that group their experts our choice."""
+def _prepare_routers(model: GPTModel, kinds: Sequence[FeedForward]) -> None:
+    """Tell the routers how their family groups its experts, and let them know their tokens."""
     for layer, kind in zip(model.decoder.layers, kinds, strict=True):
-        if isinstance(kind, Experts) and kind.choice is not None:
-            layer.mlp.router.router_replay = GroupLimitedRouterReplay(kind.choice)  # type: ignore[union-attr]
+        if isinstance(kind, Experts):
+            experts: Any = layer.mlp
+            experts.router.choice.groups = kind.choice
+            experts.register_forward_pre_hook(take_keys, with_kwargs=True)
 
 
 def _pass_through(

@@ -121,7 +121,7 @@ def precomputed_loss_func(
 def run_stage(model: Any, micro: MicroBatch) -> tuple[Any, torch.Tensor]:
     """(this stage, its output for the micro-batch)."""
     module: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    padding = micro.padding
+    padding = micro.padding if micro.keys is None else micro.keys
     if not module.pre_process and module.config.sequence_parallel:
         # Megatron does this in the first stage only.
         group = module.pg_collection.tp

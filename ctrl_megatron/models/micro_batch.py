@@ -4,7 +4,7 @@ prompt that rows of a micro-batch share is computed once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from ctrl_megatron.models.packed_layout import (
 )
 
 Fields = Mapping[str, torch.Tensor]
+EXPERT_ROUTES = "expert_routes"
+"""The field (B, P+R, layers with experts, top_k) int16 of recorded choices of experts, -1 where a
+token has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,13 @@ class MicroBatch:
     """(N,) float32, or one number: the factor of a token's log-prob in its row."""
     occurrences: int = 1
     """How often every response token is predicted."""
+    routes: torch.Tensor | None = None
+    """(tokens of all context ranks, layers with experts, top_k) int16, on the host: the recorded
+    choice of experts (``EXPERT_ROUTES``); None where nothing is replayed or recorded."""
+    keys: torch.Tensor | None = None
+    """(1, T) int64: where each token is in ``routes``, -1 for padding; None without these."""
+    key_of: torch.Tensor | None = None
+    """(b, P+R) int64, on the host: the key of every token of the rows, -1 where there is none."""
 
     def to_rows(self, values: torch.Tensor) -> torch.Tensor:
         """(N,) values as a (b, R) matrix with zeros elsewhere, those of a token that is predicted
@@ -85,6 +95,8 @@ def split_into_micro_batches(
     rows, if there are several. ``apart``: every row has a micro-batch of its own.
     ``response_mask`` selects the tokens that are predicted, any of the attended response tokens: a
     row may contain tokens that the model only reads, such as an environment's observations.
+    With the field ``expert_routes`` micro-batches have ``routes``; rows that share a prompt have
+    the first one's for it.
     Raises ValueError for a row above the token budget, for a mask that selects a token which is not
     attended, and for a selected token without a token before it.
     """
@@ -110,10 +122,39 @@ def split_into_micro_batches(
     if apart:
         micro_batches = [[[row]] for groups in micro_batches for own in groups for row in own]
     micro_batches += [[] for _ in range(count(len(micro_batches)) - len(micro_batches))]
-    return [
+    packed = [
         _pack(groups, prompts, responses, predicted, width, multiple, device, context)
         for groups in micro_batches
     ]
+    if EXPERT_ROUTES not in batch:
+        return packed
+    return [_with_routes(micro, batch[EXPERT_ROUTES].cpu(), attended) for micro in packed]
+
+
+def _with_routes(micro: MicroBatch, routes: torch.Tensor, attended: torch.Tensor) -> MicroBatch:
+    """``micro`` with the choices ``routes`` (B, P+R, ...) of its rows, of whose tokens ``attended``
+    (B, P+R) are on."""
+    shared = micro.packed.shared
+    layout = micro.packed.layout
+    table = torch.full((layout.num_tokens, *routes.shape[2:]), -1, dtype=torch.int16)
+    key_of = torch.full((len(micro.rows), attended.shape[1]), -1, dtype=torch.int64)
+    start = attended.shape[1] - micro.width
+    # Backwards, so that the first row of a group writes its prompt last.
+    for local in reversed(range(len(micro.rows))):
+        row, place = int(micro.rows[local]), layout.rows[local]
+        columns = attended[row].nonzero().flatten()
+        prompt = int((columns < start).sum())
+        keys = torch.cat(
+            [
+                torch.arange(place.prompt_end - prompt, place.prompt_end),
+                torch.arange(place.start, place.end),
+            ]
+        )
+        key_of[local, columns] = keys
+        table[keys] = routes[row, columns]
+    own = torch.arange(layout.num_tokens) if shared is None else shared.own_tokens.cpu()
+    keys = torch.where(micro.padding.cpu(), -1, own.unsqueeze(0))
+    return replace(micro, routes=table, keys=keys.to(micro.padding.device), key_of=key_of)
 
 
 def split_attended_values(

@@ -31,10 +31,15 @@ from ctrl_megatron.models.lora import LoraBaseWeights
 from ctrl_megatron.models.loss_scale import global_counts
 from ctrl_megatron.models.masked_versions import split_into_masked_versions
 from ctrl_megatron.models.megatron import MegatronStrategy
-from ctrl_megatron.models.micro_batch import Fields, MicroBatch, split_into_micro_batches
+from ctrl_megatron.models.micro_batch import (
+    EXPERT_ROUTES,
+    Fields,
+    MicroBatch,
+    split_into_micro_batches,
+)
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
-from ctrl_megatron.models.router import Routers
-from ctrl_megatron.models.shape import AnyShape, TransformersShape
+from ctrl_megatron.models.router import Routers, replay_rates
+from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -102,6 +107,11 @@ class ParallelModel:
         if self.options.optimizer.on_host:
             self.offload("gradients")  # the master weights are made on the device
         self.optimization = self.strategy.start_optimizer()
+
+    @property
+    def expert_choices(self) -> tuple[int, int]:
+        """As ``ModelShape.expert_choices``; (0, 0) for modules of transformers."""
+        return self.shape.expert_choices if isinstance(self.shape, ModelShape) else (0, 0)
 
     @property
     def update_count(self) -> int:
@@ -207,7 +217,36 @@ class ParallelModel:
             self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
             backward=False,
         )
+        self._routers.end_replay()
         return self.broadcast_results(results)
+
+    def record_routes(
+        self, rows: Fields, head: OutputHead, vectors: int, token_budget: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``infer``, and the experts that the routers chose (``EXPERT_ROUTES``) on the host."""
+        self.onload("weights")
+        results = self.allocate_results(rows, vectors)
+        layers, top_k = self.expert_choices
+        empty = torch.full((*rows["input_ids"].shape, layers, top_k), -1, dtype=torch.int16)
+        micro_batches = self._micro_batches(
+            {**rows, EXPERT_ROUTES: empty},
+            token_budget or self.options.token_budget,
+            backward=False,
+            records=True,
+        )
+        passes = partial(forward_only, head=head, results=results)
+        self.strategy.run_passes(passes, micro_batches, backward=False)
+        table = self._routers.end_replay()
+        assert table is not None
+        # Every stage knows its own layers, every tensor and context rank its own tokens.
+        ids = table.ids.int().cpu()
+        dist.all_reduce(ids, op=dist.ReduceOp.MAX, group=self.groups.host_model)
+        for micro in micro_batches:
+            assert micro.key_of is not None
+            for row, keys in zip(micro.rows.tolist(), micro.key_of, strict=True):
+                known = keys >= 0
+                empty[row, known] = ids[keys[known]].to(torch.int16)
+        return self.broadcast_results(results), empty
 
     def broadcast_results(self, results: torch.Tensor) -> torch.Tensor:
         """``allocate_results`` after a pass, on the host of every rank of the model copy.
@@ -256,7 +295,7 @@ class ParallelModel:
                 forward_with_loss,
                 head=head or partial(self._head, temperature=temperature),
                 loss=loss,
-                rows=rows,
+                rows={name: value for name, value in rows.items() if name != EXPERT_ROUTES},
                 counts=counts,
                 results=results,
             ),
@@ -264,6 +303,7 @@ class ParallelModel:
             backward=True,
         )
         loads = self._routers.metrics(self.groups)
+        loads |= replay_rates(self._routers.end_replay(), self.groups)
         scalars, norm = self._sum(shares), self.optimization.grad_norm()
         fine = math.isfinite(norm) and math.isfinite(scalars.get("loss", 0.0))
         # All ranks skip or none does: otherwise the copies of the weights would differ.
@@ -323,7 +363,7 @@ class ParallelModel:
         self._flops = (passes, updates + flops) if backward else (passes + flops, updates)
 
     def _micro_batches(
-        self, rows: Fields, token_budget: int, *, backward: bool
+        self, rows: Fields, token_budget: int, *, backward: bool, records: bool = False
     ) -> list[MicroBatch]:
         """The micro-batches of a pass. Collective. ValueError for a row beyond the model's context,
         where ropes of transformers depend on the other rows."""
@@ -358,6 +398,9 @@ class ParallelModel:
         if backward:
             tokens = sum(micro.num_tokens for micro in micro_batches)
             self._routers.begin_mini_batch(self.options.router, tokens, self.groups)
+        if EXPERT_ROUTES in rows:
+            device = self.groups.device
+            micro_batches = self._routers.begin_replay(micro_batches, device, records=records)
         return micro_batches
 
     def _sum(self, shares: list[LossShare]) -> dict[str, float]:

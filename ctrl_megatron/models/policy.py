@@ -87,6 +87,15 @@ class Policy(ParallelModel):
         log_probs, entropy = self.infer(rows, head, 2, token_budget)
         return log_probs, entropy
 
+    def log_probs_and_routes(
+        self, rows: Fields, temperature: float, token_budget: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``log_probs``, and the experts that the routers chose for every token: (B, P+R, layers
+        with experts, top_k) int16 on the host, -1 for padding. Collective."""
+        head = partial(self._head, temperature=temperature)
+        (log_probs, entropy), routes = self.record_routes(rows, head, 2, token_budget)
+        return log_probs, entropy, routes
+
     def teacher_pass(
         self,
         rows: Fields,

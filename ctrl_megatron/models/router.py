@@ -21,7 +21,7 @@ counts over the ranks of its global state and is switched off.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
+from ctrl_megatron.models.expert_choice import ExpertChoice, RouteTable
+from ctrl_megatron.models.micro_batch import MicroBatch
 from ctrl_megatron.models.shape import AnyShape, Experts, ModelShape
 from ctrl_megatron.parallel.groups import ProcessGroups
 
@@ -53,6 +55,8 @@ class Router(TopKRouter):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.choice = ExpertChoice()
+        self.router_replay: Any = self.choice  # which Megatron asks for the choice
         self.begin_mini_batch(RouterOptions(), 1)
 
     def begin_mini_batch(self, options: RouterOptions, tokens: int) -> None:
@@ -94,6 +98,20 @@ class Router(TopKRouter):
         return self._weights[0] * balance + self._weights[1] * z
 
 
+def take_keys(
+    layer: Any, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward hook of a layer with experts, which takes the keys of its tokens
+    (``expert_choice.RouteTable``), (1, T) int64 and -1 for padding, in the place of its padding
+    mask."""
+    keys = named.get("padding_mask")
+    if keys is None or keys.dtype != torch.int64:
+        return given, named
+    # A recomputed layer comes here again, right before its router.
+    layer.router.choice.keys = keys.reshape(-1)
+    return given, {**named, "padding_mask": keys < 0}
+
+
 class Routers:
     """The routers of one rank's part of a model."""
 
@@ -103,6 +121,10 @@ class Routers:
         self._own = [m for model in models for m in model.modules() if isinstance(m, Router)]
         self._options, self._tokens = RouterOptions(), 1
         self._loads: dict[int, torch.Tensor] = {}
+        self._table: RouteTable | None = None
+        places = {layer: place for place, layer in enumerate(self._experts)}
+        for router in self._own:
+            router.choice.layer = places[_layer(router)]
 
     def begin_mini_batch(self, options: RouterOptions, tokens: int, groups: ProcessGroups) -> None:
         """Begin a global mini-batch, of which ``tokens`` are this data rank's. Collective."""
@@ -112,6 +134,32 @@ class Routers:
         self._tokens = int(groups.sum_over_data(torch.tensor(tokens)))
         for router in self._own:
             router.begin_mini_batch(options, self._tokens)
+
+    def begin_replay(
+        self, micro_batches: list[MicroBatch], device: torch.device, *, records: bool
+    ) -> list[MicroBatch]:
+        """The micro-batches with keys for their tokens. Until ``end_replay`` the routers take the
+        choices that are recorded for them (``MicroBatch.routes``); with ``records`` theirs are
+        recorded instead."""
+        keyed, parts, first = list[MicroBatch](), list[torch.Tensor](), 0
+        for micro in micro_batches:
+            assert micro.routes is not None and micro.keys is not None and micro.key_of is not None
+            keys = torch.where(micro.keys >= 0, micro.keys + first, -1)
+            key_of = torch.where(micro.key_of >= 0, micro.key_of + first, -1)
+            keyed.append(replace(micro, keys=keys, key_of=key_of))
+            parts.append(micro.routes)
+            first += len(micro.routes)
+        self._table = RouteTable(torch.cat(parts).to(device), records=records)
+        for router in self._own:
+            router.choice.table = self._table
+        return keyed
+
+    def end_replay(self) -> RouteTable | None:
+        """The table of the replay, which ends; None where there was none."""
+        for router in self._own:
+            router.choice.table = None
+        table, self._table = self._table, None
+        return table
 
     def metrics(self, groups: ProcessGroups) -> dict[str, float]:
         """``max_load`` and, for each layer with experts, ``max_load/LAYER``: the tokens of the
@@ -145,6 +193,19 @@ class Routers:
                 load = self._loads[_layer(router)]
                 missing = (load.mean() - load).sign() * self._options.bias_rate
                 router.expert_bias += missing.to(router.expert_bias)
+
+
+def replay_rates(table: RouteTable | None, groups: ProcessGroups) -> dict[str, float]:
+    """``replayed_rate``: the share of the routers' choices that were recorded ones, and
+    ``replay_differs_rate``: that of these in which the router's own differs; nothing without a
+    table. Collective over all ranks where there is one."""
+    if table is None:
+        return {}
+    counts = table.counts.double().cpu()
+    dist.all_reduce(counts, group=groups.host)
+    real, known, differs = counts.tolist()
+    rates = {"replayed_rate": known / real} if real else {}
+    return rates | ({"replay_differs_rate": differs / known} if known else {})
 
 
 def _layer(router: Router) -> int:

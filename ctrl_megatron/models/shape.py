@@ -256,6 +256,12 @@ class ModelShape:
     def expert_kinds(self) -> list[Experts]:
         return [kind for kind in self.layers_by_kind if isinstance(kind, Experts)]
 
+    @property
+    def expert_choices(self) -> tuple[int, int]:
+        """(layers with experts, experts of a token in each), the sizes of ``expert_routes``."""
+        layers = [kind for kind in self.feed_forward if isinstance(kind, Experts)]
+        return len(layers), max((kind.top_k for kind in layers), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersShape:

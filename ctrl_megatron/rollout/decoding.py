@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ctrl_megatron.rollout.hf_routes import RouteRecorder, joined_routes
 from ctrl_megatron.rollout.sampling import sample_tokens, tempered_log_probs
 from ctrl_megatron.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -32,6 +33,9 @@ class DecodingRow:
     versions: list[str] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     """As ``Completion.order``."""
+    routes: list[torch.Tensor] = field(default_factory=list)
+    """The experts that the weights of the latest pass, and those before it of the same weights,
+    chose: (tokens, layers, top_k) int16 of each pass."""
     finish_reason: FinishReason | None = None
 
     def append_token(
@@ -64,6 +68,7 @@ class DecodingRow:
             finish_reason=self.finish_reason,
             spans=version_spans(self.versions),
             order=tuple(self.order),
+            routes=joined_routes(self.routes, self.versions[-1]) if self.routes else None,
         )
 
 
@@ -89,8 +94,14 @@ class StepwiseBatch(Protocol):
 class DecodingBatch:
     """Rows that step together, with the KV cache of the weights called ``version``."""
 
-    def __init__(self, model: Any, rows: Sequence[DecodingRow], params: SamplingParams) -> None:
-        self._model, self._params = model, params
+    def __init__(
+        self,
+        model: Any,
+        rows: Sequence[DecodingRow],
+        params: SamplingParams,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
+        self._model, self._params, self._recorder = model, params, recorder
         self.alive = list(rows)
         self._cached: list[DecodingRow] = []
         self._cache: Any = None
@@ -118,6 +129,8 @@ class DecodingBatch:
         real = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
         self._mask = torch.tensor(real, device=device)
         self._cache = None
+        for row in self.alive:
+            row.routes.clear()
         return self._forward(torch.tensor(padded, device=device))
 
     def _decode(self) -> torch.Tensor:
@@ -143,6 +156,11 @@ class DecodingBatch:
             logits_to_keep=1,
         )
         self._cache, self._cached = output.past_key_values, list(self.alive)
+        if self._recorder is not None:
+            chosen = self._recorder.take_pass(len(self.alive))
+            seen = self._mask[:, -input_ids.shape[1] :].bool().cpu()
+            for row, ids, real in zip(self.alive, chosen, seen, strict=True):
+                row.routes.append(ids[real])
         return output.logits[:, -1]
 
 

@@ -112,6 +112,8 @@ class EngineSpec:
     at first. ``sleep`` must keep the weights then."""
     quantised: bool = False
     """Linear layers have weights in 8 bits (``models.fp8``), and updates bring them so."""
+    returns_routes: bool = False
+    """Completions have the experts that were chosen (``Completion.routes``)."""
     may_sleep: bool = False
     """Whether ``sleep`` will be called; some engines need this when they start."""
     seed: int = 0

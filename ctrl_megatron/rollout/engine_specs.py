@@ -162,6 +162,7 @@ def engine_spec(
         awaits_weights=is_actor and not family.rollout.adapter_push,
         lora=actor_shape(config).lora if is_actor and family.rollout.adapter_push else None,
         quantised=is_actor and family.rollout.quantization is not None,
+        returns_routes=is_actor and family.rollout.router_replay == "engine",
         may_sleep=is_actor and family.rollout.engine_sleeps,
         # Draws without a request's seed differ between engines.
         seed=family.rollout.seed + number,

@@ -32,6 +32,7 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
 )
 from ctrl_megatron.rollout.hf_adapters import add_peft_adapters
+from ctrl_megatron.rollout.hf_routes import RouteRecorder
 from ctrl_megatron.rollout.hf_weights import QuantisedWeights, weight_views_by_name
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
@@ -71,7 +72,9 @@ def load_autoregressive(spec: EngineSpec) -> LoadedModel:
     return LoadedModel(
         model=model,
         views=partial(weight_views_by_name, model),
-        batch=partial(DecodingBatch, model),
+        batch=partial(
+            DecodingBatch, model, recorder=RouteRecorder(model) if spec.returns_routes else None
+        ),
     )
 
 

@@ -5,11 +5,12 @@ Chunks of weights are plain data without conversion (``weight_chunks.WeightChunk
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from base64 import b64decode, b64encode
+from dataclasses import asdict, astuple
 from typing import Any
 
 from ctrl_megatron.rollout.engine import EngineBroken, EngineError, EngineWithoutWeights
-from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
+from ctrl_megatron.types import Completion, ExpertRoutes, SamplingParams, TensorSpec, VersionSpan
 
 Json = dict[str, Any]
 
@@ -41,18 +42,22 @@ def completion_to_json(completion: Completion) -> list[Any]:
     """A completion's fields without their names, to save space."""
     spans = [astuple(span) for span in completion.spans]
     given = [completion.token_ids, completion.log_probs, completion.finish_reason, spans]
-    return [*given, completion.order]
+    routes = completion.routes
+    packed = None if routes is None else {**asdict(routes), "ids": b64encode(routes.ids).decode()}
+    return [*given, completion.order, packed]
 
 
 def completion_from_json(data: list[Any]) -> Completion:
     """The completion that ``completion_to_json`` wrote."""
-    tokens, log_probs, finish_reason, spans, order = data
+    tokens, log_probs, finish_reason, spans, order, packed = data
+    routes = None if packed is None else {**packed, "ids": b64decode(packed["ids"])}
     return Completion(
         token_ids=tuple(tokens),
         log_probs=tuple(log_probs),
         finish_reason=finish_reason,
         spans=tuple(VersionSpan(*span) for span in spans),
         order=tuple(order),
+        routes=None if routes is None else ExpertRoutes(**routes),
     )
 
 

@@ -53,6 +53,7 @@ from ctrl_megatron.graph.declarations import (
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph, policy_node_id
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
+from ctrl_megatron.models.micro_batch import EXPERT_ROUTES
 from ctrl_megatron.models.value import ValueModel
 from ctrl_megatron.rewards.items import LARGEST_REWARD
 from ctrl_megatron.rewards.registry import MODEL_REWARD, raise_no_rewards
@@ -85,6 +86,7 @@ from ctrl_megatron.steps.model_reward import (
     total_rewards,
     weighted_parts,
 )
+from ctrl_megatron.steps.routes import with_engine_routes
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
     critique_columns,
@@ -292,6 +294,8 @@ def setting_that_needs_old_log_probs(config: Config) -> str | None:
         return correcting
     if POLICY_LOSS_REGISTRY.get(actor.policy_loss).selection is not None:
         return f"{family}.policy_loss={actor.policy_loss}"
+    if config.actor_rollout_ref.rollout.router_replay == "trainer":
+        return "actor_rollout_ref.rollout.router_replay=trainer"
     return None
 
 
@@ -390,16 +394,24 @@ async def judge_revisions(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 # Log-probs and values
 
 
-@node(writes=("old_log_probs",))
+@node(writes=("old_log_probs", EXPERT_ROUTES))
 def old_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``old_log_probs`` (B, R) float32: the actor's log-probs before the update; of a
     masked-diffusion model its coupled scores, for every pass of the update (``pipeline.masks``).
+    With ``router_replay=trainer`` also ``expert_routes`` (B, P+R, layers with experts, top_k).
     """
     config, fields, entropies = worker.config, dict[str, torch.Tensor](), []
+    budget = config.actor_rollout_ref.log_prob_token_budget
+    batch = with_engine_routes(worker, batch)
+    if config.actor_rollout_ref.rollout.router_replay == "trainer":
+        rows = tensor_fields(batch)
+        old, entropy, routes = worker.policy.log_probs_and_routes(rows, worker.temperature, budget)
+        metrics = worker.global_means({"actor/entropy": entropy[batch["response_mask"]]})
+        return NodeOutput(fields={"old_log_probs": old, EXPERT_ROUTES: routes}, metrics=metrics)
     for number in scored_passes(batch, config):
         rows = tensor_fields(batch_for_pass(batch, number, config))
         fields[field_name_of_pass("old_log_probs", number)], entropy = worker.policy.log_probs(
-            rows, worker.temperature, token_budget=config.actor_rollout_ref.log_prob_token_budget
+            rows, worker.temperature, token_budget=budget
         )
         entropies.append(entropy[batch["response_mask"]])
     return NodeOutput(
@@ -417,6 +429,7 @@ def ref_log_prob(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     fields = {}
     for number in scored_passes(batch, worker.config):
         rows = tensor_fields(batch_for_pass(batch, number, worker.config))
+        rows.pop(EXPERT_ROUTES, None)  # those of another model
         log_probs, _ = worker.reference.log_probs(rows, worker.temperature)
         fields[field_name_of_pass("ref_log_prob", number)] = log_probs
     if worker.config.actor_rollout_ref.actor.compute.param_offload and worker.has_actor:
@@ -429,7 +442,8 @@ def compute_values(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """``values`` (B, R) float32: the return that the value model expects before each response
     token.
     """
-    return NodeOutput(fields={"values": require_value_model(worker).values(tensor_fields(batch))})
+    rows = tensor_fields(batch.exclude(EXPERT_ROUTES))
+    return NodeOutput(fields={"values": require_value_model(worker).values(rows)})
 
 
 def require_value_model(worker: DAGWorker) -> ValueModel:
@@ -631,7 +645,7 @@ def update_critic(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         response_limit=config.data.max_response_length,
     )
     # Tokens that the rollout correction removes from the actor's loss still have returns to learn.
-    learned = batch.exclude("loss_mask")
+    learned = batch.exclude("loss_mask", EXPERT_ROUTES)
     for _ in range(config.value_epochs):
         steps += [model.step(rows, loss) for rows in mini_batches(learned, worker.groups)]
     sums = worker.groups.sum_over_data(
@@ -663,6 +677,7 @@ def update_actor(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
             "the batch has no old_log_probs, which this configuration needs before the update; "
             "add the node old_log_prob to the pipeline"
         )
+    batch = with_engine_routes(worker, batch)
     make_step, vectors = actor_step(worker, batch)
     if "old_log_probs" not in batch:
         # The step's own forward pass computes what the node ``old_log_prob`` would.

@@ -579,6 +579,39 @@ def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict,
             save_gradients(policy, f"{out}/{way}/{family}", directory)
 
 
+def replayed(
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    routes: dict[str, torch.Tensor],
+    recompute: bool,
+    out: str,
+) -> dict[str, Any]:
+    """Per family: the log-probs by the routers' own choices, those recorded, and the log-probs when
+    these and the ``routes`` are replayed; and the rates of an update on the latter, whose gradients
+    are saved as models below ``out``."""
+    groups, results = start(layout), {}
+    optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
+    options = {"token_budget": 40, "logprob_chunk": 7}
+    if recompute:
+        options["build"] = {"recompute_granularity": "full"}
+    for family, directory in directories.items():
+        policy = make_policy(groups, directory, optimizer=optimizer, **options)
+        own, _ = policy.log_probs(batch)
+        # In other micro-batches than those in which they are replayed.
+        again, _, recorded = policy.log_probs_and_routes(batch, 1.0, 60)
+        same, _ = policy.log_probs({**batch, "expert_routes": recorded})
+        given = {**batch, "expert_routes": routes[family]}
+        other, _ = policy.log_probs(given)
+        mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in given.items()}
+        stepped = policy.step(mine, weighted_loss)
+        rates = {name: value for name, value in stepped.items() if name.startswith("moe/replay")}
+        save_gradients(policy, f"{out}/{family}", directory)
+        results[family] = (own, again, recorded, same, other, rates)
+    return results
+
+
 def taught_gradients(
     rank: int,
     layout: dict,

@@ -122,6 +122,13 @@ def _check_role(
         shape_with_adapters(shape, lora_of_config(config, value=key == "critic.model.path"))
     if isinstance(shape, ModelShape):
         _check_megatron(config, key, path, shape, trained=trained)
+        replay = config.actor_rollout_ref.rollout.router_replay
+        if key == _MODEL and replay != "off" and not shape.expert_kinds:
+            raise UserError(
+                f"{path} has no layers with experts",
+                key=f"actor_rollout_ref.rollout.router_replay={replay}",
+                remedy="leave it out",
+            )
     if shape.value_head and key != "critic.model.path":
         kind = "reward" if is_reward_model(shape) else "value"
         raise UserError(

@@ -1,0 +1,174 @@
+"""Routing replay: the routers' own choices replayed change nothing, others give what transformers
+computes with them, and ranks, recomputation and micro-batches do not matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_models import EXPERTS, predicted, random_batch, save_tiny
+from world import run_world
+
+from ctrl_megatron.parallel.layout import Layout
+
+TENSOR: dict[str, Any] = {"tensor": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2_ep2_etp1": TENSOR | {"expert": 2, "expert_tensor": 1},
+    "pp2": {"pipeline": 2},
+    "cp2_ep2": {"context": 2, "expert": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "vpp2_ep2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
+    "tp2_cp2": TENSOR | {"context": 2},
+}
+QUICK = ("one", "tp2_ep2_etp1")
+BATCH = random_batch(seed=11, group=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: save_tiny(name, root / name) for name in EXPERTS}
+
+
+def routers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+
+
+def random_routes(directory: Path, seed: int) -> torch.Tensor:
+    """Any experts for all tokens, the same ones in prompts that rows share, none for a third of
+    them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    generator = torch.Generator().manual_seed(seed)
+    layers = routers(model)
+    shape = (*BATCH["input_ids"].shape, len(layers), layers[0].weight.shape[0])
+    routes = torch.rand(shape, generator=generator).argsort(dim=-1)[..., : layers[0].top_k]
+    prompt = shape[1] - BATCH["response_mask"].shape[1]
+    groups = shape[0] // 3
+    routes[:, :prompt] = routes[torch.arange(shape[0]) % groups, :prompt]
+    missing = torch.rand(shape[:2], generator=generator) < 1 / 3
+    missing[:, :prompt] = missing[torch.arange(shape[0]) % groups, :prompt]
+    routes[missing] = -1
+    return routes.to(torch.int16)
+
+
+def weights_at(router: Any, config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The weights of given experts by the rule of the family."""
+    if "deepseek_v3" in config.model_type:
+        chosen = logits.float().sigmoid().gather(1, ids)
+        return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
+    chosen = logits.float().softmax(-1).gather(1, ids)
+    if config.model_type == "deepseek_v2":
+        return chosen * config.routed_scaling_factor
+    if config.model_type == "mixtral" or config.norm_topk_prob:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return chosen
+
+
+def oracle(directory: Path, routes: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs (B, R) and gradients of ``workers.weighted_loss`` by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    given: list[torch.Tensor] = []
+
+    def replay(number: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> Any:
+            logits, weights, own = output
+            ids = given[0][:, number].long()
+            chosen = torch.where((ids >= 0).all(-1, keepdim=True), ids, own)
+            return (
+                logits,
+                weights_at(module, model.config, logits, chosen).to(weights.dtype),
+                chosen,
+            )
+
+        return hook
+
+    for number, router in enumerate(routers(model)):
+        router.register_forward_hook(replay(number))
+    found = torch.zeros(BATCH["response_mask"].shape)
+    names = ("input_ids", "attention_mask", "response_mask", "advantages")
+    for row, (ids, seen, mask, weights) in enumerate(
+        zip(*(BATCH[name] for name in names), strict=True)
+    ):
+        tokens, places = ids[seen.bool()], predicted(seen, mask)
+        given[:] = [routes[row][seen.bool()]]
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)[places - 1]
+        chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
+        found[row, mask] = chosen.detach()
+        (-(chosen * weights[mask]).sum() / BATCH["response_mask"].sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(gradients.get(name, torch.zeros_like(parameter)))
+    model.save_pretrained(directory.parent / f"{directory.name}_gradients")
+    saved = load_file(directory.parent / f"{directory.name}_gradients" / "model.safetensors")
+    return found, saved
+
+
+@pytest.fixture(scope="module")
+def routes(models: dict[str, Path]) -> dict[str, torch.Tensor]:
+    return {name: random_routes(path, seed) for seed, (name, path) in enumerate(models.items())}
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], routes: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: oracle(path, routes[name]) for name, path in models.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(models: dict[str, Path], routes: dict[str, Any], tmp_path_factory: Any) -> dict[str, Any]:
+    """What one rank records."""
+    return in_world(models, routes, "one", tmp_path_factory.mktemp("alone"))[0]
+
+
+def in_world(
+    models: dict[str, Path], routes: dict[str, Any], name: str, out: Path, recompute: bool = False
+) -> list[dict[str, Any]]:
+    layout = LAYOUTS[name]
+    return run_world(
+        "replayed",
+        Layout(**layout).world_size,
+        layout=layout,
+        directories={family: str(path) for family, path in models.items()},
+        batch=BATCH,
+        routes=routes,
+        recompute=recompute,
+        out=str(out),
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS]
+)
+def test_recorded_choices_change_nothing_and_others_are_taken(
+    models: dict[str, Path],
+    routes: dict[str, torch.Tensor],
+    expected: dict[str, Any],
+    alone: dict[str, Any],
+    name: str,
+    recompute: bool,
+    tmp_path: Path,
+) -> None:
+    attended = BATCH["attention_mask"].bool()
+    for results in in_world(models, routes, name, tmp_path, recompute):
+        for family, (own, again, recorded, same, other, rates) in results.items():
+            assert torch.equal(own, same), family
+            torch.testing.assert_close(own, again, atol=1e-5, rtol=0)
+            assert ((recorded >= 0).all(-1).all(-1) == attended).all()
+            sets = recorded.sort(-1).values, alone[family][2].sort(-1).values
+            assert torch.equal(*sets), family
+            torch.testing.assert_close(other, expected[family][0], atol=1e-5, rtol=0)
+            known = (routes[family][attended] >= 0).all(-1).double()
+            assert rates["moe/replayed_rate"] == pytest.approx(float(known.mean()), abs=0.15)
+            assert rates["moe/replay_differs_rate"] > 0.5
+    for family in models:
+        found = load_file(tmp_path / family / "model.safetensors")
+        for tensor, want in expected[family][1].items():
+            gap = float((found[tensor] - want).norm())
+            assert gap <= 2e-5 * float(want.norm()) + 1e-9, (family, tensor, gap)
