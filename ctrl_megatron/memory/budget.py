@@ -444,6 +444,8 @@ class _Stage:
                     self._backward(name), pp=self.pp, largest=largest
                 )
             own = {f"{name}'s gradients": self.trained[name].passing}
+            if name == "actor" and self.family.rollout.router_replay != "off":
+                own["recorded experts"] = self._recorded_experts(shape)
             passes.append({"activations": kept, "workspace": workspace} | own)
         for name, state in self.trained.items():
             visiting, stepped = {}, state.moments // 2
@@ -457,6 +459,12 @@ class _Stage:
         most = max(passes, key=lambda items: sum(items.values()))
         # Megatron's buffers of gradients are resident.
         return resident | {name: size for name, size in most.items() if size}
+
+    def _recorded_experts(self, shape: AnyShape) -> int:
+        """The replayed choices (int16) of a data rank's rows of one mini-batch."""
+        layers, top_k = shape.expert_choices if isinstance(shape, ModelShape) else (0, 0)
+        rows = self.family.actor.ppo_mini_batch_size * self.family.rollout.n // self.layout.data
+        return 2 * layers * top_k * rows * self.config.max_training_row_tokens
 
     def _visiting(self, name: str) -> dict[str, int]:
         """Optimizer state that is on the device at one time if it rests on the host."""

@@ -136,6 +136,8 @@ METRICS: dict[str, Metric] = {
         "tokens of the busiest expert over the mean of its layer, in the layer where that is most",
         "Busiest expert",
     ),
+    "moe/replayed_rate": Metric("share of the routers' choices that were replayed"),
+    "moe/replay_differs_rate": Metric("share of these in which the router's own choice differs"),
     "moe/max_load/NAME": Metric("the same of layer NAME, counted from 0"),
     "moe/balance_loss": Metric("moe_aux_loss_coeff's loss, mean over layers; 1 if all is even"),
     "moe/z_loss": Metric("moe_z_loss_coeff's loss, mean over layers"),

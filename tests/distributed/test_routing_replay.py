@@ -172,3 +172,43 @@ def test_recorded_choices_change_nothing_and_others_are_taken(
         for tensor, want in expected[family][1].items():
             gap = float((found[tensor] - want).norm())
             assert gap <= 2e-5 * float(want.norm()) + 1e-9, (family, tensor, gap)
+
+
+@pytest.mark.parametrize("name", ["one", pytest.param("tp2_cp2", marks=pytest.mark.long)])
+def test_with_the_engines_choices_the_gap_is_that_of_equal_experts(
+    tmp_path: Path, name: str
+) -> None:
+    """In bfloat16 engine and trainer choose other experts; with the engine's choices the log-probs
+    differ as they do where all experts are equal."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_experts": 32}
+    directory = save_tiny("qwen3_moe", tmp_path / "model", torch.bfloat16, **sizes)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, 90, (12, 20), generator=generator).tolist()
+    layout = LAYOUTS[name]
+    found = run_world(
+        "replayed_engine",
+        Layout(**layout).world_size,
+        layout=layout,
+        directory=str(directory),
+        prompts=prompts,
+        tokens=40,
+        dtype="bfloat16",
+    )[0]
+    mask, attended = found["mask"], found["attended"]
+    known = attended & (found["routes"] >= 0).all(-1).all(-1)
+    differs = (found["chosen"].sort(-1).values != found["routes"].sort(-1).values).any(-1).any(-1)
+    share = float(differs[known].double().mean())
+    gaps = {way: (found[way] - found["engine"]).abs()[mask] for way in ("own", "replayed")}
+    # A drawn token is predicted at the token before it.
+    start = attended.shape[1] - mask.shape[1]
+    equal = ~differs[:, start - 1 : -1][mask]
+    base = float(gaps["own"][equal].mean())
+    figures = {
+        "tokens with other experts": share,
+        "gap, all experts equal": base,
+        "gap, some differ": float(gaps["own"][~equal].mean()),
+        "gap, replayed": float(gaps["replayed"].mean()),
+    }
+    print(figures)
+    assert share > 0.05
+    assert figures["gap, replayed"] <= 1.15 * base < figures["gap, some differ"]

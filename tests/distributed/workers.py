@@ -612,6 +612,49 @@ def replayed(
     return results
 
 
+def replayed_engine(
+    rank: int, layout: dict, directory: str, prompts: list[list[int]], tokens: int, dtype: str
+) -> dict[str, Any]:
+    """Texts that the engine hf draws, and the log-probs of engine and trainer, the latter by its
+    routers' own choices and by the engine's; with the choices of both."""
+    from ctrl_megatron.rollout.engine import EngineSpec
+    from ctrl_megatron.rollout.hf_engine import HfEngine
+    from ctrl_megatron.steps.batch import pad_rows
+    from ctrl_megatron.steps.routes import route_tensor
+    from ctrl_megatron.types import SamplingParams
+
+    groups = start(layout)
+    drawn: list[Any] = []
+    if rank == 0:
+
+        async def draw() -> list[Any]:
+            spec = EngineSpec(name="hf", model_path=directory, dtype=dtype, returns_routes=True)
+            engine = await HfEngine.build(spec)
+            answers = await engine.generate(prompts, SamplingParams(max_tokens=tokens, seed=3))
+            await engine.close()
+            return [answer for (answer,) in answers]
+
+        drawn = asyncio.run(draw())
+    drawn = groups.all_gather(drawn)[0]
+    batch = dict(pad_rows(prompts, [c.token_ids for c in drawn], pad_token_id=0).items())
+    policy = make_policy(groups, directory, dtype=dtype, token_budget=1024)
+    own, _, chosen = policy.log_probs_and_routes(batch, 1.0)
+    routes = torch.full_like(chosen, -1)
+    for row, completion in enumerate(drawn):
+        columns = batch["attention_mask"][row].nonzero().flatten()
+        ids = route_tensor(completion.routes)
+        assert len(ids) == len(columns) - 1
+        routes[row, columns[:-1]] = ids
+    replayed, _ = policy.log_probs({**batch, "expert_routes": routes})
+    theirs = torch.zeros_like(own)
+    for row, completion in enumerate(drawn):
+        theirs[row, : len(completion.log_probs)] = torch.tensor(completion.log_probs)
+    return {
+        **{"own": own, "replayed": replayed, "engine": theirs, "mask": batch["response_mask"]},
+        **{"chosen": chosen, "routes": routes, "attended": batch["attention_mask"].bool()},
+    }
+
+
 def taught_gradients(
     rank: int,
     layout: dict,

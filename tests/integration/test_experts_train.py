@@ -75,3 +75,49 @@ def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run
         f"{MEGATRON}pipeline_model_parallel_size=2",
     )
     assert resumed == pytest.approx(whole[2:], rel=1e-5)
+
+
+ROLLOUT = "actor_rollout_ref.rollout."
+BF16 = ("actor_rollout_ref.model.dtype=bfloat16", f"{ROLLOUT}temperature=1.3", f"{ROLLOUT}top_k=8")
+REPLAYS: dict[str, tuple[str, ...]] = {
+    "engine": (f"{ROLLOUT}router_replay=engine",),
+    "trainer": (f"{ROLLOUT}router_replay=trainer", "actor_rollout_ref.actor.ppo_epochs=2"),
+    "engine, a step ahead": (
+        *(f"{ROLLOUT}router_replay=engine", f"{ROLLOUT}staleness=1"),
+        *(f"{ROLLOUT}placement=dedicated", f"{ROLLOUT}n_gpus_per_node=1"),
+        "algorithm.rollout_correction.rollout_is=token",
+    ),
+    "engine, in flight": (
+        *(f"{ROLLOUT}router_replay=engine", f"{ROLLOUT}staleness=1"),
+        *(f"{ROLLOUT}placement=dedicated", f"{ROLLOUT}n_gpus_per_node=1"),
+        *("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}update_in_flight=true"),
+    ),
+    "engine, on stages": (
+        f"{ROLLOUT}router_replay=engine",
+        f"{MEGATRON}pipeline_model_parallel_size=2",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "engine" else pytest.param(n, marks=pytest.mark.long) for n in REPLAYS]
+)
+def test_choices_of_experts_are_replayed_in_a_run(experts_job: Job, name: str) -> None:
+    run = run_forked(experts_job, f"replay {name}", steps=3, extra=(*BF16, *REPLAYS[name]))
+    assert run.codes == (0, 0), run.output[-6000:]
+    steps = [record["metrics"] for record in run.metrics()]
+    print([{k: m[k] for k in m if "replay" in k or "probs_diff_mean" in k} for m in steps])
+    rates = [metrics["moe/replayed_rate"] for metrics in steps]
+    if name == "engine, a step ahead":
+        # The first step's texts have its own weights; later ones those before the last update.
+        assert rates[1:] == [0.0, 0.0]
+    elif name == "engine, in flight":
+        # A text that went on with newer weights was read again by these, whole.
+        assert all(0 <= rate < 1 for rate in rates)
+    elif name == "trainer":
+        assert rates == [1.0] * 3
+        assert steps[0]["moe/replay_differs_rate"] < 0.5
+    else:
+        # All tokens but the last of each text.
+        assert all(0.9 < rate < 1 for rate in rates)
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in steps)
