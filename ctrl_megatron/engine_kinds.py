@@ -112,6 +112,7 @@ ENGINES: Mapping[str, EngineKind] = {
         # Scheduler processes of one host connect over loopback.
         environment={"GLOO_SOCKET_IFNAME": "lo"},
         counts_workspace=False,
+        returns_routes=True,
         cpu_width_unit=32,
         adapters=False,
         quantised=False,

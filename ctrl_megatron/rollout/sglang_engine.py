@@ -7,7 +7,9 @@ import asyncio
 import json
 import os
 import random
+from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from ctrl_megatron.errors import did_you_mean
+from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.models.shape import Experts, ModelShape
 from ctrl_megatron.parallel.parent_watch import process_gone
 from ctrl_megatron.rollout.counters import Counters
 from ctrl_megatron.rollout.engine import (
@@ -45,11 +49,18 @@ from ctrl_megatron.rollout.engine import (
     TokenListener,
     new_tokens_callback,
 )
+from ctrl_megatron.rollout.hf_routes import joined_routes
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, checkpoint_specs, read_model_config
-from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
+from ctrl_megatron.types import (
+    Completion,
+    ExpertRoutes,
+    SamplingParams,
+    TensorSpec,
+    VersionSpan,
+)
 
 _CPU_KV_CACHE_GIB = 2.0
 _COUNTED = {
@@ -88,6 +99,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
         "log_level": "warning",
         # Otherwise its scheduler polls with a whole core while the trainer computes.
         "sleep_on_idle": True,
+        "enable_return_routed_experts": spec.returns_routes,
     }
     if on_gpu:
         chosen |= {
@@ -162,6 +174,21 @@ def completion_from_sglang(answer: dict[str, Any], *, log_probs: bool) -> Comple
     )
 
 
+def routes_from_sglang(
+    packed: Any, shape: ModelShape, spans: Sequence[VersionSpan]
+) -> ExpertRoutes | None:
+    """The choices in ``routed_experts`` of an answer: int32 (tokens, all layers, top_k), in base64.
+    None where several weights, or none, drew the text: SGLang's table has a row for each place in
+    the cache, whoever wrote it."""
+    if len({span.version for span in spans}) != 1:
+        return None
+    data = b64decode(packed) if isinstance(packed, str | bytes) else packed.numpy().tobytes()
+    values = torch.frombuffer(bytearray(data), dtype=torch.int32)
+    layers = [n for n, kind in enumerate(shape.feed_forward) if isinstance(kind, Experts)]
+    chosen = values.view(-1, shape.num_layers, shape.expert_choices[1])[:, layers]
+    return joined_routes([chosen.to(torch.int16)], spans[0].version)
+
+
 def _require(answer: tuple[Any, ...], what: str) -> Any:
     """``answer``; RuntimeError for a failure, which SGLang reports as (False, message)."""
     if not answer[0]:
@@ -216,6 +243,8 @@ class SglangEngine:
         self._one_rpc = asyncio.Lock()
         self._counted: Counters = dict.fromkeys(_COUNTED, 0.0)
         self._unseeded = random.Random(spec.seed)
+        shape = read_shape(spec.model_path, "megatron") if spec.returns_routes else None
+        self._shape = shape if isinstance(shape, ModelShape) else None
         self._paused = self._resume_after = False
 
     @classmethod
@@ -267,6 +296,7 @@ class SglangEngine:
                 for _, own in asked
             ],
             return_logprob=params.log_probs,
+            return_routed_experts=self._spec.returns_routes,
             stream=listened,
         )
         done: dict[int, Completion] = {}
@@ -279,7 +309,7 @@ class SglangEngine:
             if (show := shows[place]) is not None:
                 show(answer["output_ids"])
             if answer["meta_info"]["finish_reason"] is not None:
-                done[place] = completion_from_sglang(answer, log_probs=params.log_probs)
+                done[place] = self._completion(answer, params)
                 self._count(answer["meta_info"])
                 if finished is not None:
                     finished(place, done[place])
@@ -293,6 +323,13 @@ class SglangEngine:
         self._state.require_not_broken()
         every = [done[place] for place in range(len(asked))]
         return params.group_by_prompt(every)
+
+    def _completion(self, answer: dict[str, Any], params: SamplingParams) -> Completion:
+        done = completion_from_sglang(answer, log_probs=params.log_probs)
+        packed = answer["meta_info"].get("routed_experts")
+        if self._shape is None or packed is None:
+            return done
+        return replace(done, routes=routes_from_sglang(packed, self._shape, done.spans))
 
     async def _fill_cache(self, prompts: list[list[int]]) -> bool:
         """Compute each prompt once, for all its completions: completions that begin together would

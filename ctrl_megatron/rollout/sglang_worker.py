@@ -25,6 +25,7 @@ with garbage_collection_paused():
     from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -59,8 +60,18 @@ def run_scheduler(*given: Any, **named: Any) -> None:
     run_scheduler_process(*given, **named)
 
 
+def _allocate_unpinned(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any
+) -> torch.Tensor:
+    """Host memory in the place of ``alloc_with_host_register``, which needs CUDA."""
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
 def patch_sglang() -> None:
     """Replace SGLang's methods; called once, before a scheduler is made."""
+    if not torch.cuda.is_available():
+        # The table of chosen experts is pinned for a GPU, wherever the model is.
+        ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unpinned
     install_single_address_store()
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (

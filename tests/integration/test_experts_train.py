@@ -92,6 +92,7 @@ REPLAYS: dict[str, tuple[str, ...]] = {
         *(f"{ROLLOUT}placement=dedicated", f"{ROLLOUT}n_gpus_per_node=1"),
         *("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}update_in_flight=true"),
     ),
+    "engine, sglang": (f"{ROLLOUT}router_replay=engine", f"{ROLLOUT}name=sglang"),
     "engine, on stages": (
         f"{ROLLOUT}router_replay=engine",
         f"{MEGATRON}pipeline_model_parallel_size=2",
@@ -103,6 +104,8 @@ REPLAYS: dict[str, tuple[str, ...]] = {
     "name", [n if n == "engine" else pytest.param(n, marks=pytest.mark.long) for n in REPLAYS]
 )
 def test_choices_of_experts_are_replayed_in_a_run(experts_job: Job, name: str) -> None:
+    if "sglang" in name and "sglang" not in available_engines():
+        pytest.skip("sglang is not installed; `make env` brings it")
     run = run_forked(experts_job, f"replay {name}", steps=3, extra=(*BF16, *REPLAYS[name]))
     assert run.codes == (0, 0), run.output[-6000:]
     steps = [record["metrics"] for record in run.metrics()]
