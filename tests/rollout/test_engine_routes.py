@@ -45,10 +45,8 @@ def drawn(name: str, path: Path, later: Any) -> list[list[list[Completion]]]:
     try:
 
         async def ask() -> Any:
-            engine, params = (
-                RemoteEngine(process.address),
-                SamplingParams(max_tokens=12, n=2, seed=5),
-            )
+            engine = RemoteEngine(process.address)
+            params = SamplingParams(max_tokens=12, n=2, seed=5)
             first = await engine.generate(PROMPTS, params)
             sender = Sender(weights(later))
             await engine.update(sender.specs(), sender.chunks(), "later")
