@@ -61,7 +61,7 @@ def run_scheduler(*given: Any, **named: Any) -> None:
 
 
 def _allocate_unpinned(
-    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, *given: Any, **named: Any
 ) -> torch.Tensor:
     """Host memory in the place of ``alloc_with_host_register``, which needs CUDA."""
     return torch.empty(dims, dtype=dtype, device=device)
