@@ -71,9 +71,8 @@ def count_activation_bytes(shape: TransformersShape, dtype: str) -> ActivationBy
 
     UserError for a model whose passes depend on the numbers in its tensors.
     """
-    model, blocks = empty_model(shape.config, DTYPES[dtype])
+    model, blocks = empty_model(shape.config, DTYPES[dtype], buffers=False)
     model.config._attn_implementation = _COUNTED
-    model.to("meta")
     for module in model.modules():
         _forget_lengths(module)
     own = {weight.untyped_storage()._cdata for weight in model.parameters()}

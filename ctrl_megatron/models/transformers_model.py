@@ -82,7 +82,7 @@ def _shape(text: str, where: str) -> TransformersShape:
         if not isinstance(getattr(config, key, None), int):
             raise UserError(f"{where}: the key {key!r} is missing", remedy=_OTHER)
     with _read_by_transformers(where):
-        model, blocks = empty_model(text, torch.float32)
+        model, blocks = empty_model(text, torch.float32, buffers=False)
     numbers = {id(block): number for number, block in enumerate(blocks)}
     layer_of = {
         f"{name}.": numbers[id(module)]
@@ -176,10 +176,12 @@ def register_attention(name: str, attention: Any) -> None:
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
-def empty_model(config: str, dtype: torch.dtype) -> tuple[Any, list[torch.nn.Module]]:
+def empty_model(
+    config: str, dtype: torch.dtype, *, buffers: bool = True
+) -> tuple[Any, list[torch.nn.Module]]:
     """(the language model of a ``config.json`` with parameters on the meta device and buffers in
-    host memory, its decoder layers)."""
-    with _parameters_on_meta():
+    host memory, its decoder layers). Without ``buffers`` they are on the meta device too."""
+    with _parameters_on_meta() if buffers else torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(
             _config(config), dtype=dtype, trust_remote_code=False
         )
