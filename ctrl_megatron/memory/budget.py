@@ -462,7 +462,7 @@ class _Stage:
 
     def _recorded_experts(self, shape: AnyShape) -> int:
         """The replayed choices (int16) of a data rank's rows of one mini-batch."""
-        layers, top_k = shape.expert_choices if isinstance(shape, ModelShape) else (0, 0)
+        layers, top_k = shape.expert_choices
         rows = self.family.actor.ppo_mini_batch_size * self.family.rollout.n // self.layout.data
         return 2 * layers * top_k * rows * self.config.max_training_row_tokens
 

@@ -39,7 +39,7 @@ from ctrl_megatron.models.micro_batch import (
 )
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.router import Routers, replay_rates
-from ctrl_megatron.models.shape import AnyShape, ModelShape, TransformersShape
+from ctrl_megatron.models.shape import AnyShape, TransformersShape
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -107,11 +107,6 @@ class ParallelModel:
         if self.options.optimizer.on_host:
             self.offload("gradients")  # the master weights are made on the device
         self.optimization = self.strategy.start_optimizer()
-
-    @property
-    def expert_choices(self) -> tuple[int, int]:
-        """As ``ModelShape.expert_choices``; (0, 0) for modules of transformers."""
-        return self.shape.expert_choices if isinstance(self.shape, ModelShape) else (0, 0)
 
     @property
     def update_count(self) -> int:
@@ -210,32 +205,37 @@ class ParallelModel:
 
         Every rank of the model copy calls this with the same rows and gets the same result.
         """
-        self.onload("weights")
-        results = self.allocate_results(rows, vectors)
-        self.strategy.run_passes(
-            partial(forward_only, head=head, results=results),
-            self._micro_batches(rows, token_budget or self.options.token_budget, backward=False),
-            backward=False,
-        )
+        results, _ = self._infer(rows, head, vectors, token_budget)
         self._routers.end_replay()
         return self.broadcast_results(results)
+
+    def _infer(
+        self,
+        rows: Fields,
+        head: OutputHead,
+        vectors: int,
+        token_budget: int | None,
+        *,
+        records: bool = False,
+    ) -> tuple[torch.Tensor, list[MicroBatch]]:
+        """(``allocate_results`` after the passes, their micro-batches)."""
+        self.onload("weights")
+        results = self.allocate_results(rows, vectors)
+        micro_batches = self._micro_batches(
+            rows, token_budget or self.options.token_budget, backward=False, records=records
+        )
+        passes = partial(forward_only, head=head, results=results)
+        self.strategy.run_passes(passes, micro_batches, backward=False)
+        return results, micro_batches
 
     def record_routes(
         self, rows: Fields, head: OutputHead, vectors: int, token_budget: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``infer``, and the experts that the routers chose (``EXPERT_ROUTES``) on the host."""
-        self.onload("weights")
-        results = self.allocate_results(rows, vectors)
-        layers, top_k = self.expert_choices
-        empty = torch.full((*rows["input_ids"].shape, layers, top_k), -1, dtype=torch.int16)
-        micro_batches = self._micro_batches(
-            {**rows, EXPERT_ROUTES: empty},
-            token_budget or self.options.token_budget,
-            backward=False,
-            records=True,
-        )
-        passes = partial(forward_only, head=head, results=results)
-        self.strategy.run_passes(passes, micro_batches, backward=False)
+        shape = *rows["input_ids"].shape, *self.shape.expert_choices
+        empty = torch.full(shape, -1, dtype=torch.int16)
+        rows = {**rows, EXPERT_ROUTES: empty}
+        results, micro_batches = self._infer(rows, head, vectors, token_budget, records=True)
         table = self._routers.end_replay()
         assert table is not None
         # Every stage knows its own layers, every tensor and context rank its own tokens.

@@ -298,6 +298,7 @@ class TransformersShape:
     strategy: ClassVar[StrategyName] = "fsdp"
     diffusion: ClassVar[None] = None
     layers_left_out: ClassVar[int] = 0
+    expert_choices: ClassVar[tuple[int, int]] = (0, 0)
 
     @property
     def max_layer_width(self) -> int:

@@ -27,7 +27,7 @@ def with_engine_routes(worker: DAGWorker, batch: TensorDict) -> TensorDict:
     if EXPERT_ROUTES in batch or worker.device_owner is None:
         return batch
     version = worker.device_owner.version(worker.role, worker.step)
-    layers, top_k = worker.policy.expert_choices
+    layers, top_k = worker.policy.shape.expert_choices
     attended = batch["attention_mask"].bool()
     table = torch.full((*attended.shape, layers, top_k), -1, dtype=torch.int16)
     for row, sample in enumerate(samples_of(batch)):
