@@ -84,16 +84,26 @@ def test_engines_follow_a_trainer_that_is_spread_over_hosts(
 
 
 @pytest.mark.long
-def test_fsdp_on_two_hosts_is_that_of_one_and_resumes_there(job: Job) -> None:
+@pytest.mark.parametrize("hosts", [(2, 1), (1, 2)], ids=["two_then_one", "one_then_two"])
+def test_fsdp_on_two_hosts_is_that_of_one_and_resumes_there(
+    job: Job, hosts: tuple[int, int]
+) -> None:
     four, saving = (*SPREAD, "trainer.n_gpus_per_node=4"), ("trainer.save_freq=1",)
-    two = (*SPREAD, "trainer.nnodes=2", "trainer.n_gpus_per_node=2", *saving)
-    with job.launch("fsdp_on_one_host", steps=2, extra=four, ranks=4, preloaded=True) as whole:
+    name = f"fsdp_on_{hosts[0]}_then_{hosts[1]}"  # the runs of a module share a folder
+    with job.launch(f"{name}_whole", steps=2, extra=four, ranks=4, preloaded=True) as whole:
         assert whole.ends(SLOW) == 0, whole.output()[-8000:]
-    name = "fsdp_moves"
-    with job.launch(name, steps=1, extra=two, hosts=2, ranks=2, preloaded=True) as run:
-        assert run.ends(SLOW) == 0, run.output()[-8000:]
-    with job.launch(name, steps=2, extra=(*four, *saving), ranks=4, preloaded=True) as run:
-        assert run.ends(SLOW) == 0, run.output()[-8000:]
+    for step, count in enumerate(hosts, start=1):
+        each = 4 // count
+        given = (f"trainer.nnodes={count}", f"trainer.n_gpus_per_node={each}", *saving)
+        with job.launch(
+            name,
+            steps=step,
+            extra=(*SPREAD, *given),
+            hosts=count,
+            ranks=each,
+            preloaded=True,
+        ) as run:
+            assert run.ends(SLOW) == 0, run.output()[-8000:]
     assert starts(run) == [1] and [record["step"] for record in run.metrics()] == [1, 2]
     assert_same_steps(run, whole)
 
