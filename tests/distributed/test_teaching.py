@@ -141,4 +141,4 @@ def test_gradients_are_those_of_whole_logits(
         for way in ("shared", "apart") if case in APART else ("shared",):
             found = load_file(tmp_path / way / case / "model.safetensors")
             gap, whose = widest_gap(found, wanted)
-            assert gap < 2e-4, (case, way, whose, gap)
+            assert gap < 1e-5, (case, way, whose, gap)
